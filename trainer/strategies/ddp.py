@@ -1,0 +1,97 @@
+"""Gradients meet in torch's DistributedDataParallel: NCCL between GPUs, Gloo between CPUs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer import tuning
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.strategies.base import Strategy, share_optimizer_state
+from trainer.world import World
+
+# How long a rank waits for another before it gives up with an error.
+_TIMEOUT = timedelta(minutes=10)
+
+
+class DDPStrategy(Strategy):
+    """torch.distributed, usually under torchrun.
+
+    Raises:
+        ConfigError: there are several ranks and nothing that says where they meet.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.tuning = tuning.tune_host(world)
+        backend = "gloo"
+        if world.device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"  # objects travel over Gloo, gradients over NCCL
+            torch.cuda.set_device(world.device)
+        transport = "NCCL" if world.device.type == "cuda" else "Gloo"
+        self.description = f"DistributedDataParallel over {transport}, {world}"
+        if world.size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"strategy 'ddp' needs {' and '.join(missing)}, which {world.launcher} does not set; "
+                f"start with `torchrun --nproc-per-node {world.local_size}`, or set them"
+            )
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        if config.reduction == "adasum":
+            raise ConfigError("reduction is 'adasum', which strategy 'ddp' does not have; valid there is average")
+        # Buffers are shared before they are used for evaluation, not in every forward pass.
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=config.dynamic_graph,
+        )
+        if config.compression == "fp16":
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        share_optimizer_state(self, optimizer)
+        return wrapped, optimizer
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=root)
+        return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        no_sync: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]  # DDP's
+        return no_sync

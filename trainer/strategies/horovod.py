@@ -1,0 +1,144 @@
+"""Gradients meet in Horovod's DistributedOptimizer: NCCL between GPUs, MPI or Gloo between CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer import tuning
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.strategies.base import Strategy, share_optimizer_state
+from trainer.world import World
+
+
+class HorovodStrategy(Strategy):
+    """Horovod, set up for this host.
+
+    Raises:
+        ConfigError: Horovod is not installed, was built without NCCL although this rank has a GPU, or does
+            not see the ranks that the launcher started.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        # Horovod and Open MPI read these when they start, so they are set before they are imported.
+        self.tuning = tuning.tune_horovod(world)
+        self._hvd = _import_horovod()
+        self._check_build()
+        self._hvd.init()
+        self._closed = False
+        self._check_world()
+        self.description = f"Horovod over {self._transport()}, {world}"
+
+    def _transport(self) -> str:
+        controller = "MPI" if self._hvd.mpi_enabled() else "Gloo"
+        return f"NCCL (started by {controller})" if self.world.device.type == "cuda" else controller
+
+    def _check_build(self) -> None:
+        if self.world.device.type == "cuda" and not self._hvd.nccl_built():
+            raise ConfigError(
+                "this Horovod was built without NCCL, but this host has a GPU; rebuild it with "
+                "`python scripts/build_horovod.py --gpu nccl`, or train on the CPU (device 'cpu')"
+            )
+
+    def _check_world(self) -> None:
+        found = (self._hvd.rank(), self._hvd.size())
+        if found != (self.world.rank, self.world.size):
+            raise ConfigError(
+                f"strategy 'horovod' cannot join the ranks that {self.world.launcher} started: this is rank "
+                f"{self.world.rank} of {self.world.size} there, and {found[0]} of {found[1]} in Horovod; "
+                "valid launchers are horovodrun, mpirun and srun (with PMIx), or take strategy 'ddp'"
+            )
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        hvd = self._hvd
+        if config.reduction == "adasum" and not hvd.mpi_enabled():
+            raise ConfigError(
+                "reduction is 'adasum', which Horovod has over MPI only; start with "
+                "`horovodrun --mpi`, or take reduction 'average'"
+            )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        share_optimizer_state(self, optimizer)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=_names_of(model, optimizer),
+            compression=hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none,
+            op=hvd.Adasum if config.reduction == "adasum" else hvd.Average,
+            groups=self._groups(model, config),
+        )
+        return model, wrapped
+
+    def _groups(self, model: nn.Module, config: TrainerConfig) -> int | None:
+        # A group is sent when its last gradient is there. Where ranks may leave different parameters
+        # without one, it would wait for ever; and Adasum's optimizer knows no groups.
+        if config.dynamic_graph or config.reduction == "adasum":
+            return None
+        return tuning.gradient_groups(model, self.world)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        reduced: Tensor = self._hvd.allreduce_(tensor, op=self._hvd.Sum)
+        return reduced
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        sent: Tensor = self._hvd.broadcast_(tensor, root_rank=0)
+        return sent
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._hvd.broadcast_object(value, root_rank=root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        gathered: list[Any] = self._hvd.allgather_object(value)
+        return gathered
+
+    def barrier(self) -> None:
+        self._hvd.barrier()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._hvd.shutdown()
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod's wrapper has it
+
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            super().step(optimizer, scaler)
+
+    @contextmanager
+    def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Horovod exchanges a gradient when its hook has fired as often as announced: announce one more."""
+        optimizer.set_backward_passes_per_step(2)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            optimizer.set_backward_passes_per_step(1)  # type: ignore[attr-defined]
+
+
+def _import_horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy 'horovod' needs Horovod ({error}); install it with "
+            "`python scripts/build_horovod.py`, or take strategy 'ddp' under torchrun"
+        ) from None
+    if not hasattr(hvd, "init"):
+        # Horovod only prints a warning when its native library does not load.
+        raise ConfigError(
+            "Horovod's native library does not load in this environment; build it anew with "
+            "`python scripts/build_horovod.py`"
+        )
+    return hvd
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Names for the parameters that the optimizer holds; Horovod sends each gradient under its name."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]

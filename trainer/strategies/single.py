@@ -1,0 +1,45 @@
+"""A world of one, so that no caller ever branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer import tuning
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.strategies.base import Strategy
+from trainer.world import World
+
+
+class SingleStrategy(Strategy):
+    """One process: its gradient is the mean gradient, and it has nobody to wait for.
+
+    Raises:
+        ConfigError: the process is one of several.
+    """
+
+    def __init__(self, world: World) -> None:
+        if world.size != 1:
+            raise ConfigError(
+                f"strategy 'single' trains alone, but {world.launcher} started {world.size} ranks; valid here is auto"
+            )
+        super().__init__(world)
+        self.tuning = tuning.tune_host(world)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,125 @@
+"""What makes this host fast, decided in one place from what the host is, never over what the user set.
+
+Horovod as it comes loses to DistributedDataParallel on small models. Why, and what is done about each:
+
+* Horovod looks at its queue once per HOROVOD_CYCLE_TIME, by default every millisecond. That sleep is nearly
+  the whole cost of a small all-reduce.
+* Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
+  more threads than cores, the spinning takes the core from whoever is waited for.
+* PyTorch takes every core for every rank, and the ranks of one host push each other off them.
+* glibc gives large blocks back to the kernel as soon as they are freed, and every step gets its activations
+  as fresh, zeroed pages again. Keeping them saves a tenth to a fifth of a step.
+* Every gradient is negotiated by itself; as one group they are negotiated once.
+
+The figures behind the choices are in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.config import set_default, user_set
+from trainer.world import World
+
+# One group up to here: what is won by overlapping the exchange with the backward pass is then less than
+# what each further negotiation costs.
+ONE_GROUP_BYTES = 4 * 1024 * 1024
+CYCLE_TIME_MS = "0.1"
+
+# From glibc's malloc.h. 32 MiB is the largest threshold that it takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
+_TRIM_THRESHOLD_BYTES = 1024 * 1024 * 1024
+
+
+def tune_horovod(world: World) -> dict[str, str]:
+    """Sets what Horovod and Open MPI read when they start; returns what it set, and why."""
+    chosen = tune_host(world)
+    _find_open_mpi()
+    if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+        chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
+    cores = host_cores()
+    if 2 * world.local_size > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
+        chosen["idle"] = f"yield (2 threads × {world.local_size} ranks on {cores} cores)"
+    if not single_copy_allowed() and set_default("OMPI_MCA_btl_vader_single_copy_mechanism", "none"):
+        chosen["single copy"] = "off (this container refuses process_vm_readv)"
+    return chosen
+
+
+def tune_host(world: World) -> dict[str, str]:
+    """What helps every strategy: this rank's share of the cores, and memory that is kept between steps."""
+    chosen = {}
+    threads = _threads(world)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
+    if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
+        chosen["freed memory"] = "kept (saves page faults in every step)"
+    return chosen
+
+
+def _threads(world: World) -> int | None:
+    """PyTorch threads for this rank; None where the user has decided, or where PyTorch decides the same."""
+    # torchrun sets one thread per rank when the user did not say anything.
+    by_torchrun = world.launcher == "torchrun" and os.environ.get("OMP_NUM_THREADS") == "1"
+    if world.size == 1 or (user_set("OMP_NUM_THREADS") and not by_torchrun):
+        return None
+    # A rank that its launcher bound to some cores has no use for more threads than these.
+    return max(1, min(host_cores() // world.local_size, len(os.sched_getaffinity(0))))
+
+
+def _keep_memory() -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
+
+
+def gradient_groups(model: nn.Module, world: World) -> int | None:
+    """Into how many groups Horovod shall gather the gradients; None lets it fuse what it finds per cycle."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 1 if size <= ONE_GROUP_BYTES else None
+
+
+@cache
+def host_cores() -> int:
+    """Cores that this host gives us: its processors, or fewer where a container's CPU quota says so."""
+    cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+@cache
+def single_copy_allowed() -> bool:
+    """Whether the kernel lets Open MPI copy straight from another rank's memory.
+
+    Docker's default seccomp profile refuses it, and Open MPI then prints `Read -1, expected …` for every
+    large message. The call is tried on this process itself, which only such a filter forbids.
+    """
+
+    class IoVec(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    here = IoVec(ctypes.addressof(target), 1)
+    there = IoVec(ctypes.addressof(source), 1)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is None:
+        return False
+    return bool(call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 1)
+
+
+def _find_open_mpi() -> None:
+    """The PyPI wheel of Open MPI lies where pip put it, not where it was built; its own mpirun says so to ranks."""
+    if Path(sys.prefix, "lib", "libmpi.so.40").exists():
+        set_default("OPAL_PREFIX", sys.prefix)
