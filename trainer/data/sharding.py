@@ -3,7 +3,7 @@
 Nothing is padded, dropped or counted twice. Step k of N ranks with batch B takes the same samples as
 step k of one process with batch N·B: the next N·B places of the epoch's permutation. Each rank takes
 one contiguous piece of them, and pieces differ by at most one sample, so that in the last step, too,
-all ranks finish together. Only where fewer samples than ranks are left do some ranks stay empty.
+all ranks finish together. Only where fewer than two samples per rank are left do some ranks stay empty.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class ShardPlan:
         """The places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
         start = step * self.step_size
         left = min(self.step_size, self.samples - start)
-        share, extra = divmod(left, self.world_size)
+        # No rank is given a single sample while others have some, too: BatchNorm cannot normalise one.
+        holders = max(1, min(self.world_size, left // 2))
+        if rank >= holders:
+            return slice(start + left, start + left)
+        share, extra = divmod(left, holders)
         begin = start + rank * share + min(rank, extra)
         return slice(begin, begin + share + (rank < extra))
 

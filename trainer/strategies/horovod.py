@@ -72,6 +72,8 @@ class HorovodStrategy(Strategy):
             op=hvd.Adasum if config.reduction == "adasum" else hvd.Average,
             groups=self._groups(model, config),
         )
+        # Horovod makes a new optimizer out of the old one's settings, and leaves its state behind.
+        wrapped.state.update(optimizer.state)
         return model, wrapped
 
     def _groups(self, model: nn.Module, config: TrainerConfig) -> int | None:

@@ -1,0 +1,40 @@
+"""The tutorial network trained by a hand-written DistributedDataParallel loop (Gloo) over batches from memory.
+
+torchrun --nproc-per-node 2 benchmarks/ddp_loop.py --data-dir data
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+from trainer.failure import report_failures
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """`tensor`, which then holds the sum."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def main() -> None:
+    report_failures()
+    args = common.peer_parser(__doc__).parse_args()
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(common.make_network(args.seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
+    place = common.Place(dist.get_rank(), dist.get_world_size())
+    common.train_and_report(model, optimizer, args, place, sum_over_ranks)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

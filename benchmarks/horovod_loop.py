@@ -1,0 +1,52 @@
+"""The tutorial network trained by a hand-written Horovod loop over batches cut from memory.
+
+python benchmarks/horovod_loop.py --data-dir data
+horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data
+horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data --tuned    # set up as the library does
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+from trainer.failure import report_failures
+from trainer.tuning import tune_horovod
+from trainer.world import current_world
+
+
+def main() -> None:
+    report_failures()
+    parser = common.peer_parser(__doc__)
+    parser.add_argument("--tuned", action="store_true", help="tuning and grouping as the library chooses them")
+    args = parser.parse_args()
+    if args.tuned:
+        tune_horovod(current_world("cpu"))
+    common.find_open_mpi()
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = common.make_network(args.seed)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), groups=1 if args.tuned else None
+    )
+
+    def sum_over_ranks(tensor: Tensor) -> Tensor:
+        summed: Tensor = hvd.allreduce(tensor, op=hvd.Sum)
+        return summed
+
+    common.train_and_report(model, optimizer, args, common.Place(hvd.rank(), hvd.size()), sum_over_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""What every strategy has to do, run on every rank of one job; see `test_every_strategy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed.reference import (
+    TOLERANCE,
+    adam,
+    assert_equal,
+    fingerprint,
+    make_data,
+    make_model,
+    sgd,
+    train_alone,
+)
+from trainer import ConfigError, InMemory, ShardedLoader, Trainer, TrainerConfig, accuracy, prepare
+from trainer.strategies.base import SkipsExchange, Strategy
+from trainer.strategies.single import SingleStrategy
+from trainer.world import World
+
+BATCH = 4
+
+
+def make_trainer(strategy: Strategy, model: nn.Module, optimizer: Any = sgd, **settings: Any) -> Trainer:
+    defaults = {"batch_size": BATCH, "scale_lr": False, "decay": "none", "device": "cpu"}
+    return Trainer(
+        model, optimizer(model), F.cross_entropy, strategy=strategy, config=TrainerConfig(**{**defaults, **settings}),
+        metrics={"accuracy": accuracy}, output=None, progress=False,
+    )  # fmt: skip
+
+
+def sample_counts(world_size: int) -> dict[str, int]:
+    """Datasets that end evenly and unevenly, leave ranks empty, or are smaller than the world."""
+    full = BATCH * world_size
+    return {
+        "one step": full,
+        "twenty steps": 20 * full,
+        "uneven last batch": 2 * full + world_size + 1,
+        "all but one rank empty in the last step": 2 * full + 1,
+        "smaller than the world": world_size - 1,
+        "one sample": 1,
+    }
+
+
+def assert_same_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
+    assert len(set(strategy.all_gather_object(fingerprint(model)))) == 1, "ranks have different weights"
+
+
+def check_world_is_the_launchers(strategy: Strategy) -> None:
+    world = strategy.world
+    assert strategy.all_gather_object(world.rank) == list(range(world.size))
+    assert world.local_size == world.size
+
+
+def check_all_reduce_sums(strategy: Strategy) -> None:
+    ranks = torch.arange(strategy.world.size, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        tensor = torch.full((3, 5), strategy.world.rank, dtype=dtype)
+        reduced = strategy.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((3, 5), float(ranks.sum())).to(dtype))
+        assert torch.equal(reduced, tensor)
+
+
+def check_broadcast_brings_rank_0s_value(strategy: Strategy) -> None:
+    tensor = torch.full((7,), float(strategy.world.rank) + 2)
+    assert torch.equal(strategy.broadcast(tensor), torch.full((7,), 2.0))
+    assert torch.equal(tensor, torch.full((7,), 2.0))
+    last = strategy.world.size - 1
+    assert strategy.broadcast_object({"rank": strategy.world.rank}, root=last) == {"rank": last}
+
+
+def check_weights_equal_one_process(strategy: Strategy) -> None:
+    for dtype, tolerance in TOLERANCE.items():
+        for name, samples in sample_counts(strategy.world.size).items():
+            model, data = make_model(dtype), make_data(samples, dtype)
+            expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+            make_trainer(strategy, model).fit(data, epochs=1)
+            try:
+                assert_equal(model, expected, tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {dtype}: {error}") from None
+            assert_same_on_all_ranks(strategy, model)
+
+
+def check_weights_equal_one_process_over_epochs_with_adam(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(3 * BATCH * strategy.world.size + 1)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size, epochs=3, optimizers=adam)
+    make_trainer(strategy, model, adam).fit(data, epochs=3)
+    assert_equal(model, expected, 1e-11)  # Adam divides by a root, which takes a digit
+
+
+def check_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
+    for extra in (0, 1, BATCH * strategy.world.size + 1):
+        samples = 6 * BATCH * strategy.world.size + extra
+        model, data = make_model(), make_data(samples)
+        expected = train_alone(model, data, batch=3 * BATCH * strategy.world.size)
+        make_trainer(strategy, model, accumulate=3).fit(data, epochs=1)
+        assert_equal(model, expected, 1e-12)
+        assert_same_on_all_ranks(strategy, model)
+
+
+def check_no_exchange_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
+    assert isinstance(strategy, SkipsExchange)
+    model = make_model()
+    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
+    inputs = torch.full((2, 1, 6, 6), float(strategy.world.rank + 1), dtype=torch.float64)
+    with strategy.no_exchange(wrapped, optimizer):
+        wrapped(inputs).sum().backward()
+    alone = make_model()
+    alone(inputs).sum().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    wrapped(inputs).sum().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_clipping_sees_the_exchanged_gradient(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(5 * BATCH * strategy.world.size + 1)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size, clip_norm=0.05)
+    make_trainer(strategy, model, clip_norm=0.05).fit(data, epochs=1)
+    assert_equal(model, expected, 1e-12)
+
+
+def check_global_batch_norm_equals_one_process(strategy: Strategy) -> None:
+    # The last step leaves all ranks but one empty.
+    model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+    make_trainer(strategy, model, sync_batch_norm=True).fit(data, epochs=1)
+    assert_equal(model, expected, 1e-11)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_local_batch_norm_ends_alike_everywhere(strategy: Strategy) -> None:
+    model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
+    make_trainer(strategy, model).fit(data, data, epochs=1)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> None:
+    model = make_model(seed=strategy.world.rank)
+    optimizer = sgd(model)
+    F.cross_entropy(model(make_data(8).inputs), make_data(8).targets).backward()
+    if strategy.world.is_root:
+        optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there.
+    momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()] if optimizer.state else []
+    momentum = strategy.broadcast_object(momentum)
+    _, wrapped = prepare(model, optimizer, strategy=strategy)
+    assert_same_on_all_ranks(strategy, model)
+    for parameter, expected in zip(model.parameters(), momentum, strict=True):
+        assert torch.equal(wrapped.state[parameter]["momentum_buffer"], expected)
+
+
+def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
+    model = make_model()
+    before = fingerprint(model)
+    _, wrapped = prepare(model, adam(model), strategy=strategy)
+    assert fingerprint(model) == before
+    assert not wrapped.state
+
+
+def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
+    for samples in (1, strategy.world.size + 1, 5 * BATCH * strategy.world.size + 3):
+        model, data = make_model(), make_data(samples)
+        found = make_trainer(strategy, model).evaluate(data)
+        alone = make_trainer(SingleStrategy(World()), make_model()).evaluate(data)
+        assert (found.evaluated, found.samples) == (samples, samples)
+        assert abs(found.metrics["loss"] - alone.metrics["loss"]) < 1e-12
+        assert found.metrics["accuracy"] == alone.metrics["accuracy"]
+
+
+def check_own_loop_equals_one_process(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+    loader = ShardedLoader(data, BATCH, world=strategy.world)
+    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = loader.weight * F.cross_entropy(wrapped(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    assert_equal(model, expected, 1e-12)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_dynamic_graph(strategy: Strategy) -> None:
+    class OneOfTwo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.branches[strategy.world.rank % 2](x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = OneOfTwo()
+    before = model.branches[1].bias.clone()  # type: ignore[union-attr, operator]
+    config = TrainerConfig(dynamic_graph=True, device="cpu")
+    wrapped, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy=strategy, config=config)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    # Each rank of odd number gives this bias a gradient of 1, the others none.
+    share = (strategy.world.size // 2) / strategy.world.size
+    assert torch.allclose(model.branches[1].bias, before - share)  # type: ignore[union-attr, arg-type]
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_half_precisions_learn_and_agree(strategy: Strategy) -> None:
+    data = make_data(40 * BATCH * strategy.world.size, torch.float32)
+    for settings in ({"precision": "bf16"}, {"precision": "fp16"}, {"compression": "fp16"}):
+        model = make_model(torch.float32)
+        trainer = make_trainer(strategy, model, **settings)
+        first = trainer.evaluate(data).metrics["loss"]
+        last = trainer.fit(data, data, epochs=2)[-1].validation
+        assert last is not None
+        assert last.metrics["loss"] < 0.8 * first, settings
+        assert_same_on_all_ranks(strategy, model)
+
+
+def check_fp16_compression_rounds_what_is_sent(strategy: Strategy) -> None:
+    model, data = make_model(torch.float32), make_data(BATCH * strategy.world.size, torch.float32)
+    exact = train_alone(model, data, batch=BATCH * strategy.world.size)
+    make_trainer(strategy, model, compression="fp16").fit(data, epochs=1)
+    assert_equal(model, exact, 1e-3)
+    assert fingerprint(model) != fingerprint(exact), "nothing was rounded: the gradients went uncompressed"
+
+
+def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
+    data = make_data(3 * BATCH * strategy.world.size + 1)
+
+    class Pairs(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, index: int) -> Any:
+            return data.inputs[index], data.targets[index]
+
+    in_memory, loaded = make_model(), make_model()
+    make_trainer(strategy, in_memory).fit(data, epochs=2)
+    make_trainer(strategy, loaded, workers=1).fit(Pairs(), epochs=2)
+    assert fingerprint(in_memory) == fingerprint(loaded)
+
+
+def check_disagreements_are_named(strategy: Strategy) -> None:
+    last = strategy.world.size - 1
+    odd = strategy.world.rank == last
+
+    def other_shape() -> None:
+        model = nn.Linear(3, 5 if odd else 4)
+        prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+
+    def other_setting() -> None:
+        make_trainer(strategy, make_model(), batch_size=5 if odd else 4)
+
+    def other_learning_rate() -> None:
+        model = make_model()
+        prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1), strategy=strategy)
+
+    def other_length() -> None:
+        make_trainer(strategy, make_model()).fit(make_data(9 if odd else 8), epochs=1)
+
+    for mistake, words in (
+        (other_shape, ("parameter weight", "[4, 3]", "[5, 3]")),
+        (other_setting, ("batch_size", "4", "5")),
+        (other_learning_rate, ("lr of the optimizer's group 0", "0.1", "0.2")),
+        (other_length, ("samples to train", "[8]", "[9]")),
+    ):
+        try:
+            mistake()
+        except ConfigError as error:
+            for word in (*words, f"rank {last} on host"):
+                assert word in str(error), f"{word!r} is not in {error}"
+        else:
+            raise AssertionError(f"{mistake.__name__} was not noticed")
+
+
+def check_ranks_draw_different_random_numbers(strategy: Strategy) -> None:
+    make_trainer(strategy, make_model()).fit(make_data(BATCH * strategy.world.size), epochs=1)
+    drawn = strategy.all_gather_object(float(torch.rand(())))
+    assert len(set(drawn)) == strategy.world.size
+
+
+def check_inputs_stay_untouched(strategy: Strategy) -> None:
+    data = make_data(8)
+    before = data.inputs.clone()
+    make_trainer(strategy, make_model()).fit(InMemory(data.inputs, data.targets), epochs=1)
+    assert torch.equal(data.inputs, before)
