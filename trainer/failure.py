@@ -12,9 +12,9 @@ from types import TracebackType
 from trainer.config import read_launch
 from trainer.errors import TrainerError
 
-# A launcher needs up to a second to stop the other ranks once one has left. Whoever waits that long
-# before speaking is heard only when it failed alone.
-_LET_RANK_0_SPEAK_S = 1.0
+# Ranks come to the same mistake within seconds of each other, and a launcher then stops the rest. Whoever waits
+# that long before speaking is heard only when it failed alone.
+_LET_RANK_0_SPEAK_S = 5.0
 # A rank that lost its peer knows less than the peer: it leaves the word to it for this long.
 _LET_THE_CULPRIT_SPEAK_S = 3.0
 # What Horovod's and torch.distributed's exceptions say when another rank has gone.
@@ -50,14 +50,14 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if launch.size > 1 and any(sign in str(error) for sign in _LOST_PEER):
         time.sleep(_LET_THE_CULPRIT_SPEAK_S)
         _leave(f"{place}lost another rank, and with it the job ({kind.__name__})", 1)
-    traceback.print_exception(kind, error, trace)
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
     _leave(f"{place}{kind.__name__}: {error}", 1)
 
 
 def _leave(message: str, code: int) -> None:
     """Ends this process without atexit handlers, which would wait for ranks that wait for us."""
     sys.stdout.flush()
+    # Not sys.stderr: torch.distributed wraps the hook and collects what it prints, for a time after it.
     if message:
-        print(f"trainer: {message}", file=sys.stderr)
-    sys.stderr.flush()
+        print(f"trainer: {message}", file=sys.__stderr__, flush=True)
     os._exit(code)

@@ -72,6 +72,9 @@ def check_broadcast_brings_rank_0s_value(strategy: Strategy) -> None:
     assert torch.equal(tensor, torch.full((7,), 2.0))
     last = strategy.world.size - 1
     assert strategy.broadcast_object({"rank": strategy.world.rank}, root=last) == {"rank": last}
+    mixed = "a string" if strategy.world.is_root else None
+    assert strategy.broadcast_object(mixed) == "a string"
+    assert strategy.all_gather_object(mixed) == ["a string", *[None] * last]
 
 
 def check_weights_equal_one_process(strategy: Strategy) -> None:

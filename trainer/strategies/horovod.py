@@ -92,10 +92,12 @@ class HorovodStrategy(Strategy):
         return sent
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._hvd.broadcast_object(value, root_rank=root)
+        # Left to itself, Horovod names the exchange after the value's type, and ranks whose values differ
+        # in type wait for each other for ever.
+        return self._hvd.broadcast_object(value, root_rank=root, name="trainer.object")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = self._hvd.allgather_object(value)
+        gathered: list[Any] = self._hvd.allgather_object(value, name="trainer.objects")
         return gathered
 
     def barrier(self) -> None:

@@ -1,0 +1,55 @@
+"""A training script for `test_failures`: what goes wrong, and on which rank, is its argument."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.distributed.reference import make_data, make_model, sgd
+from tests.distributed.worker import dump_stacks_before_the_deadline
+from trainer import Callback, Trainer, TrainerConfig, TrainerError
+from trainer.config import read_launch
+
+
+class Mishap(Callback):
+    """Happens on one rank, in the middle of an epoch, while the others wait for its gradients."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank = kind, rank
+        self.steps = 0
+
+    def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """The loss function, which is called in every step."""
+        self.steps += 1
+        loss = F.cross_entropy(outputs, targets)
+        if self.steps == 20 and read_launch().rank == self.rank:
+            if self.kind == "bug":
+                raise ZeroDivisionError("the user's own bug")
+            if self.kind == "mistake":
+                raise TrainerError("sample 7 of the dataset has no label; every sample needs one")
+            if self.kind == "hang":
+                time.sleep(3600)
+            if self.kind == "exit":
+                sys.exit(3)
+            if self.kind == "nan":
+                loss = loss * float("nan")
+        return loss
+
+
+def main() -> None:
+    kind, rank = sys.argv[1], int(sys.argv[2])
+    dump_stacks_before_the_deadline(read_launch().rank)
+    mishap = Mishap(kind, rank)
+    model = make_model(torch.float32)
+    config = TrainerConfig(batch_size=4, device="cpu")
+    trainer = Trainer(model, sgd(model), mishap, config=config, output=None)
+    trainer.fit(make_data(40000, torch.float32), epochs=1)
+    print("the epoch ended")
+
+
+if __name__ == "__main__":
+    main()
