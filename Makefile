@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint bench accuracy lock clean
+.PHONY: help setup run test test-fast lint bench accuracy check-gpu lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -37,6 +37,9 @@ bench: setup  ## Compare with plain Horovod and with DDP on this machine: one ta
 
 accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table
 	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
+
+check-gpu: setup  ## On a machine with GPUs: train over NCCL and through DDP, one table
+	@$(IN_VENV) python scripts/check_gpu.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 lock: setup  ## Resolve the locked versions anew
 	@$(IN_VENV) sh scripts/lock.sh

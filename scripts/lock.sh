@@ -11,10 +11,7 @@ compile() {
         --no-emit-package horovod --output-file "requirements/$output" "$@"
 }
 
-# torch takes any setuptools; Horovod's build takes only those below 80, and one environment has one.
-limits=$(mktemp)
-trap 'rm -f "$limits"' EXIT
-echo 'setuptools>=77,<80' >"$limits"
+limits=requirements/limits.in
 
 compile run.txt --constraint "$limits" --extra horovod --extra examples --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
@@ -49,7 +49,7 @@ def check_devices(strategy: Strategy) -> None:
 
 def describe_model(model: nn.Module) -> dict[str, object]:
     """Every parameter and buffer with its type and shape."""
-    entries = [("parameter", entry) for entry in model.named_parameters()]
+    entries: list[tuple[str, tuple[str, Tensor]]] = [("parameter", entry) for entry in model.named_parameters()]
     entries += [("buffer", entry) for entry in model.named_buffers()]
     return {
         f"{kind} {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

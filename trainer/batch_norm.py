@@ -45,22 +45,27 @@ class GlobalBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(input)
+            normalized: Tensor = super().forward(input)
+            return normalized
         weight = 1.0 if self.counts else 0.0
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [0, *range(2, x.dim())]
         shape = [1, -1] + [1] * (x.dim() - 2)
         values = torch.full_like(x[0, :1].reshape(-1)[:1], weight * x.numel() / x.shape[1])
-        sums = _SumOverRanks.apply(torch.cat([x.sum(dims) * weight, values]), self.all_reduce)
+        sums = self._sum(torch.cat([x.sum(dims) * weight, values]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(shape)
-        variance = _SumOverRanks.apply(centred.square().sum(dims) * weight, self.all_reduce) / count
+        variance = self._sum(centred.square().sum(dims) * weight) / count
         self._follow(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         return out.to(input.dtype)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        total: Tensor = _SumOverRanks.apply(tensor, self.all_reduce)
+        return total
 
     def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:

@@ -70,7 +70,7 @@ def wrap(
     )
     model.to(strategy.world.device)
     if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # its stubs know no such keyword
+        model.to(memory_format=torch.channels_last)
     if config.sync_batch_norm:
         globalize(model, strategy.all_reduce)
     if config.compile:

@@ -92,7 +92,7 @@ class RunRecord(Callback):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 return "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
-            self._events = SummaryWriter(str(self.folder))  # type: ignore[no-untyped-call]
+            self._events = SummaryWriter(str(self.folder))
         return None
 
 

@@ -43,6 +43,9 @@ def tune_horovod(world: World) -> dict[str, str]:
     """Sets what Horovod and Open MPI read when they start; returns what it set, and why."""
     chosen = tune_host(world)
     _find_open_mpi()
+    if world.launcher == "srun":
+        # Slurm's PMIx asks for munge first, which the wheel of Open MPI has not; it says so at length.
+        set_default("PMIX_MCA_psec", "native")
     if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     cores = host_cores()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -202,14 +203,14 @@ def check_dynamic_graph(strategy: Strategy) -> None:
 
     torch.manual_seed(0)
     model = OneOfTwo()
-    before = model.branches[1].bias.clone()  # type: ignore[union-attr, operator]
+    before = model.branches[1].bias.clone()  # type: ignore[operator]
     config = TrainerConfig(dynamic_graph=True, device="cpu")
     wrapped, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy=strategy, config=config)
     wrapped(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     # Each rank of odd number gives this bias a gradient of 1, the others none.
     share = (strategy.world.size // 2) / strategy.world.size
-    assert torch.allclose(model.branches[1].bias, before - share)  # type: ignore[union-attr, arg-type]
+    assert torch.allclose(model.branches[1].bias, before - share)  # type: ignore[arg-type]
     assert_same_on_all_ranks(strategy, model)
 
 
@@ -273,13 +274,10 @@ def check_disagreements_are_named(strategy: Strategy) -> None:
         (other_learning_rate, ("lr of the optimizer's group 0", "0.1", "0.2")),
         (other_length, ("samples to train", "[8]", "[9]")),
     ):
-        try:
+        with pytest.raises(ConfigError) as caught:
             mistake()
-        except ConfigError as error:
-            for word in (*words, f"rank {last} on host"):
-                assert word in str(error), f"{word!r} is not in {error}"
-        else:
-            raise AssertionError(f"{mistake.__name__} was not noticed")
+        for word in (*words, f"rank {last} on host"):
+            assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 def check_ranks_draw_different_random_numbers(strategy: Strategy) -> None:

@@ -77,7 +77,8 @@ class ShardPlan:
         begin = first * self.step_size
         end = min(self.samples, (first + self.accumulate) * self.step_size)
         piece = self.piece(step, rank)
-        return (piece.stop - piece.start) * self.world_size / (end - begin)
+        count: int = piece.stop - piece.start
+        return count * self.world_size / (end - begin)
 
 
 def permutation(samples: int, *, epoch: int, seed: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +42,7 @@ class DDPStrategy(Strategy):
         transport = "NCCL" if world.device.type == "cuda" else "Gloo"
         self.description = f"DistributedDataParallel over {transport}, {world}"
         if world.size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             return
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:

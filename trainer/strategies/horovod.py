@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import tuning
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, user_set
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy, share_optimizer_state
 from trainer.world import World
@@ -27,6 +27,11 @@ class HorovodStrategy(Strategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        if world.launcher == "srun" and not user_set("PMIX_RANK"):
+            raise ConfigError(
+                "srun gave its ranks no way to find each other; start with `srun --mpi=pmix`, "
+                "or take horovodrun inside the allocation"
+            )
         # Horovod and Open MPI read these when they start, so they are set before they are imported.
         self.tuning = tuning.tune_horovod(world)
         self._hvd = _import_horovod()
@@ -53,7 +58,7 @@ class HorovodStrategy(Strategy):
             raise ConfigError(
                 f"strategy 'horovod' cannot join the ranks that {self.world.launcher} started: this is rank "
                 f"{self.world.rank} of {self.world.size} there, and {found[0]} of {found[1]} in Horovod; "
-                "valid launchers are horovodrun, mpirun and srun (with PMIx), or take strategy 'ddp'"
+                "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
             )
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
