@@ -55,8 +55,8 @@ class ShardPlan:
         """The places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
         start = step * self.step_size
         left = min(self.step_size, self.samples - start)
-        # No rank is given a single sample while others have some, too: BatchNorm cannot normalise one.
-        holders = max(1, min(self.world_size, left // 2))
+        # As many ranks as have two samples each, for BatchNorm cannot normalise one; and as many as it takes.
+        holders = max(-(-left // self.batch_size), min(self.world_size, left // 2))
         if rank >= holders:
             return slice(start + left, start + left)
         share, extra = divmod(left, holders)
