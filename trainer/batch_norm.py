@@ -60,7 +60,9 @@ class GlobalBatchNorm(_BatchNorm):
         self._follow(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
-            out = out * self.weight.view(shape) + self.bias.view(shape)
+            out = out * self.weight.view(shape)
+        if self.bias is not None:
+            out = out + self.bias.view(shape)
         return out.to(input.dtype)
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -82,16 +84,24 @@ class GlobalBatchNorm(_BatchNorm):
 
 def globalize(model: nn.Module, all_reduce: AllReduce) -> nn.Module:
     """`model` with every BatchNorm replaced by a `GlobalBatchNorm` that holds the same parameters and buffers."""
+    twins: dict[nn.Module, GlobalBatchNorm] = {}
+    for parent in list(model.modules()):
+        # Not named_children, which shows a layer that is used in two places only once.
+        for name, child in parent._modules.items():
+            if isinstance(child, _BatchNorm) and not isinstance(child, GlobalBatchNorm):
+                parent._modules[name] = twins.setdefault(child, _twin(child, all_reduce))
     if isinstance(model, _BatchNorm) and not isinstance(model, GlobalBatchNorm):
-        twin = GlobalBatchNorm(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
-        # The very same tensors, so that an optimizer made before goes on training them.
-        twin._parameters, twin._buffers = model._parameters, model._buffers
-        twin.training = model.training
-        twin.all_reduce = all_reduce
-        return twin
-    for name, child in model.named_children():
-        setattr(model, name, globalize(child, all_reduce))
+        return _twin(model, all_reduce)
     return model
+
+
+def _twin(layer: _BatchNorm, all_reduce: AllReduce) -> GlobalBatchNorm:
+    twin = GlobalBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    # The very same tensors, so that an optimizer made before goes on training them.
+    twin._parameters, twin._buffers = layer._parameters, layer._buffers
+    twin.training = layer.training
+    twin.all_reduce = all_reduce
+    return twin
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -81,10 +82,10 @@ class TrainerConfig:
             if value is not None and value < 1:
                 problems.append(f"{name} is {value}; it must be at least 1")
         for name in ("warmup_epochs", "workers", "seed", "log_every_s"):
-            if not getattr(self, name) >= 0:
-                problems.append(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            problems.append(f"clip_norm is {self.clip_norm}; it must be positive, or None for no clipping")
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name} is {getattr(self, name)}; it must be finite and not negative")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            problems.append(f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping")
         if self.reduction == "adasum" and (self.clip_norm is not None or self.precision == "fp16"):
             problems.append(
                 "reduction is 'adasum', which combines finished steps, not gradients: it goes with "

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 
 from trainer.config import read_launch
@@ -56,8 +57,11 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 def _leave(message: str, code: int) -> None:
     """Ends this process without atexit handlers, which would wait for ranks that wait for us."""
-    sys.stdout.flush()
+    # Whoever read our output may be gone already; that must not keep us.
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and collects what it prints, for a time after it.
-    if message:
-        print(f"trainer: {message}", file=sys.__stderr__, flush=True)
+    with suppress(OSError, ValueError):
+        if message:
+            print(f"trainer: {message}", file=sys.__stderr__, flush=True)
     os._exit(code)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
-import os
 import platform
 import sys
 import time
@@ -34,7 +34,9 @@ class RunRecord(Callback):
     """
 
     def __init__(self, output: str | Path, *, tensorboard: bool = False) -> None:
-        self.folder = Path(output) if output != "auto" else _new_folder()
+        self._output = output
+        self.folder = Path(output)
+        """Where the record is; for "auto" only known once a fit has started."""
         self._tensorboard = tensorboard
         self._events: Any = None
         self._started = 0.0
@@ -80,6 +82,7 @@ class RunRecord(Callback):
 
     def _open(self, trainer: Trainer, epochs: int) -> str | None:
         """Makes the folder and its first file; returns what is wrong, for all ranks to hear."""
+        self.folder = _new_folder() if self._output == "auto" else Path(self._output)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / "settings.json").exists():
@@ -130,5 +133,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _new_folder() -> Path:
     script = Path(sys.argv[0]).stem or "run"
     name = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path("runs") / name
-    return folder if not folder.exists() else Path("runs") / f"{name}-{os.getpid()}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())

@@ -102,7 +102,8 @@ class Trainer:
             raise ConfigError(f"epochs is {epochs}; it must be at least 1")
         config = self.config
         loader = self._loader(train, shuffle=True)
-        lengths = [len(data) for data in (train, validation) if data is not None]  # type: ignore[arg-type]
+        validator = self._loader(validation, shuffle=False) if validation is not None else None
+        lengths = [one.plan.samples for one in (loader, validator) if one is not None]
         check_agreement(self.strategy, {"epochs": epochs, "samples to train and validate on": lengths})
         torch.manual_seed(mix_seeds(config.seed, self.world.rank))
         schedule = make_schedule(
@@ -112,19 +113,24 @@ class Trainer:
         self._updates = 0
         self._tell("on_fit_start", epochs)
         records = []
-        for epoch in range(1, epochs + 1):
-            record = self._train_epoch(loader, learning_rate, epoch, epochs, validation)
-            self._tell("on_epoch_end", record)
-            records.append(record)
-        learning_rate.restore()
+        try:
+            for epoch in range(1, epochs + 1):
+                record = self._train_epoch(loader, learning_rate, epoch, epochs, validator)
+                self._tell("on_epoch_end", record)
+                records.append(record)
+        finally:
+            learning_rate.restore()
         self._tell("on_fit_end", records)
         return records
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
         """Means of the loss and of every metric over `data`, each sample counted once. Collective."""
-        loader = self._loader(data, shuffle=False)
+        return self._evaluate(self._loader(data, shuffle=False))
+
+    def _evaluate(self, loader: ShardedLoader) -> Evaluation:
         self.strategy.share_buffers(self.model)
         sums = Sums(("loss", *self.metrics), self.world.device)
+        was_training = self.model.training
         self.model.eval()
         with torch.inference_mode(), self._autocast():
             for step in loader.own_samples():
@@ -132,7 +138,7 @@ class Trainer:
                 values = [self.loss(outputs, step.targets) * step.count]
                 values += [metric(outputs, step.targets) for metric in self.metrics.values()]
                 sums.add(tuple(values), step.count)
-        self.model.train()
+        self.model.train(was_training)
         means, counted = sums.mean(self.strategy.all_reduce)
         return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
 
@@ -154,7 +160,7 @@ class Trainer:
         learning_rate: LearningRate,
         epoch: int,
         epochs: int,
-        validation: Dataset[Any] | None,
+        validator: ShardedLoader | None,
     ) -> EpochRecord:
         self.model.train()
         self.optimizer.zero_grad()
@@ -185,7 +191,7 @@ class Trainer:
             seconds=seconds,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             world_size=self.world.size,
-            validation=self.evaluate(validation) if validation is not None else None,
+            validation=self._evaluate(validator) if validator is not None else None,
         )
 
     def _step(self, step: Step) -> Tensor:

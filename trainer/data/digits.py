@@ -9,11 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from trainer.data.loader import InMemory
-from trainer.data.mnist import normalize
+from trainer.data.mnist import SIZE, normalize
 from trainer.errors import DataError
 
 _TEST_SAMPLES = 297
-_SIZE = 28  # MNIST's, so that the same network takes both
 
 
 def load_digits() -> tuple[InMemory, InMemory]:
@@ -31,7 +30,7 @@ def load_digits() -> tuple[InMemory, InMemory]:
         ) from None
     bunch = datasets.load_digits()
     images = torch.from_numpy(bunch.images).to(torch.float32).unsqueeze(1) * (255 / 16)
-    images = F.interpolate(images, size=(_SIZE, _SIZE), mode="bilinear").round().clamp(0, 255).to(torch.uint8)
+    images = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear").round().clamp(0, 255).to(torch.uint8)
     labels = torch.from_numpy(bunch.target).to(torch.int64)
     # The set is ordered by writer; a fixed shuffle puts every writer on both sides.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

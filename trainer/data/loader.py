@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.sharding import ShardPlan, permutation
+from trainer.data.sharding import ShardPlan, mix_seeds, permutation
 from trainer.errors import ConfigError
 from trainer.world import World, current_world
 
@@ -159,6 +159,8 @@ class ShardedLoader:
             self.dataset,
             batch_sampler=[order[place].tolist() for place in places],
             num_workers=self.workers,
+            # One of its own: torch's would be drawn from, and dropout with it, by every look at the data.
+            generator=torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank)),
             pin_memory=pinned,
         )
         for batch in loader:
@@ -172,6 +174,8 @@ def move(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(move(item, device) for item in value)
     return value

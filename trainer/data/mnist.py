@@ -7,6 +7,7 @@ element type, the number of dimensions), each dimension as a 32-bit integer, the
 from __future__ import annotations
 
 import gzip
+import math
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
+SIZE = 28
 MEAN, STD = 0.1307, 0.3081
 """Of the training images' pixels, white being 1."""
 DOWNLOAD_TIMEOUT_S = 120.0
@@ -102,6 +104,10 @@ def _read_part(folder: Path, part: str) -> InMemory:
             f"{image_file} holds {len(images)} images, but {label_file} holds {len(labels)} labels; "
             "they must be as many"
         )
+    if images.shape[1:] != (SIZE, SIZE):
+        raise DataError(
+            f"{image_file} holds images of {' × '.join(map(str, images.shape[1:]))} pixels; MNIST's are {SIZE} × {SIZE}"
+        )
     if len(labels) and int(labels.max()) > 9:
         raise DataError(f"{label_file} holds the label {int(labels.max())}; valid are 0 to 9")
     return InMemory(images.unsqueeze(1), labels.to(torch.int64), normalize)
@@ -121,9 +127,11 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
             f"it begins with {content[:4].hex() or 'nothing'}, not {magic.hex()}"
         )
     head = 4 + 4 * dimensions
+    if len(content) < head:
+        raise DataError(f"{path} is truncated: its head takes {head} bytes, and it has {len(content)}")
     shape = tuple(int(size) for size in np.frombuffer(content[4:head], dtype=">u4"))
-    expected = head + int(np.prod(shape, dtype=np.int64))
-    if len(shape) != dimensions or len(content) != expected:
+    expected = head + math.prod(shape)
+    if len(content) != expected:
         raise DataError(
             f"{path} is {'truncated' if len(content) < expected else 'too long'}: its head announces "
             f"{' × '.join(map(str, shape))} bytes, {expected} with the head, and it has {len(content)}"

@@ -26,7 +26,9 @@ def choose_strategy(name: str, world: World) -> str:
         ConfigError: there is no such strategy; the text lists those that there are.
     """
     if name == "auto":
-        return _BY_LAUNCHER.get(world.launcher, "horovod")
+        # `srun -n 1` needs no PMIx, which Horovod would ask for.
+        alone = world.launcher == "srun" and world.size == 1
+        return "single" if alone else _BY_LAUNCHER.get(world.launcher, "horovod")
     if name not in _REGISTRY:
         raise ConfigError(f"strategy is {name!r}; valid are {', '.join(NAMES)}")
     return name
