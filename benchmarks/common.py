@@ -1,7 +1,8 @@
 """What the hand-written peers share: settings, data in memory, the loop, and the line in which they report.
 
-A peer's own file holds what sets it apart: how its ranks meet and what is wrapped around the optimizer. The settings are those of every contestant, so they are written down once, here. 60,000 images are a whole
-number of steps of 100 per rank on one rank and on two, so the loops need no weights for an uneven tail.
+A peer's own file holds what sets it apart: how its ranks meet, and what is wrapped around the optimizer. The
+settings are those of every contestant, so they are written down once, here. 60,000 images are a whole number
+of steps of 100 per rank on one rank and on two, so the loop needs no weights for an uneven tail.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def train_epoch(
             group["lr"] = learning_rate(epoch * updates + step, updates, place.size)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         total += loss.detach() * len(labels)
         count += len(labels)
@@ -153,7 +154,8 @@ def count_correct(model: nn.Module, test: InMemory, place: Place) -> Tensor:
     counts = torch.zeros(2, dtype=torch.float64)
     with torch.inference_mode():
         for start in range(place.rank * EVAL_BATCH_SIZE, len(test), place.size * EVAL_BATCH_SIZE):
-            images, labels = test[slice(start, start + EVAL_BATCH_SIZE)]
+            images = normalize(test.inputs[start : start + EVAL_BATCH_SIZE])
+            labels = test.targets[start : start + EVAL_BATCH_SIZE]
             counts += torch.tensor([int((model(images).argmax(dim=1) == labels).sum()), len(labels)])
     model.train()
     return counts

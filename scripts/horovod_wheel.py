@@ -181,7 +181,7 @@ def _make_relocatable(wheel: Path, work: Path) -> Path:
     """Replaces the build machine's paths in the library by paths relative to the library itself."""
     tree = work / "tree"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tree)  # noqa: S202 (we have just built it)
+        archive.extractall(tree)
     libraries = list((tree / "horovod" / "torch").glob("mpi_lib_v2*.so"))
     if len(libraries) != 1:
         raise SetupError(f"the wheel holds {len(libraries)} native libraries for PyTorch, not one; see build.log")

@@ -1,10 +1,11 @@
-"""What each rank is given: the plan's samples, from memory or through a DataLoader, and stand-ins where none is left."""
+"""What each rank is given: the plan's samples, from memory or a DataLoader, and stand-ins where none is left."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
@@ -35,6 +36,9 @@ class Pairs(Dataset[Any]):
 
 class Endless(IterableDataset[Any]):
     """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
 
 def numbered(samples: int) -> InMemory:

@@ -73,5 +73,5 @@ def test_sums_keep_no_graph_of_the_losses() -> None:
 
 
 def test_one_value_per_name_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         Sums(("loss", "accuracy"), CPU).add((torch.tensor(1.0),), 1)

@@ -52,18 +52,28 @@ def test_every_sample_is_taken_exactly_once_per_epoch(plan: ShardPlan) -> None:
 
 
 @for_any_plan
-def test_no_rank_takes_more_than_its_batch_and_no_step_is_empty(plan: ShardPlan) -> None:
-    for step in range(plan.steps):
-        sizes = [len(piece) for piece in pieces(plan, step)]
-        assert 0 < sum(sizes)
-        assert max(sizes) <= plan.batch_size
+def test_every_rank_takes_exactly_its_batch_in_full_steps(plan: ShardPlan) -> None:
+    for step in range(plan.samples // plan.step_size):
+        assert [len(piece) for piece in pieces(plan, step)] == [plan.batch_size] * plan.world_size
 
 
 @for_any_plan
-def test_pieces_of_one_step_differ_by_at_most_one(plan: ShardPlan) -> None:
+def test_pieces_of_one_step_differ_by_at_most_one_and_are_empty_only_where_too_little_is_left(plan: ShardPlan) -> None:
     for step in range(plan.steps):
         sizes = [len(piece) for piece in pieces(plan, step)]
-        assert max(sizes) - min(sizes) <= 1
+        filled = [size for size in sizes if size]
+        assert filled, "no step is empty"
+        assert max(filled) - min(filled) <= 1
+        assert len(filled) == plan.world_size or sum(sizes) < 2 * plan.world_size
+
+
+@for_any_plan
+def test_no_rank_takes_more_than_its_batch_or_a_single_sample_that_it_could_share(plan: ShardPlan) -> None:
+    for step in range(plan.steps):
+        sizes = [len(piece) for piece in pieces(plan, step)]
+        assert max(sizes) <= plan.batch_size
+        # Three samples do not go into batches of two without a single one left.
+        assert plan.batch_size <= 2 or sum(sizes) == 1 or 1 not in sizes
 
 
 @for_any_plan
@@ -142,6 +152,8 @@ def test_the_permutation_differs_between_epochs_and_between_seeds(samples: int, 
     one, other = epochs
     assert not torch.equal(permutation(samples, epoch=one, seed=seed), permutation(samples, epoch=other, seed=seed))
     assert not torch.equal(permutation(samples, epoch=seed, seed=one), permutation(samples, epoch=seed, seed=other))
+    # Nor does a run with the next seed begin with this run's next epoch.
+    assert not torch.equal(permutation(samples, epoch=one, seed=other), permutation(samples, epoch=other, seed=one))
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,9 +60,8 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
     """The environment in which srun finds a cluster of this host alone, with two task slots."""
-    folder = Path(
-        subprocess.run(["mktemp", "-d", "/tmp/slurm.XXXXXX"], capture_output=True, text=True, check=True).stdout.strip()
-    )  # noqa: E501, S108 (munge refuses a folder below one that others may write, and its socket's path must be short)
+    # Not pytest's tmp_path: the path of munge's socket has to be short.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     for name in ("state", "spool"):
         (folder / name).mkdir()
     host = socket.gethostname().split(".")[0]

@@ -1,0 +1,173 @@
+"""Who is compared, how each is started, and how its word is read and checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, Report
+from benchmarks.processes import Finished, launch, on_one_core, run
+
+TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
+LEAST_ACCURACY = 0.90
+"""Of the tutorial network after two epochs, which reaches 0.954 to 0.960 with one rank and with two."""
+
+_RECIPE = ("--network", "tutorial", "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
+_EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
+_EPOCH_LINE = re.compile(
+    r"^epoch \d+/\d+: loss (?P<loss>[\d.]+),.* accuracy (?P<accuracy>[\d.]+) %, evaluated (?P<evaluated>\d+)/\d+, "
+    r"(?P<seconds>[\d.]+) s \((?P<rate>[\d,]+) images/s\)$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One way of training the same network on the same images."""
+
+    title: str
+    script: str
+    options: tuple[str, ...] = ()
+    launcher: str = "horovodrun"
+    exact: bool = True
+    """Takes the batches and the dropout of ours, so that its losses must be ours to the last bit."""
+
+
+CONTESTANTS: Mapping[str, Contestant] = {
+    "ours": Contestant(
+        title="trainer (ours)", script="examples/mnist.py", options=(*_EXAMPLE, "--decay", "none", "--dataset", "mnist")
+    ),
+    "tuned": Contestant(
+        title="Horovod loop by hand, tuned as ours", script="benchmarks/horovod_loop.py", options=("--tuned",)
+    ),
+    "horovod": Contestant(title="Horovod loop by hand, as it comes", script="benchmarks/horovod_loop.py"),
+    "ddp": Contestant(title="DDP loop by hand, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
+    "plain": Contestant(
+        title="plain Horovod example, DataLoader", script="examples/mnist_plain.py", options=_EXAMPLE, exact=False
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One start of one contestant."""
+
+    contestant: str
+    ranks: int
+    round: int
+    command: list[str]
+    report: Report | None
+    problem: str | None
+    """Why this run does not count; None when it does."""
+    last_words: str = ""
+    """The end of stderr of a run that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What every run of a sitting has in common."""
+
+    data_dir: Path
+    """As the user has it, with the four files plain or as .gz."""
+    plain_data_dir: Path
+    """With the files decompressed, which torchvision asks for."""
+    work_dir: Path
+    """For the runs' records."""
+    epochs: int
+    timeout_s: float
+
+
+def start(name: str, ranks: int, round: int, course: Course) -> Run:
+    """Runs a contestant once and reads its report. One rank stays on one core."""
+    contestant = CONTESTANTS[name]
+    data_dir = course.plain_data_dir if name == "plain" else course.data_dir
+    command = launch(contestant.script, ranks, contestant.launcher)
+    command += [*contestant.options, "--epochs", str(course.epochs), "--data-dir", str(data_dir)]
+    record = course.work_dir / f"{name}-{ranks}-{round}"
+    if name == "ours":
+        command += ["--output", str(record)]
+    if ranks == 1:
+        command = on_one_core(command)
+    finished = run(command, timeout_s=course.timeout_s, threads=1)
+    report, problem = None, finished.problem
+    if problem is None:
+        report = read_report(finished, record)
+        problem = check(report, course.epochs, exact=contestant.exact)
+    words = finished.last_words if problem else ""
+    return Run(
+        contestant=name, ranks=ranks, round=round, command=command, report=report, problem=problem, last_words=words
+    )
+
+
+def read_report(finished: Finished, record: Path) -> Report | None:
+    """A run's report: from its record, its report line, or its epoch lines; None when it has said nothing."""
+    if (record / "epochs.jsonl").exists():
+        return _from_record((record / "epochs.jsonl").read_text())
+    for line in finished.stdout.splitlines():
+        if line.startswith(REPORT_PREFIX):
+            return Report(**json.loads(line.removeprefix(REPORT_PREFIX)))
+    return _from_epoch_lines(finished.stdout)
+
+
+def check(report: Report | None, epochs: int, *, exact: bool = True) -> str | None:
+    """What is wrong with a report, in a few words; None for one that counts."""
+    # Epoch lines tell the samples only through a rounded rate and rounded seconds.
+    slack = 0 if exact else TRAIN_SAMPLES // 100
+    if report is None or len(report.seconds) != epochs:
+        return f"WRONG: it did not report {epochs} epochs"
+    if any(abs(samples - TRAIN_SAMPLES) > slack for samples in report.samples):
+        return f"WRONG: it trained on {report.samples} samples instead of {TRAIN_SAMPLES} in each epoch"
+    if report.evaluated != TEST_SAMPLES:
+        return f"WRONG: it was tested on {report.evaluated} samples instead of {TEST_SAMPLES}"
+    if not report.accuracy >= LEAST_ACCURACY:
+        return f"WRONG: test accuracy {report.accuracy:.2%} is below {LEAST_ACCURACY:.0%}"
+    return None
+
+
+def differing_losses(runs: list[Run]) -> list[str]:
+    """Names the exact contestants whose training losses are not those of the first one, to the last bit.
+
+    Two ranks add two gradients, which has but one order, so neither MPI nor Gloo has a choice there.
+    """
+    found = []
+    for ranks in sorted({one.ranks for one in runs}):
+        exact = [one for one in runs if one.ranks == ranks and one.report and CONTESTANTS[one.contestant].exact]
+        for other in exact[1:]:
+            assert exact[0].report is not None
+            assert other.report is not None
+            if other.report.losses != exact[0].report.losses:
+                found.append(
+                    f"{other.contestant} and {exact[0].contestant} on {ranks} ranks (round {other.round}): "
+                    f"training losses {other.report.losses} and {exact[0].report.losses}"
+                )
+    return found
+
+
+def _from_record(text: str) -> Report:
+    epochs = [json.loads(line) for line in text.splitlines()]
+    last = epochs[-1]["validation"]
+    return Report(
+        seconds=[epoch["seconds"] for epoch in epochs],
+        losses=[epoch["train_loss"] for epoch in epochs],
+        samples=[epoch["samples"] for epoch in epochs],
+        accuracy=last["metrics"]["accuracy"],
+        evaluated=last["evaluated"],
+    )
+
+
+def _from_epoch_lines(text: str) -> Report | None:
+    lines = list(_EPOCH_LINE.finditer(text))
+    if not lines:
+        return None
+    seconds = [float(line["seconds"]) for line in lines]
+    rates = [float(line["rate"].replace(",", "")) for line in lines]
+    return Report(
+        seconds=seconds,
+        losses=[float(line["loss"]) for line in lines],
+        samples=[round(rate * time_s) for rate, time_s in zip(rates, seconds, strict=True)],
+        accuracy=float(lines[-1]["accuracy"]) / 100,
+        evaluated=int(lines[-1]["evaluated"]),
+    )

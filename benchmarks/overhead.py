@@ -1,0 +1,163 @@
+"""What the library's own layer costs per step, in microseconds.
+
+python benchmarks/overhead.py
+horovodrun -np 2 python benchmarks/overhead.py
+
+Seconds of whole epochs on a machine that others use, too, cannot show some microseconds in a step of several
+milliseconds. So here `Trainer.fit` and a loop by hand take turns, in one process, in blocks of a few
+milliseconds, with the same model and the same (on several ranks: wrapped) optimizer, on the same batches of a
+network so small that a step is little else than overhead. The difference of two neighbouring blocks, by step,
+is the layer's cost; the median over many pairs is robust against what else the machine does.
+
+The loop by hand is the plainest there is: it knows no schedule, no accumulation, no uneven tail, no precision
+and no progress. What these cost counts as ours. What `fit` does once, before its first step, does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import trainer
+from benchmarks.common import REPORT_PREFIX
+from trainer.data.loader import InMemory
+from trainer.data.sharding import mix_seeds, permutation
+
+BATCH_SIZE = 10
+SEED = 0
+_WARM_UP_PAIRS = 3
+
+# Trains for one block; returns seconds of training and the mean loss over all ranks.
+Block = Callable[[], tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Of our layer over a loop by hand, µs per step."""
+
+    ranks: int
+    median_us: float
+    low_us: float
+    """The lower quartile over pairs of blocks."""
+    high_us: float
+    """The upper quartile."""
+    ours_us: float
+    """A whole step of ours, median over blocks."""
+    by_hand_us: float
+    pairs: int
+    steps: int
+    """In a block."""
+
+
+def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
+    """The two that take turns, and the trainer whose model and optimizer both use. Collective."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(4, 2)
+    fitting = trainer.Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
+        F.cross_entropy,
+        config=trainer.TrainerConfig(batch_size=BATCH_SIZE, scale_lr=False, decay="none", seed=SEED, device="cpu"),
+        output=None,
+        progress=False,
+    )
+    samples = steps * BATCH_SIZE * fitting.world.size
+    data = InMemory(torch.randn(samples, 4), torch.randint(2, (samples,)))
+
+    def ours() -> tuple[float, float]:
+        record = fitting.fit(data, epochs=1)[0]
+        return record.seconds, record.train_loss
+
+    def by_hand() -> tuple[float, float]:
+        return train_by_hand(fitting, data)
+
+    return fitting, ours, by_hand
+
+
+def train_by_hand(fitting: trainer.Trainer, data: InMemory) -> tuple[float, float]:
+    """An epoch of the trainer's model with the trainer's optimizer, in a loop that a user would write."""
+    model, optimizer, world = fitting.model, fitting.optimizer, fitting.world
+    torch.manual_seed(mix_seeds(SEED, world.rank))
+    optimizer.zero_grad()
+    started = time.perf_counter()
+    total = torch.zeros((), dtype=torch.float64)
+    order = permutation(len(data), epoch=0, seed=SEED)
+    for start in range(world.rank * BATCH_SIZE, len(data), world.size * BATCH_SIZE):
+        index = order[start : start + BATCH_SIZE]
+        inputs, targets = data.inputs.index_select(0, index), data.targets.index_select(0, index)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() * len(targets)
+    mean = float(fitting.strategy.all_reduce(total)) / len(data)
+    return time.perf_counter() - started, mean
+
+
+def check_same(fitting: trainer.Trainer, ours: Block, by_hand: Block) -> None:
+    """Raises `TrainerError` unless both blocks, from the same weights, end with the same loss to the last bit."""
+    losses = []
+    weights = {name: value.clone() for name, value in fitting.model.state_dict().items()}
+    for block in (ours, by_hand):
+        fitting.model.load_state_dict(weights)
+        fitting.optimizer.state.clear()
+        losses.append(block()[1])
+    if losses[0] != losses[1]:
+        raise trainer.TrainerError(f"fit ends with loss {losses[0]!r}, the loop by hand with {losses[1]!r}")
+
+
+def measure(pairs: int, steps: int) -> Overhead:
+    """Lets the two take turns, the first of a pair changing from pair to pair. Collective."""
+    fitting, ours, by_hand = make_blocks(steps)
+    check_same(fitting, ours, by_hand)
+    taken: dict[Block, list[float]] = {ours: [], by_hand: []}
+    for pair in range(-_WARM_UP_PAIRS, pairs):
+        for block in (ours, by_hand) if pair % 2 else (by_hand, ours):
+            seconds, _ = block()
+            if pair >= 0:
+                taken[block].append(seconds / steps * 1e6)
+    differences = [a - b for a, b in zip(taken[ours], taken[by_hand], strict=True)]
+    low, median, high = statistics.quantiles(differences, n=4, method="inclusive")
+    fitting.strategy.close()
+    return Overhead(
+        ranks=fitting.world.size,
+        median_us=median,
+        low_us=low,
+        high_us=high,
+        ours_us=statistics.median(taken[ours]),
+        by_hand_us=statistics.median(taken[by_hand]),
+        pairs=pairs,
+        steps=steps,
+    )
+
+
+def main() -> None:
+    trainer.report_failures()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--pairs", type=int, default=200, metavar="N", help="of blocks (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="in a block (default: %(default)s)")
+    args = parser.parse_args()
+    if args.pairs < 2 or args.steps < 1:
+        parser.error("--pairs must be at least 2 and --steps at least 1")
+    world = trainer.current_world("cpu")
+    found = measure(args.pairs, args.steps)
+    if world.is_root:
+        print(REPORT_PREFIX + json.dumps(asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

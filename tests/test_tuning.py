@@ -1,0 +1,194 @@
+"""What is set for a host: from what it is, and never over what the user set."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import World, tuning
+from trainer.tuning import ONE_GROUP_BYTES, gradient_groups, host_cores, single_copy_allowed, tune_horovod, tune_host
+
+CYCLE_TIME, IDLE = "HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"
+SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
+
+
+class Host:
+    """A host of the test's own making, and what the tuning did to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.threads: list[int] = []
+        self.kept_memory = 0
+        self.environment: dict[str, str] = {}
+        monkeypatch.setattr(os, "environ", self.environment)
+        monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
+        monkeypatch.setattr(tuning, "_keep_memory", self._keep_memory)
+        monkeypatch.setattr(tuning, "single_copy_allowed", lambda: True)
+        self.has(cores=8)
+
+    def has(self, *, cores: int, bound_to: int | None = None) -> None:
+        self._monkeypatch.setattr(tuning, "host_cores", lambda: cores)
+        self._monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound_to or cores)))
+
+    def _keep_memory(self) -> bool:
+        self.kept_memory += 1
+        return True
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def ranks(local_size: int, *, launcher: str = "mpirun", device: str = "cpu") -> World:
+    return World(size=local_size, local_size=local_size, launcher=launcher, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_size", "bound_to", "threads"),
+    [(8, 2, None, 4), (8, 3, None, 2), (2, 4, None, 1), (8, 2, 1, 1), (8, 2, 3, 3), (8, 2, 8, 4)],
+)
+def test_every_rank_takes_its_share_of_the_cores(
+    host: Host, cores: int, local_size: int, bound_to: int | None, threads: int
+) -> None:
+    host.has(cores=cores, bound_to=bound_to)
+    chosen = tune_host(ranks(local_size))
+    assert host.threads == [threads]
+    assert chosen["threads"] == f"{threads} per rank ({local_size} ranks on {cores} cores)"
+
+
+def test_a_world_of_one_keeps_pytorchs_threads(host: Host) -> None:
+    assert "threads" not in tune_host(World())
+    assert host.threads == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "omp_num_threads", "threads"),
+    [
+        ("mpirun", "1", []),
+        ("mpirun", "3", []),
+        ("torchrun", "3", []),
+        # torchrun sets 1 itself where the user said nothing.
+        ("torchrun", "1", [4]),
+        ("mpirun", "", [4]),
+    ],
+)
+def test_the_users_thread_count_stays(host: Host, launcher: str, omp_num_threads: str, threads: list[int]) -> None:
+    host.environment["OMP_NUM_THREADS"] = omp_num_threads
+    tune_host(ranks(2, launcher=launcher))
+    assert host.threads == threads
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "kept"),
+    [
+        (World(), {}, 1),
+        (ranks(2), {}, 1),
+        (ranks(2), {"MALLOC_TRIM_THRESHOLD_": "0"}, 0),
+        (ranks(2, device="cuda:0"), {}, 0),
+    ],
+    ids=["alone", "two ranks", "user's malloc", "gpu"],
+)
+def test_freed_memory_is_kept_on_the_cpu_unless_the_user_set_up_malloc(
+    host: Host, world: World, environment: dict[str, str], kept: int
+) -> None:
+    host.environment.update(environment)
+    assert ("freed memory" in tune_host(world)) == bool(kept)
+    assert host.kept_memory == kept
+
+
+@pytest.mark.parametrize(("local_size", "yields"), [(1, False), (4, False), (5, True), (8, True), (16, True)])
+def test_ranks_yield_only_where_their_threads_outnumber_the_cores(host: Host, local_size: int, yields: bool) -> None:
+    # Every rank has two threads, and there are eight cores.
+    chosen = tune_horovod(ranks(local_size))
+    assert host.environment.get(IDLE) == ("1" if yields else None)
+    assert ("idle" in chosen) == yields
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_single_copy_is_switched_off_only_where_it_is_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    monkeypatch.setattr(tuning, "single_copy_allowed", lambda: allowed)
+    chosen = tune_horovod(ranks(2))
+    assert host.environment.get(SINGLE_COPY) == (None if allowed else "none")
+    assert ("single copy" in chosen) != allowed
+
+
+def test_horovods_cycle_is_shortened(host: Host) -> None:
+    assert "0.1 ms" in tune_horovod(ranks(2))["cycle time"]
+    assert host.environment[CYCLE_TIME] == "0.1"
+
+
+@pytest.mark.parametrize("name", [CYCLE_TIME, IDLE, SINGLE_COPY, OPAL_PREFIX])
+def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(tuning, "single_copy_allowed", lambda: False)
+    everything = tune_horovod(ranks(8))
+    host.environment.clear()
+    host.environment[name] = "the user's"
+    chosen = tune_horovod(ranks(8))
+    assert host.environment[name] == "the user's"
+    # What was not done is not claimed either; the prefix is never spoken of.
+    assert len(chosen) == len(everything) - (name != OPAL_PREFIX)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_relocated_open_mpi_is_named_only_where_there_is_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    if there:
+        (tmp_path / "lib").mkdir()
+        (tmp_path / "lib" / "libmpi.so.40").touch()
+    tune_horovod(ranks(2))
+    assert host.environment.get(OPAL_PREFIX) == (str(tmp_path) if there else None)
+
+
+def model_of(parameters: int, *, frozen: int = 0) -> nn.Module:
+    model = nn.Module()
+    model.register_parameter("trained", nn.Parameter(torch.empty(parameters, device="meta")))
+    model.register_parameter("frozen", nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (model_of(10), 1),
+        (model_of(ONE_GROUP_BYTES // 4), 1),
+        (model_of(ONE_GROUP_BYTES // 4 + 1), None),
+        (model_of(10, frozen=ONE_GROUP_BYTES), 1),
+        (model_of(ONE_GROUP_BYTES // 4).double(), None),
+        (model_of(ONE_GROUP_BYTES // 2).half(), 1),
+    ],
+    ids=["tiny", "at the limit", "above it", "frozen above it", "float64 above it", "float16 at it"],
+)
+def test_small_models_send_their_gradients_as_one_group(model: nn.Module, groups: int | None) -> None:
+    assert gradient_groups(model, World()) == groups
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores"),
+    [("max 100000", 8), ("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 8)],
+)
+def test_a_containers_cpu_quota_counts_as_its_cores(monkeypatch: pytest.MonkeyPatch, cpu_max: str, cores: int) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(Path, "read_text", lambda _: cpu_max)
+    assert host_cores.__wrapped__() == cores
+
+
+def test_without_a_quota_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert host_cores.__wrapped__() == 8
+
+
+def test_the_question_whether_single_copy_is_allowed_has_an_answer_here() -> None:
+    assert single_copy_allowed() in (True, False)
