@@ -54,7 +54,7 @@ def _gpus() -> list[str]:
 def _train(launcher: str, ranks: int, precision: str, data_dir: Path, epochs: int) -> dict[str, str]:
     start = {
         "horovodrun": ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable],
-        "torchrun": ["torchrun", "--nproc-per-node", str(ranks)],
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", str(ranks)],
     }[launcher]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "run")

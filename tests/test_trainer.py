@@ -258,15 +258,20 @@ def test_an_evaluation_counts_every_sample_once(eval_batch_size: int | None) -> 
     assert found.metrics["accuracy"] == (outputs.argmax(1) == data.targets).sum().item() / 23
 
 
-def test_an_evaluation_takes_the_datasets_order_and_the_evaluations_batch_size() -> None:
-    sizes: list[int] = []
+@pytest.mark.parametrize("after_training", [False, True])
+def test_an_evaluation_takes_the_datasets_order_and_the_evaluations_batch_size(after_training: bool) -> None:
+    seen: list[list[int]] = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        sizes.append(len(targets))
+        seen.append(targets.tolist())
         return F.cross_entropy(outputs, targets)
 
-    make(loss=loss, eval_batch_size=9).evaluate(blobs(20))
-    assert sizes == [9, 9, 2]
+    data, trainer = blobs(20), make(loss=loss, eval_batch_size=9)
+    if after_training:
+        trainer.fit(blobs(10), data, epochs=1)
+    else:
+        trainer.evaluate(data)
+    assert seen[-3:] == [part.tolist() for part in data.targets.split(9)]
 
 
 def test_an_evaluation_neither_trains_nor_drops_out() -> None:

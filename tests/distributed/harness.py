@@ -43,7 +43,7 @@ def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
     if launcher == "python":
         return [python, *script]
     if launcher == "torchrun":
-        return [str(BIN / "torchrun"), "--nproc-per-node", str(ranks), *script]
+        return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), *script]
     if launcher == "mpirun":
         return [
             *[str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
