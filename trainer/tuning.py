@@ -46,7 +46,7 @@ def tune_horovod(world: World) -> dict[str, str]:
     if world.launcher == "srun":
         # Slurm's PMIx asks for munge first, which the wheel of Open MPI has not; it says so at length.
         set_default("PMIX_MCA_psec", "native")
-    if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+    if world.size > 1 and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     cores = host_cores()
     if 2 * world.local_size > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
