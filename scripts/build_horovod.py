@@ -104,10 +104,7 @@ def _cuda_home() -> Path:
     path = os.pathsep.join([os.environ.get("PATH", "")] + [f"{home}/bin" for home in candidates if home])
     nvcc = shutil.which("nvcc", path=path)
     if nvcc is None:
-        raise SetupError(
-            "--gpu nccl needs nvcc from a CUDA 13 toolkit: put it on the PATH or set CUDA_HOME, "
-            "or build for the CPU with --gpu none"
-        )
+        raise SetupError("NCCL needs nvcc from a CUDA 13 toolkit; put it on the PATH or set CUDA_HOME")
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=False)
     top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
     if top is None:
@@ -116,8 +113,15 @@ def _cuda_home() -> Path:
 
 
 def _variant(options: argparse.Namespace) -> Variant:
-    gpu = ("nccl" if _has_gpu() else "none") if options.gpu == "auto" else options.gpu
-    return Variant(cuda_home=_cuda_home(), cuda_archs=options.cuda_archs) if gpu == "nccl" else Variant()
+    if options.gpu == "none" or (options.gpu == "auto" and not _has_gpu()):
+        return Variant()
+    try:
+        return Variant(cuda_home=_cuda_home(), cuda_archs=options.cuda_archs)
+    except SetupError as error:
+        if options.gpu == "nccl":
+            raise
+        say(f"WARNING: this machine has a GPU, but Horovod is built for the CPU only: {error}")
+        return Variant()
 
 
 def _cache_key(variant: Variant) -> str:

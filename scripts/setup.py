@@ -34,6 +34,7 @@ def main() -> int:
         return 0
     try:
         _check_machine()
+        STAMP.unlink(missing_ok=True)
         _make_venv()
         _install_packages()
         python = str(VENV / "bin" / "python")
@@ -58,7 +59,7 @@ def main() -> int:
 
 def _fingerprint() -> str:
     """A hash over all that the environment is made from, the place of the checkout included."""
-    digest = hashlib.sha256(str(ROOT).encode())
+    digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]}".encode())
     sources = [ROOT / "pyproject.toml", *sorted((ROOT / "scripts").glob("*.py"))]
     sources += sorted((ROOT / "requirements").glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
     for path in sources:
@@ -109,7 +110,7 @@ def _compiles_cxx20() -> bool:
 def _apt_install(packages: list[str]) -> None:
     env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
     # Not under .venv, which does not exist yet and which venv would find in its way.
-    log = Path(tempfile.gettempdir()) / f"trainer-apt-{os.getpid()}.log"
+    log = Path(tempfile.mkdtemp(prefix="trainer-")) / "apt.log"
     run("updating apt's package lists", ["apt-get", "update"], log, env=env)
     run(
         f"installing {', '.join(packages)} with apt-get",
@@ -139,7 +140,7 @@ def _make_venv() -> None:
     run(
         "making .venv",
         [sys.executable, "-m", "venv", "--clear", str(VENV)],
-        Path(tempfile.gettempdir()) / f"trainer-venv-{os.getpid()}.log",
+        Path(tempfile.mkdtemp(prefix="trainer-")) / "venv.log",
     )
 
 

@@ -17,7 +17,7 @@ find_python() {
     done
 }
 
-python=$(find_python)
+python=$(find_python || true)
 if [ -z "$python" ] && [ -z "${PYTHON:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo 'trainer: there is no Python 3.11 to 3.13; installing python3 with apt-get' >&2
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3 python3-venv >/dev/null

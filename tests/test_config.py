@@ -118,13 +118,18 @@ def test_each_launcher_is_recognised(launcher: str, environment: dict[str, str])
         ALLOCATION,
         BATCH_SCRIPT,
         # What operators of clusters set for torch.distributed's own rendezvous, without torchrun's local ranks.
-        {"RANK": "1", "WORLD_SIZE": "2"},
         {name: value for name, value in MPIRUN.items() if "LOCAL" not in name},
     ],
-    ids=["plain", "salloc", "sbatch", "no local rank", "half of mpirun"],
+    ids=["plain", "salloc", "sbatch", "half of mpirun"],
 )
 def test_plain_python_is_a_world_of_one(environment: dict[str, str]) -> None:
     assert read_launch(environment) == Launch()
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {"PMI_SIZE": "2", "PMI_RANK": "1"}])
+def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="_SIZE is 2"):
+        read_launch(environment)
 
 
 @pytest.mark.parametrize(

@@ -150,20 +150,27 @@ def test_an_interrupt_is_mentioned_once(
 
 
 @pytest.mark.parametrize(
-    "text",
+    "error",
     [
-        "Horovod has been shut down. This was caused by an exception on one of the ranks",
-        "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5",
-        "Connection reset by peer",
+        type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down."),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"),
     ],
 )
 def test_a_rank_that_lost_its_peer_leaves_the_word_to_it(
-    ending: Ending, capfd: pytest.CaptureFixture[str], text: str
+    ending: Ending, capfd: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    assert ending.of(RuntimeError(text), rank=1) == 1
+    assert ending.of(error, rank=1) == 1
     printed = capfd.readouterr().err
-    assert printed == "trainer: rank 1 on host node7: lost another rank, and with it the job (RuntimeError)\n"
+    assert (
+        printed == f"trainer: rank 1 on host node7: lost another rank, and with it the job ({type(error).__name__})\n"
+    )
     assert ending.slept == [failure._LET_THE_CULPRIT_SPEAK_S]
+
+
+def test_a_users_own_lost_connection_keeps_its_traceback(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(ConnectionResetError("Connection reset by peer"), rank=1) == 1
+    assert "lost another rank" not in capfd.readouterr().err
+    assert ending.slept == []
 
 
 def test_a_world_of_one_has_no_peer_to_lose(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:

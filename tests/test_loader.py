@@ -184,7 +184,7 @@ def test_inputs_and_targets_of_different_lengths_are_refused() -> None:
 
 
 def test_a_dataset_without_a_length_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="Endless has no length"):
+    with pytest.raises(ConfigError, match="Endless cannot be sharded exactly"):
         ShardedLoader(Endless(), 1)
 
 

@@ -14,6 +14,7 @@ from trainer.tuning import ONE_GROUP_BYTES, gradient_groups, host_cores, single_
 
 CYCLE_TIME, IDLE = "HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
+PMIX_SECURITY = "PMIX_MCA_psec"
 
 
 class Host:
@@ -119,21 +120,29 @@ def test_single_copy_is_switched_off_only_where_it_is_refused(
     assert ("single copy" in chosen) != allowed
 
 
-def test_horovods_cycle_is_shortened(host: Host) -> None:
+def test_horovods_cycle_is_shortened_where_somebody_waits_for_it(host: Host) -> None:
+    assert "cycle time" not in tune_horovod(ranks(1))
+    assert CYCLE_TIME not in host.environment
     assert "0.1 ms" in tune_horovod(ranks(2))["cycle time"]
     assert host.environment[CYCLE_TIME] == "0.1"
 
 
-@pytest.mark.parametrize("name", [CYCLE_TIME, IDLE, SINGLE_COPY, OPAL_PREFIX])
+@pytest.mark.parametrize(("launcher", "expected"), [("srun", "native"), ("mpirun", None)])
+def test_under_slurm_pmix_is_told_to_do_without_munge(host: Host, launcher: str, expected: str | None) -> None:
+    tune_horovod(ranks(2, launcher=launcher))
+    assert host.environment.get(PMIX_SECURITY) == expected
+
+
+@pytest.mark.parametrize("name", [CYCLE_TIME, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
 def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(tuning, "single_copy_allowed", lambda: False)
-    everything = tune_horovod(ranks(8))
+    everything = tune_horovod(ranks(8, launcher="srun"))
     host.environment.clear()
     host.environment[name] = "the user's"
-    chosen = tune_horovod(ranks(8))
+    chosen = tune_horovod(ranks(8, launcher="srun"))
     assert host.environment[name] == "the user's"
-    # What was not done is not claimed either; the prefix is never spoken of.
-    assert len(chosen) == len(everything) - (name != OPAL_PREFIX)
+    # What was not done is not claimed either; what only makes things work is never spoken of.
+    assert len(chosen) == len(everything) - (name not in (OPAL_PREFIX, PMIX_SECURITY))
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -176,7 +185,7 @@ def test_small_models_send_their_gradients_as_one_group(model: nn.Module, groups
     [("max 100000", 8), ("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 8)],
 )
 def test_a_containers_cpu_quota_counts_as_its_cores(monkeypatch: pytest.MonkeyPatch, cpu_max: str, cores: int) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda _: cpu_max)
     assert host_cores.__wrapped__() == cores
 
@@ -185,7 +194,7 @@ def test_without_a_quota_every_processor_counts(monkeypatch: pytest.MonkeyPatch)
     def missing(path: Path) -> str:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", missing)
     assert host_cores.__wrapped__() == 8
 

@@ -53,6 +53,7 @@ def describe_model(model: nn.Module) -> dict[str, object]:
     entries += [("buffer", entry) for entry in model.named_buffers()]
     return {
         f"{kind} {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        + (", frozen" if kind == "parameter" and not tensor.requires_grad else "")
         for kind, (name, tensor) in entries
     }
 
@@ -61,6 +62,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
     """The optimizer's kind and each group's settings, without the parameters themselves."""
     facts: dict[str, object] = {"the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
+        facts[f"the number of parameters in the optimizer's group {number}"] = len(group["params"])
         for name, value in group.items():
             if name != "params":
                 facts[f"{name} of the optimizer's group {number}"] = value

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.errors import ConfigError
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AllReduce = Callable[[Tensor], Tensor]
 
 
@@ -89,6 +92,11 @@ def globalize(model: nn.Module, all_reduce: AllReduce) -> nn.Module:
         # Not named_children, which shows a layer that is used in two places only once.
         for name, child in parent._modules.items():
             if isinstance(child, _BatchNorm) and not isinstance(child, GlobalBatchNorm):
+                if type(child) not in _PLAIN:
+                    raise ConfigError(
+                        f"sync_batch_norm cannot replace {type(child).__name__}, which may do more than "
+                        f"BatchNorm; valid are {', '.join(kind.__name__ for kind in _PLAIN)}"
+                    )
                 parent._modules[name] = twins.setdefault(child, _twin(child, all_reduce))
     if isinstance(model, _BatchNorm) and not isinstance(model, GlobalBatchNorm):
         return _twin(model, all_reduce)

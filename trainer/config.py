@@ -45,7 +45,7 @@ class TrainerConfig:
     decay: str = "cosine"
     """One of `DECAYS`: what the learning rate does after the warm-up."""
     seed: int = 0
-    """Decides on the order of the samples and, with the rank, on every rank's random numbers."""
+    """Decides on the order of the samples and, with the rank, on the random numbers that `Trainer.fit` draws."""
     sync_batch_norm: bool = False
     """Turn every BatchNorm into one that normalises over the global batch."""
     channels_last: bool = False
@@ -134,6 +134,12 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             return Launch(launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return _read_srun(environ)
+    for name in ("WORLD_SIZE", "PMI_SIZE"):
+        if environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {environ[name]}, but nothing that horovodrun, mpirun (Open MPI), srun or "
+                "torchrun would set says which of these processes this is; start with one of them"
+            )
     return Launch()
 
 

@@ -18,14 +18,9 @@ from trainer.errors import TrainerError
 _LET_RANK_0_SPEAK_S = 5.0
 # A rank that lost its peer knows less than the peer: it leaves the word to it for this long.
 _LET_THE_CULPRIT_SPEAK_S = 3.0
-# What Horovod's and torch.distributed's exceptions say when another rank has gone.
-_LOST_PEER = (
-    "Horovod has been shut down",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Socket Timeout",
-    "Broken pipe",
-)
+# How Horovod's and torch.distributed's own exceptions say that another rank has gone.
+_LOST_PEER = ("HorovodInternalError", "DistBackendError")
+_LOST_PEER_OF_GLOO = "gloo/transport"
 
 
 def report_failures() -> None:
@@ -36,7 +31,9 @@ def report_failures() -> None:
     exit code 1; every launcher then stops the others. `Trainer` and `prepare` call this; a script that reads
     data first calls it in its first line.
     """
-    sys.excepthook = _end_job
+    # Whoever types at a prompt wants to go on after a mistake.
+    if not hasattr(sys, "ps1"):
+        sys.excepthook = _end_job
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,7 +45,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_SPEAK_S)
         _leave(f"{place}{error}", 1)
-    if launch.size > 1 and any(sign in str(error) for sign in _LOST_PEER):
+    if launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)):
         time.sleep(_LET_THE_CULPRIT_SPEAK_S)
         _leave(f"{place}lost another rank, and with it the job ({kind.__name__})", 1)
     traceback.print_exception(kind, error, trace, file=sys.__stderr__)

@@ -30,7 +30,7 @@ class Sums:
     def add(self, values: tuple[Tensor, ...], count: int) -> None:
         """Adds one batch: a sum for each name, in their order, over `count` samples."""
         for total, value in zip(self._sums, values, strict=True):
-            total += value.detach()
+            total += value.detach() if isinstance(value, Tensor) else value
         self.count += count
 
     def local_mean(self, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 from trainer.agreement import check_agreement, check_devices, describe_model, describe_optimizer
 from trainer.batch_norm import globalize
 from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
 from trainer.failure import report_failures
-from trainer.strategies import make_strategy
+from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy
-from trainer.world import current_world
+from trainer.world import World, current_world
 
 
 def prepare(
@@ -47,17 +49,38 @@ def join(strategy: str | Strategy, config: TrainerConfig) -> Strategy:
     report_failures()
     if isinstance(strategy, Strategy):
         return strategy
-    joined = make_strategy(strategy, current_world(config.device))
+    world = _with_usable_device(strategy, current_world(config.device), config)
+    if world.device.type == "cuda":
+        # What user code calls plain "cuda" is this rank's GPU, not everybody's first.
+        torch.cuda.set_device(world.device)
+    joined = make_strategy(strategy, world)
     if joined.world.is_root:
         tuned = "; ".join(f"{name} {choice}" for name, choice in joined.tuning.items())
         print(f"trainer: {joined.description}{'; tuned: ' + tuned if tuned else ''}", file=sys.stderr, flush=True)
     return joined
 
 
+def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> World:
+    """The world on its CPU where device "auto" found a GPU that Horovod was not built for."""
+    if config.device != "auto" or world.device.type != "cuda" or choose_strategy(strategy, world) != "horovod":
+        return world
+    if has_nccl():
+        return world
+    if world.is_root:
+        print(
+            "trainer: WARNING: training on the CPU, because this Horovod was built without NCCL; put nvcc on the "
+            "PATH and run `python scripts/build_horovod.py --gpu nccl`",
+            file=sys.stderr,
+            flush=True,
+        )
+    return replace(world, device=torch.device("cpu"))
+
+
 def wrap(
     strategy: Strategy, model: nn.Module, optimizer: Optimizer, config: TrainerConfig
 ) -> tuple[nn.Module, Optimizer]:
     """Compares the model on all ranks, then hands it to the strategy. Collective."""
+    _check_parameters(model, optimizer)
     check_devices(strategy)
     check_agreement(
         strategy,
@@ -69,13 +92,24 @@ def wrap(
         },
     )
     model.to(strategy.world.device)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)
+    if optimizer.state:
+        # State loaded from a checkpoint follows its parameters to the device.
+        optimizer.load_state_dict(optimizer.state_dict())
     if config.sync_batch_norm:
         globalize(model, strategy.all_reduce)
     if config.compile:
         model.compile()
     return strategy.prepare(model, optimizer, config)
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = len(held - {id(parameter) for parameter in model.parameters()})
+    if strangers:
+        raise ConfigError(
+            f"the optimizer holds {strangers} parameters that the model does not; they would not be "
+            "exchanged: make them part of the model"
+        )
 
 
 def _settings(config: TrainerConfig) -> dict[str, object]:

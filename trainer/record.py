@@ -82,6 +82,11 @@ class RunRecord(Callback):
 
     def _open(self, trainer: Trainer, epochs: int) -> str | None:
         """Makes the folder and its first file; returns what is wrong, for all ranks to hear."""
+        if self._tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
         self.folder = _new_folder() if self._output == "auto" else Path(self._output)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,10 +96,6 @@ class RunRecord(Callback):
         except OSError as error:
             return f"output folder {self.folder} cannot be written: {error.strerror or error}"
         if self._tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                return "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
             self._events = SummaryWriter(str(self.folder))
         return None
 

@@ -79,6 +79,8 @@ class Trainer:
             self.callbacks.insert(0, RunRecord(output, tensorboard=tensorboard))
         if progress:
             self.callbacks.append(Progress(self.config.log_every_s))
+        if isinstance(loss, nn.Module):
+            loss.to(self.world.device)  # its class weights, say
         self._forward, self.optimizer = wrap(self.strategy, model, optimizer, self.config)
         fp16 = self.config.precision == "fp16"
         self._scaler = torch.amp.GradScaler(self.world.device.type) if fp16 else None
@@ -130,15 +132,16 @@ class Trainer:
     def _evaluate(self, loader: ShardedLoader) -> Evaluation:
         self.strategy.share_buffers(self.model)
         sums = Sums(("loss", *self.metrics), self.world.device)
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        with torch.inference_mode(), self._autocast():
+        with torch.no_grad(), self._autocast():
             for step in loader.own_samples():
                 outputs = self.model(self._layout(step.inputs))
                 values = [self.loss(outputs, step.targets) * step.count]
                 values += [metric(outputs, step.targets) for metric in self.metrics.values()]
                 sums.add(tuple(values), step.count)
-        self.model.train(was_training)
+        for module, training in modes:  # each as it was: parts of it may be frozen
+            module.training = training
         means, counted = sums.mean(self.strategy.all_reduce)
         return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
 
@@ -214,7 +217,9 @@ class Trainer:
             if self._scaler:
                 self._scaler.unscale_(self.optimizer)
             if clip is not None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+                torch.nn.utils.clip_grad_norm_(
+                    [p for group in self.optimizer.param_groups for p in group["params"]], clip
+                )
             self.strategy.step(self.optimizer, self._scaler)
             if self._scaler:
                 self._scaler.update()

@@ -46,7 +46,8 @@ def tune_horovod(world: World) -> dict[str, str]:
     if world.launcher == "srun":
         # Slurm's PMIx asks for munge first, which the wheel of Open MPI has not; it says so at length.
         set_default("PMIX_MCA_psec", "native")
-    if world.size > 1 and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+    # Horovod's own tuning would keep its hands off a value that is set.
+    if world.size > 1 and not user_set("HOROVOD_AUTOTUNE") and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     cores = host_cores()
     if 2 * world.local_size > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
@@ -93,8 +94,9 @@ def gradient_groups(model: nn.Module, world: World) -> int | None:
 
 @cache
 def host_cores() -> int:
-    """Cores that this host gives us: its processors, or fewer where a container's CPU quota says so."""
-    cores = os.cpu_count() or 1
+    """Cores that this host gives the job: those its launcher may use, or fewer where a CPU quota says so."""
+    # The launcher's own mask, because it may have bound each rank to a part of it.
+    cores = max(len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

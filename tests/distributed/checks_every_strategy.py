@@ -160,6 +160,16 @@ def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> No
         assert torch.equal(wrapped.state[parameter]["momentum_buffer"], expected)
 
 
+def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
+    model = make_model()
+    for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64):
+        values = torch.tensor([[strategy.world.rank == 0, True]] * 3).to(dtype).t()  # not contiguous
+        model.register_buffer(str(dtype).removeprefix("torch."), values)
+    prepare(model, sgd(model), strategy=strategy)
+    assert_same_on_all_ranks(strategy, model)
+    assert bool(model.get_buffer("bool").all())
+
+
 def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
     model = make_model()
     before = fingerprint(model)
@@ -214,9 +224,9 @@ def check_dynamic_graph(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_half_precisions_learn_and_agree(strategy: Strategy) -> None:
+def check_variants_learn_and_agree(strategy: Strategy) -> None:
     data = make_data(40 * BATCH * strategy.world.size, torch.float32)
-    for settings in ({"precision": "bf16"}, {"precision": "fp16"}, {"compression": "fp16"}):
+    for settings in ({"precision": "bf16"}, {"precision": "fp16"}, {"compression": "fp16"}, {"channels_last": True}):
         model = make_model(torch.float32)
         trainer = make_trainer(strategy, model, **settings)
         first = trainer.evaluate(data).metrics["loss"]
@@ -265,6 +275,11 @@ def check_disagreements_are_named(strategy: Strategy) -> None:
         model = make_model()
         prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1), strategy=strategy)
 
+    def other_frozen() -> None:
+        model = make_model()
+        next(model.parameters()).requires_grad_(not odd)
+        prepare(model, sgd(model), strategy=strategy)
+
     def other_length() -> None:
         make_trainer(strategy, make_model()).fit(make_data(9 if odd else 8), epochs=1)
 
@@ -272,6 +287,7 @@ def check_disagreements_are_named(strategy: Strategy) -> None:
         (other_shape, ("parameter weight", "[4, 3]", "[5, 3]")),
         (other_setting, ("batch_size", "4", "5")),
         (other_learning_rate, ("lr of the optimizer's group 0", "0.1", "0.2")),
+        (other_frozen, ("parameter 0.weight", "frozen")),
         (other_length, ("samples to train", "[8]", "[9]")),
     ):
         with pytest.raises(ConfigError) as caught:

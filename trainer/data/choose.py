@@ -43,6 +43,8 @@ def load_dataset(
         if world.is_root:
             print(f"trainer: no MNIST in {data_dir}; downloading it", file=sys.stderr, flush=True)
         problem = download_mnist(data_dir)
+        if find_mnist(data_dir) is not None:
+            problem = None  # Another host that shares the folder was faster.
     problem = next((word for word in gather(problem) if word is not None), None)
     folder = find_mnist(data_dir)
     if problem is None and folder is not None:

@@ -183,9 +183,11 @@ def move(value: Any, device: torch.device) -> Any:
 
 def _length(dataset: Dataset[Any]) -> int:
     try:
+        if not hasattr(dataset, "__getitem__"):
+            raise TypeError
         return len(dataset)  # type: ignore[arg-type]  # torch's Dataset has no __len__; map-style ones do
     except TypeError:
         raise ConfigError(
-            f"{type(dataset).__name__} has no length; exact sharding needs a map-style dataset "
-            "with __len__ and __getitem__"
+            f"{type(dataset).__name__} cannot be sharded exactly; it takes a map-style dataset, with "
+            "__len__ and __getitem__"
         ) from None

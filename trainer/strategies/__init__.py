@@ -34,6 +34,15 @@ def choose_strategy(name: str, world: World) -> str:
     return name
 
 
+def has_nccl() -> bool:
+    """Whether the installed Horovod, if there is one, was built with NCCL; starts nothing."""
+    try:
+        import horovod.torch as hvd
+    except ImportError:
+        return False
+    return bool(hasattr(hvd, "nccl_built") and hvd.nccl_built())
+
+
 def make_strategy(name: str, world: World) -> Strategy:
     """Joins the job with the strategy of that name. Collective.
 

@@ -102,8 +102,12 @@ def share_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     """
     state = optimizer.state_dict()
     root_has_state, state = strategy.broadcast_object((bool(state["state"]), _on_cpu(state)))
-    if root_has_state and not strategy.world.is_root:
+    if strategy.world.is_root:
+        return
+    if root_has_state:
         optimizer.load_state_dict(state)
+    else:
+        optimizer.state.clear()
 
 
 def _on_cpu(state: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,15 +37,17 @@ class DDPStrategy(Strategy):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.tuning = tuning.tune_host(world)
-        atexit.register(self.close)
         backend = "gloo"
         if world.device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # objects travel over Gloo, gradients over NCCL
             torch.cuda.set_device(world.device)
         transport = "NCCL" if world.device.type == "cuda" else "Gloo"
         self.description = f"DistributedDataParallel over {transport}, {world}"
+        if dist.is_initialized():
+            return  # by an earlier trainer in this process, or by the user, who then also ends it
+        atexit.register(self.close)
         if world.size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             return
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:

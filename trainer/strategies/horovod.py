@@ -16,6 +16,8 @@ from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy, share_optimizer_state
 from trainer.world import World
 
+_REDUCIBLE = (torch.float16, torch.float32, torch.float64)
+
 
 class HorovodStrategy(Strategy):
     """Horovod, set up for this host.
@@ -68,7 +70,9 @@ class HorovodStrategy(Strategy):
                 "reduction is 'adasum', which Horovod has over MPI only; start with "
                 "`horovodrun --mpi`, or take reduction 'average'"
             )
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        self._check_types(model, config)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.broadcast(tensor.data)
         share_optimizer_state(self, optimizer)
         wrapped = hvd.DistributedOptimizer(
             optimizer,
@@ -81,10 +85,23 @@ class HorovodStrategy(Strategy):
         wrapped.state.update(optimizer.state)
         return model, wrapped
 
+    def _check_types(self, model: nn.Module, config: TrainerConfig) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in _REDUCIBLE:
+                raise ConfigError(
+                    f"parameter {name} is of type {parameter.dtype}, which Horovod cannot all-reduce; "
+                    "keep weights in float32 and set precision to bf16"
+                )
+        if config.reduction == "adasum" and self.world.size & (self.world.size - 1):
+            raise ConfigError(
+                f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
+            )
+
     def _groups(self, model: nn.Module, config: TrainerConfig) -> int | None:
         # A group is sent when its last gradient is there. Where ranks may leave different parameters
-        # without one, it would wait for ever; and Adasum's optimizer knows no groups.
-        if config.dynamic_graph or config.reduction == "adasum":
+        # without one, it would wait for ever; and Adasum's optimizer and sparse gradients know no groups.
+        sparse = any(getattr(module, "sparse", False) for module in model.modules())
+        if config.dynamic_graph or sparse or config.reduction == "adasum":
             return None
         return tuning.gradient_groups(model, self.world)
 
@@ -93,8 +110,12 @@ class HorovodStrategy(Strategy):
         return reduced
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        sent: Tensor = self._hvd.broadcast_(tensor, root_rank=0)
-        return sent
+        # As bytes, because Horovod knows neither bool nor bfloat16; and in one piece, as it wants them.
+        whole = tensor.contiguous()
+        self._hvd.broadcast_(whole.view(-1).view(torch.uint8), root_rank=0, name="trainer.tensor")
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
+        return tensor
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         # Left to itself, Horovod names the exchange after the value's type, and ranks whose values differ
