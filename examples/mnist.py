@@ -208,6 +208,8 @@ def main() -> int:
         raise trainer.ConfigError(f"network is {args.network!r}; valid are {', '.join(NETWORKS)}")
     if not 0 < args.lr < math.inf:
         raise trainer.ConfigError(f"lr is {args.lr}; it must be finite and positive")
+    if args.tensorboard and args.output == "none":
+        raise trainer.ConfigError("tensorboard needs a folder to write to, and output is 'none'")
     if not 0 <= args.momentum < 1:
         raise trainer.ConfigError(f"momentum is {args.momentum}; it must be at least 0 and below 1")
 

@@ -49,7 +49,10 @@ class TrainerConfig:
     sync_batch_norm: bool = False
     """Turn every BatchNorm into one that normalises over the global batch."""
     channels_last: bool = False
-    """Keep 4-D tensors in NHWC order, which convolutions on GPUs and on CPUs under bf16 prefer."""
+    """Hand 4-D inputs to the model in NHWC order, which convolutions on GPUs and on CPUs under bf16 prefer.
+
+    The weights keep their order: Horovod exchanges only what lies in one piece.
+    """
     compile: bool = False
     """Run the model through `torch.compile`."""
     dynamic_graph: bool = False
@@ -84,6 +87,8 @@ class TrainerConfig:
         for name in ("warmup_epochs", "workers", "seed", "log_every_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name} is {getattr(self, name)}; it must be finite and not negative")
+        if self.seed >= 2**63:
+            problems.append(f"seed is {self.seed}; it must be below 2^63")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             problems.append(f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping")
         if self.reduction == "adasum" and (self.clip_norm is not None or self.precision == "fp16"):

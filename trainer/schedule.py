@@ -25,7 +25,7 @@ class Schedule:
     warmup_updates: int = 0
     total_updates: int = 1
     decay: str = "none"
-    """"none" keeps the scaled rate, "cosine" goes down to 0 at the last update along half a cosine."""
+    """"none" keeps the scaled rate, "cosine" goes down along half a cosine, to 0 after the last update."""
 
     def factor(self, update: int) -> float:
         """The factor for update number `update`, from 0."""

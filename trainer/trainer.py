@@ -137,7 +137,7 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             for step in loader.own_samples():
                 outputs = self.model(self._layout(step.inputs))
-                values = [self.loss(outputs, step.targets) * step.count]
+                values = [self.loss(outputs, step.targets).double() * step.count]
                 values += [metric(outputs, step.targets) for metric in self.metrics.values()]
                 sums.add(tuple(values), step.count)
         for module, training in modes:  # each as it was: parts of it may be frozen
@@ -179,7 +179,7 @@ class Trainer:
             if opens_update:
                 self._update()
             if step.count:
-                sums.add((loss.detach() * step.count,), step.count)
+                sums.add((loss.detach().double() * step.count,), step.count)
             if time.perf_counter() >= next_pulse:
                 self._pulse(sums, loader, number, epoch, epochs, time.perf_counter() - started)
                 next_pulse = time.perf_counter() + _PULSE_S

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -96,7 +97,11 @@ def gradient_groups(model: nn.Module, world: World) -> int | None:
 def host_cores() -> int:
     """Cores that this host gives the job: those its launcher may use, or fewer where a CPU quota says so."""
     # The launcher's own mask, because it may have bound each rank to a part of it.
-    cores = max(len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
+    cores = len(os.sched_getaffinity(0))
+    # Slurm's own daemon, which is srun's parent here, runs on the whole host whatever the job was given.
+    if not user_set("SLURM_STEP_ID"):
+        with suppress(OSError):
+            cores = max(cores, len(os.sched_getaffinity(os.getppid())))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

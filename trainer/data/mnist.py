@@ -80,6 +80,8 @@ def download_mnist(data_dir: Path, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> str
             return _last_line(done.stderr)
         target = data_dir / "MNIST"
         target.mkdir(exist_ok=True)
+        if find_mnist(work) is None:
+            return "torchvision left no files"
         shutil.rmtree(target / "raw", ignore_errors=True)
         (work / "MNIST" / "raw").rename(target / "raw")
     except subprocess.TimeoutExpired:

@@ -1,0 +1,60 @@
+"""Where the time of a training step goes: torch's profiler over the tutorial network, batch 100, one thread.
+
+python benchmarks/profile_step.py
+horovodrun -np 2 python benchmarks/profile_step.py    # rank 0's step, its exchange included
+
+Needs no data: the images are random, which costs the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import trainer
+from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM
+from examples.mnist import TutorialNetwork
+from trainer.data.mnist import normalize
+
+WARM_UP_STEPS, STEPS = 30, 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=14, metavar="N", help="operators to show (default: %(default)s)")
+    options = parser.parse_args()
+    world = trainer.current_world("cpu")
+    images = torch.randint(0, 256, (BATCH_SIZE * STEPS, 1, 28, 28), dtype=torch.uint8)
+    data = trainer.InMemory(images, torch.randint(0, 10, (len(images),)), normalize)
+    model = TutorialNetwork()
+    config = trainer.TrainerConfig(device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    forward, stepper = trainer.prepare(model, optimizer, config=config)
+    torch.set_num_threads(1)
+    loader = trainer.ShardedLoader(data, BATCH_SIZE, world=world)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        stepper.zero_grad()
+        F.cross_entropy(forward(inputs), targets).backward()
+        stepper.step()
+
+    batches = list(loader)
+    for inputs, targets in batches[:WARM_UP_STEPS]:
+        step(inputs, targets)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for inputs, targets in batches[WARM_UP_STEPS:]:
+            step(inputs, targets)
+    if world.is_root:
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=options.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
