@@ -7,8 +7,8 @@ Horovod as it comes loses to DistributedDataParallel on small models. Why, and w
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
   more threads than cores, the spinning takes the core from whoever is waited for.
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.
-* glibc gives large blocks back to the kernel as soon as they are freed, and every step gets its activations
-  as fresh, zeroed pages again. Keeping them saves a tenth to a fifth of a step.
+* glibc gives large blocks back to the kernel when they are freed, until it has learnt better, and steps get
+  their activations as fresh, zeroed pages again. It is told from the start.
 * Every gradient is negotiated by itself; as one group they are negotiated once.
 
 The figures behind the choices are in docs/performance.md.
@@ -66,7 +66,7 @@ def tune_host(world: World) -> dict[str, str]:
         torch.set_num_threads(threads)
         chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
     if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
-        chosen["freed memory"] = "kept (saves page faults in every step)"
+        chosen["freed memory"] = "kept (fewer page faults)"
     return chosen
 
 
