@@ -70,8 +70,9 @@ def test_the_world_is_what_the_launcher_said() -> None:
         (4, "cpu", 3, "cpu"),
         (4, "auto", 3, "cuda:3"),
         (4, "cuda", 0, "cuda:0"),
-        # Slurm can show each rank its own GPU only.
-        (1, "auto", 3, "cuda:0"),
+        # Fewer GPUs than ranks: all of them, and not only those without one, take the CPU.
+        (2, "auto", 1, "cpu"),
+        (1, "auto", 0, "cpu"),
     ],
     indirect=["gpus"],
 )
@@ -80,11 +81,17 @@ def test_a_rank_takes_the_gpu_with_its_local_number(device: str, local_rank: int
     assert current_world(device, on_local_rank(local_rank)).device == torch.device(expected)
 
 
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+@pytest.mark.usefixtures("gpus")
+def test_slurm_can_show_each_rank_its_own_gpu_only() -> None:
+    launch = Launch(launcher="srun", rank=3, size=4, local_rank=3, local_size=4)
+    assert current_world("auto", launch).device == torch.device("cuda:0")
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "local_rank", "message"),
     [
         (0, "cuda", 0, "device is 'cuda', but this host shows no GPU"),
-        (2, "auto", 2, "local rank 2 has no GPU: this host shows 2"),
         (2, "cuda", 3, "local rank 3 has no GPU: this host shows 2"),
         (2, "tpu", 0, "device is 'tpu'; valid are auto, cpu, cuda"),
         (0, "tpu", 0, "device is 'tpu'; valid are auto, cpu, cuda"),

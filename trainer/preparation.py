@@ -61,18 +61,21 @@ def join(strategy: str | Strategy, config: TrainerConfig) -> Strategy:
 
 
 def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> World:
-    """The world on its CPU where device "auto" found a GPU that Horovod was not built for."""
-    if config.device != "auto" or world.device.type != "cuda" or choose_strategy(strategy, world) != "horovod":
+    """The world on its CPU where device "auto" found GPUs that these ranks cannot use; says so on rank 0."""
+    gpus = torch.cuda.device_count()
+    if config.device != "auto" or gpus == 0:
         return world
-    if has_nccl():
+    reason = None
+    if world.device.type == "cpu":
+        reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks"
+    elif choose_strategy(strategy, world) == "horovod" and not has_nccl():
+        reason = (
+            "this Horovod was built without NCCL (`python scripts/build_horovod.py --gpu nccl`, with nvcc on the PATH)"
+        )
+    if reason is None:
         return world
     if world.is_root:
-        print(
-            "trainer: WARNING: training on the CPU, because this Horovod was built without NCCL; put nvcc on the "
-            "PATH and run `python scripts/build_horovod.py --gpu nccl`",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"trainer: WARNING: training on the CPU, because {reason}", file=sys.stderr, flush=True)
     return replace(world, device=torch.device("cpu"))
 
 
@@ -88,6 +91,7 @@ def wrap(
             **describe_model(model),
             **describe_optimizer(optimizer),
             "PyTorch's version": torch.__version__,
+            "the kind of device": strategy.world.device.type,
             **_settings(config),
         },
     )

@@ -50,7 +50,8 @@ def current_world(device: str = "auto", launch: Launch | None = None) -> World:
     """The world that this process was launched into; starts nothing.
 
     Args:
-        device: "auto", "cpu" or "cuda"; auto takes the GPU numbered like the local rank, where there is one.
+        device: "auto", "cpu" or "cuda"; auto takes the GPU numbered like the local rank, or the CPU where this
+            host has fewer GPUs than ranks.
         launch: what the launcher said; read from the environment when None.
 
     Raises:
@@ -75,6 +76,8 @@ def _choose_device(device: str, launch: Launch) -> torch.device:
         raise ConfigError(f"device is {device!r}; valid are auto, cpu, cuda")
     if gpus == 0:
         raise ConfigError("device is 'cuda', but this host shows no GPU; valid here is cpu")
+    if device == "auto" and gpus < launch.local_size and not (gpus == 1 and launch.launcher == "srun"):
+        return torch.device("cpu")  # for all ranks of this host, not only for those that would have none
     # Slurm can show each rank its own GPU only, which is then number 0 for all of them. Ranks that
     # really share one are found when they compare what they have, before the first step.
     index = 0 if gpus == 1 else launch.local_rank
