@@ -164,10 +164,10 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
     model = make_model()
     for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64):
         values = torch.tensor([[strategy.world.rank == 0, True]] * 3).to(dtype).t()  # not contiguous
-        model.register_buffer(str(dtype).removeprefix("torch."), values)
+        model.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", values)
     prepare(model, sgd(model), strategy=strategy)
     assert_same_on_all_ranks(strategy, model)
-    assert bool(model.get_buffer("bool").all())
+    assert bool(model.get_buffer("of_bool").all())
 
 
 def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
