@@ -121,7 +121,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        total += loss.detach() * len(labels)
+        total += loss.detach().double() * len(labels)
         count += len(labels)
     return torch.stack([total, torch.tensor(float(count), dtype=torch.float64)])
 

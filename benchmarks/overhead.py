@@ -101,7 +101,7 @@ def train_by_hand(fitting: trainer.Trainer, data: InMemory) -> tuple[float, floa
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        total += loss.detach() * len(targets)
+        total += loss.detach().double() * len(targets)
     mean = float(fitting.strategy.all_reduce(total)) / len(data)
     return time.perf_counter() - started, mean
 
