@@ -73,19 +73,27 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
-    training.add_argument(
+    _add_training(parser)
+    _add_data(parser)
+    _add_processes(parser)
+    _add_result(parser)
+    return parser.parse_args(arguments)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
         "--batch-size", type=int, default=100, metavar="N", help="samples per rank and step (default: %(default)s)"
     )
-    training.add_argument(
+    group.add_argument(
         "--accumulate",
         type=int,
         default=1,
         metavar="N",
         help="steps whose gradients make one update (default: %(default)s)",
     )
-    training.add_argument(
+    group.add_argument(
         "--lr",
         type=float,
         default=0.05,
@@ -93,91 +101,99 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="learning rate for one rank; scaled with the world size and warmed up over the first "
         "epoch (default: %(default)s)",
     )
-    training.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
-    training.add_argument(
+    group.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
+    group.add_argument(
         "--decay",
         default="cosine",
         metavar="|".join(DECAYS),
         help="of the learning rate, after the warm-up (default: %(default)s)",
     )
-    training.add_argument("--clip-norm", type=float, metavar="X", help="largest norm of the gradient (default: none)")
-    training.add_argument(
+    group.add_argument("--clip-norm", type=float, metavar="X", help="largest norm of the gradient (default: none)")
+    group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of weights, order and dropout (default: %(default)s)"
     )
-    training.add_argument(
+    group.add_argument(
         "--network",
         default="default",
         metavar="|".join(NETWORKS),
         help="tutorial is that of Horovod's own example (default: %(default)s)",
     )
-    data = parser.add_argument_group("data")
-    data.add_argument(
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
         "--dataset",
         default="auto",
         metavar="|".join(DATASETS),
         help="auto: MNIST from --data-dir, else downloaded, else, with a warning, scikit-learn's UCI "
         "digits; mnist: never anything else (default: %(default)s)",
     )
-    data.add_argument(
+    group.add_argument(
         "--data-dir",
         type=Path,
         default=Path("data"),
         metavar="DIR",
         help="holds MNIST/raw with the four IDX files, plain or .gz (default: %(default)s)",
     )
-    how = parser.add_argument_group("processes and devices")
-    how.add_argument(
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes and devices")
+    group.add_argument(
         "--strategy",
         default="auto",
         metavar="|".join(STRATEGIES),
         help="how gradients meet; auto goes by the launcher (default: %(default)s)",
     )
-    how.add_argument(
+    group.add_argument(
         "--device",
         default="auto",
         metavar="|".join(DEVICES),
         help="auto takes a GPU where there is one (default: %(default)s)",
     )
-    how.add_argument(
+    group.add_argument(
         "--precision", default="fp32", metavar="|".join(PRECISIONS), help="of the forward pass (default: %(default)s)"
     )
-    how.add_argument(
+    group.add_argument(
         "--compression",
         default="none",
         metavar="|".join(COMPRESSIONS),
         help="of gradients on the wire (default: %(default)s)",
     )
-    how.add_argument(
+    group.add_argument(
         "--reduction",
         default="average",
         metavar="|".join(REDUCTIONS),
         help="of gradients over ranks (default: %(default)s)",
     )
-    how.add_argument("--sync-batch-norm", action="store_true", help="normalise over the global batch")
-    how.add_argument("--compile", action="store_true", help="run the network through torch.compile")
-    how.add_argument("--channels-last", action="store_true", help="keep images in NHWC order")
-    result = parser.add_argument_group("result")
-    result.add_argument(
+    group.add_argument("--sync-batch-norm", action="store_true", help="normalise over the global batch")
+    group.add_argument("--compile", action="store_true", help="run the network through torch.compile")
+    group.add_argument("--channels-last", action="store_true", help="keep images in NHWC order")
+
+
+def _add_result(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument(
         "--target-accuracy",
         type=float,
         metavar="PERCENT",
         help="exit with code 1 when the last epoch's test accuracy is below this",
     )
-    result.add_argument(
+    group.add_argument(
         "--output",
         default="auto",
         metavar="DIR",
         help="the run's record; auto makes a new folder under runs/, none leaves no record (default: %(default)s)",
     )
-    result.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
-    result.add_argument(
+    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
+    group.add_argument(
         "--log-every",
         type=float,
         default=10.0,
         metavar="S",
         help="seconds between progress lines where there is no terminal (default: %(default)s)",
     )
-    return parser.parse_args(arguments)
 
 
 def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
