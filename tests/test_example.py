@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -217,3 +218,15 @@ def test_parsing_gives_plain_values() -> None:
     args = example.parse_args(["--data-dir", "there", "--lr", "0.5", "--target-accuracy", "98"])
     assert isinstance(args, argparse.Namespace)
     assert (args.data_dir, args.lr, args.target_accuracy, args.epochs) == (Path("there"), 0.5, 98.0, 5)
+
+
+def test_a_half_known_launcher_is_one_line_and_no_traceback() -> None:
+    """The hook that prints the error asks the same environment who it is."""
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run(
+        [sys.executable, "examples/mnist.py", "--dataset", "digits"],
+        env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("trainer: WORLD_SIZE is 2, but nothing")
+    assert len(done.stderr.splitlines()) == 1

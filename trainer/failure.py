@@ -10,8 +10,8 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from trainer.config import read_launch
-from trainer.errors import TrainerError
+from trainer.config import Launch, read_launch
+from trainer.errors import ConfigError, TrainerError
 
 # Ranks come to the same mistake within seconds of each other, and a launcher then stops the rest. Whoever waits
 # that long before speaking is heard only when it failed alone.
@@ -37,7 +37,9 @@ def report_failures() -> None:
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    launch = read_launch()
+    launch = Launch()
+    with suppress(ConfigError):  # that nobody can tell who this is may be the very error
+        launch = read_launch()
     if issubclass(kind, KeyboardInterrupt):
         _leave("interrupted" if launch.rank == 0 else "", 130)
     place = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
