@@ -1,0 +1,200 @@
+"""What horovodrun runs on every host: the search for its interfaces, and the process beside each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from horovod.runner.driver import driver_service
+from horovod.runner.gloo_run import create_run_env_vars, get_run_command
+from horovod.runner.util import network, remote_exec, route
+from horovod.runner.util.route import LAUNCHER, Interface, RoutedInterfaces
+
+Address = namedtuple("Address", "family address netmask")
+Running = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with a decoy, on which only 10.77.0.0/24 is routed."""
+    interfaces = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "data0": "10.77.0.1"}
+    monkeypatch.setattr(
+        psutil,
+        "net_if_addrs",
+        lambda: {name: [Address(socket.AF_INET, ip, "255.255.255.0")] for name, ip in interfaces.items()},
+    )
+
+    class FakeSocket:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> FakeSocket:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, target: tuple[str, int]) -> None:
+            if not target[0].startswith("10.77.0."):
+                raise OSError(101, "Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return ("10.77.0.1", 40000)
+
+    monkeypatch.setattr(socket, "socket", FakeSocket)
+
+
+def test_the_route_decides_not_the_name(two_networks: None) -> None:
+    data = Interface("data0", "10.77.0.1", "10.77.0.0/24")
+    targets = {"10.77.0.2": None, "10.77.0.1": None, "10.99.0.1": None, "no-such.invalid": "10.77.0.3"}
+    assert route.find_routes(targets) == {
+        "10.77.0.2": data,
+        "10.77.0.1": None,
+        "10.99.0.1": "Network is unreachable",
+        "no-such.invalid": data,
+    }
+
+
+def test_this_machine_answers_below_a_banner() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "horovod.runner.util.route", "localhost=127.0.0.1", "=127.0.0.1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert route.parse(f"Welcome to this host\n{out}") == {"localhost": None, LAUNCHER: None}
+
+
+@pytest.fixture
+def routed() -> RoutedInterfaces:
+    """Two hosts with other names for their interfaces in one subnet; the launcher is host a."""
+    a, b = Interface("data0", "10.77.0.1", "10.77.0.0/24"), Interface("ens7", "10.77.0.2", "10.77.0.0/24")
+    return RoutedInterfaces({LAUNCHER: {"b": a}, "a": {"b": a}, "b": {"a": b, LAUNCHER: b}}, ["a", "b"])
+
+
+def test_names_may_differ_between_hosts(routed: RoutedInterfaces) -> None:
+    assert routed == {"data0", "ens7"}
+    assert routed.between_ranks() == routed.between_daemons() == "10.77.0.0/24"
+    assert network.get_driver_ip(routed, "b") == network.get_driver_ip(routed) == "10.77.0.1"
+    for host, name in (("a", "data0"), ("b", "ens7")):
+        command = get_run_command(["true"], "0.0.0.0", routed, 1, host=host)  # noqa: S104 (not to be used)
+        assert f"HOROVOD_GLOO_IFACE={name} NCCL_SOCKET_IFNAME={name} " in command
+        assert "HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.1 " in command
+    # A host that joins an elastic job later was never asked.
+    assert routed.names_on("c") == ["data0", "ens7"]
+
+
+def test_several_subnets() -> None:
+    def job(a_name: str, b_name: str) -> RoutedInterfaces:
+        a, b = Interface(a_name, "10.1.0.1", "10.1.0.0/24"), Interface(b_name, "10.2.0.1", "10.2.0.0/24")
+        return RoutedInterfaces({LAUNCHER: {"b": a}, "a": {"b": a}, "b": {"a": b, LAUNCHER: b}}, ["a", "b"])
+
+    assert job("eth0", "eth0").between_ranks() == "eth0"
+    assert job("eth0", "ens7").between_ranks() == "10.1.0.0/24,10.2.0.0/24"
+    assert job("eth0", "ens7").between_daemons() == "ens7,eth0"
+
+
+def test_names_that_the_user_gave_come_in_one_order() -> None:
+    names = {f"eth{i}" for i in range(9)}
+    assert create_run_env_vars("10.0.0.1", names, 1)["HOROVOD_GLOO_IFACE"] == "eth0"
+
+
+def test_a_missing_route_names_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Interface("data0", "10.77.0.1", "10.77.0.0/24")
+    monkeypatch.setattr(network, "resolve_host_address", lambda host: None)
+    monkeypatch.setattr(route, "find_routes", lambda targets: dict.fromkeys(targets, good))
+
+    def ask(host: str, targets: dict[str, Any], settings: object) -> dict[str, Any]:
+        return {target: "Network is unreachable" if host == "b" and target == "c" else good for target in targets}
+
+    monkeypatch.setattr(driver_service, "_ask_for_routes", ask)
+    with pytest.raises(RuntimeError, match=r"^no route from host b to host c: Network is unreachable$"):
+        driver_service._driver_fn(["a", "b", "c"], {"a"}, None)
+
+
+@pytest.fixture
+def beside() -> Iterator[list[Running]]:
+    running: list[Running] = []
+    yield running
+    for process in running:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def start(beside: list[Running], command: str, env: dict[str, str] | None = None) -> Running:
+    arguments = [sys.executable, "-m", "horovod.runner.util.remote_exec", "/", command]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    beside.append(process)
+    assert process.stdin is not None
+    process.stdin.write(remote_exec.encode_env(env or {}))
+    process.stdin.flush()
+    return process
+
+
+def line_of(process: Running) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().rstrip("\n")
+
+
+def test_the_environment_arrives_whole(beside: list[Running]) -> None:
+    env = {"EMPTY": "", "LINES": "a\nb = c", "PATH": "/launcher:/usr/bin:/bin", "LONG": "x" * 100_000, "LAST": ""}
+    seen = "import os; print({k: os.environ[k] for k in ('EMPTY', 'LINES', 'PATH', 'LAST')}, len(os.environ['LONG']))"
+    process = start(beside, f'{sys.executable} -c "{seen}"; pwd', env)
+    assert line_of(process) == f"{ {k: env[k] for k in ('EMPTY', 'LINES', 'PATH', 'LAST')} } 100000"
+    assert line_of(process) == "/"
+
+
+@pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("true", 0), ("kill -9 $$", 137), ("no-such-1", 127)])
+def test_the_exit_code_is_handed_on(beside: list[Running], command: str, code: int) -> None:
+    assert start(beside, command).wait(20) == code
+
+
+def test_nothing_starts_where_the_environment_is_cut_off(beside: list[Running]) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "horovod.runner.util.remote_exec", "/", "echo started"],
+        input=b"A=1\0B=",
+        capture_output=True,
+    )
+    assert (process.returncode, process.stdout) == (1, b"")
+    assert b"before the environment had arrived" in process.stderr
+
+
+def gone(pid: int, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGHUP"])
+def test_the_end_of_the_launcher_ends_all_the_group(beside: list[Running], end: str) -> None:
+    process = start(beside, "sleep 300 & echo $!; echo $$; wait")
+    pids = [int(line_of(process)), int(line_of(process))]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    if end == "stdin":
+        assert process.stdin is not None
+        process.stdin.close()
+    else:
+        process.send_signal(signal.Signals[end])
+    assert all(gone(pid, 4) for pid in pids)
+
+
+def test_a_group_that_ignores_the_first_signal_is_killed(beside: list[Running]) -> None:
+    process = start(beside, "trap '' TERM; echo $$; while :; do sleep 0.1; done")
+    pid = int(line_of(process))
+    assert os.getpgid(pid) == pid != os.getpgid(process.pid)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert not gone(pid, 2)
+    assert gone(pid, 10)
+    assert process.wait(10) == 137

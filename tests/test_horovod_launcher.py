@@ -1,0 +1,188 @@
+"""The installed horovodrun, as patches/ change it: with a fake ssh, nothing leaves this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from horovod.runner import gloo_run
+from horovod.runner.common.util import settings as hvd_settings
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.timeout import Timeout
+from horovod.runner.launch import LoginError, _wait_for_hosts
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+HOST = "far-away.invalid"
+SECRET = "not for other eyes"  # noqa: S105 (a token that the launcher must not show)
+ANSWERS = {
+    "refused": f"echo 'ssh: connect to host {HOST} port 2222: Connection refused' >&2; exit 255",
+    "denied": f"echo 'me@{HOST}: Permission denied (publickey).' >&2; exit 255",
+    "changed": "echo '@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @' >&2; "
+    "echo 'Host key verification failed.' >&2; exit 255",
+    "unknown": "echo 'Host key verification failed.' >&2; exit 255",
+    # What a jump host refuses, ssh reports as if the connection had only been lost.
+    "jump": "echo 'Host key verification failed.' >&2; echo 'Connection closed by UNKNOWN port 65535' >&2; exit 255",
+    "disabled": "echo 'Account timed out' >&2; exit 1",
+    "hangs": "exec sleep 60",
+    # Runs the command here. Options may stand behind the host, too.
+    "works": 'while :; do case $1 in -o) shift 2;; far-*) shift;; *) break;; esac; done; exec sh -c "$*"',
+    "not yet": f'[ $(wc -l < "$0.log") -ge 3 ] || {{ echo "ssh: connect to host {HOST} port 22: No route to host" >&2;'
+    " exit 255; }",
+}
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh first on the PATH that notes its arguments in ssh.log and behaves as `answer` says."""
+    ssh = tmp_path / "ssh"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    answer(ssh, "works")
+    return ssh
+
+
+def answer(ssh: Path, name: str) -> None:
+    ssh.write_text(f'#!/bin/sh\necho "$*" >> "$0.log"\n{ANSWERS[name]}\n')
+    ssh.chmod(0o755)
+
+
+def launch(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, HOROVODRUN, *args], capture_output=True, text=True, timeout=60)
+
+
+def settings_with(timeout_s: int) -> hvd_settings.Settings:
+    return hvd_settings.Settings(start_timeout=Timeout(timeout_s, "{activity}"), num_proc=1, hosts=f"{HOST}:1")
+
+
+def why(timeout_s: int = 1) -> str:
+    with pytest.raises(LoginError) as caught:
+        _wait_for_hosts([HOST], settings_with(timeout_s))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("denied", f"host {HOST} does not accept this node's key: me@{HOST}: Permission denied (publickey)."),
+        ("changed", f"host {HOST} shows another host key than the pinned one, and is refused"),
+        ("unknown", f"host {HOST} shows a host key that is not known here, and is refused"),
+        ("jump", f"host {HOST} shows a host key that is not known here, and is refused"),
+        ("disabled", f"cannot log in to host {HOST}: account timed out (waited 0 s)"),
+    ],
+)
+def test_what_waiting_cannot_heal_is_said_at_once(fake_ssh: Path, name: str, line: str) -> None:
+    answer(fake_ssh, name)
+    assert why(timeout_s=30) == line
+    assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 1
+
+
+def test_a_refusing_host_is_waited_for_but_not_for_ever(fake_ssh: Path) -> None:
+    answer(fake_ssh, "refused")
+    assert why(timeout_s=2) == f"cannot log in to host {HOST}: connection refused on port 2222 (waited 2 s)"
+    assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
+
+
+def test_a_login_that_hangs_is_given_up(fake_ssh: Path) -> None:
+    answer(fake_ssh, "hangs")
+    start = time.monotonic()
+    assert "the login timed out after 2 s" in why(timeout_s=1)
+    assert time.monotonic() - start < 10
+
+
+def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
+    answer(fake_ssh, "not yet")
+    _wait_for_hosts([HOST], settings_with(20))
+    assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
+
+
+def test_every_failing_host_has_its_own_line(fake_ssh: Path) -> None:
+    answer(fake_ssh, "unknown")
+    with pytest.raises(LoginError) as caught:
+        _wait_for_hosts(["b", "c"], settings_with(1))
+    assert [line.split()[1] for line in str(caught.value).splitlines()] == ["b", "c"]
+
+
+def test_host_keys_are_left_to_the_users_ssh_config(fake_ssh: Path) -> None:
+    _wait_for_hosts([HOST], settings_with(5))
+    asked = fake_ssh.with_name("ssh.log").read_text()
+    assert "StrictHostKeyChecking" not in asked
+    assert "-o BatchMode=yes" in asked
+    assert "-o ConnectTimeout=5" in asked
+
+
+def test_unreachable_hosts_end_the_launcher_with_a_line_each(fake_ssh: Path) -> None:
+    answer(fake_ssh, "changed")
+    done = launch("--gloo", "-np", "1", "-H", "b.invalid:1,c.invalid:1", "true")
+    assert done.returncode == 1
+    assert done.stderr == "".join(
+        f"horovodrun: host {host}.invalid shows another host key than the pinned one, and is refused\n" for host in "bc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("-np 4 -H a:1,b:1 true", "-np 4, but -H a:1,b:1 has 2 slots"),
+        ("-np 2 -H a:1 true", "-np 2, but -H a:1 has 1 slot"),
+        ("-np 1 -H a:x true", "-H a:x: hosts and their slots look like worker-0:2,worker-1:2"),
+        ("-np 2 -H a:1,a:1 true", "-H a:1,a:1 names host a 2 times; once is valid, with all its slots"),
+        ("-np 1 -H a:0 true", "-H a:0 gives host a 0 slots; at least 1 is valid"),
+        ("-np 0 true", "-np 0: at least 1 is valid"),
+        ("-np 2", "no command is given; valid is, for example, horovodrun -np 2 python train.py"),
+    ],
+)
+def test_mistakes_are_one_line(args: str, line: str) -> None:
+    done = launch(*args.split())
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"horovodrun: {line}\n")
+
+
+def test_a_hostfile_may_have_comments_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# ours\n\na slots=1\nb slots=1\n")
+    assert launch("-np", "3", "-hostfile", str(hostfile), "true").stderr == (
+        f"horovodrun: -np 3, but hostfile {hostfile} has 2 slots\n"
+    )
+    hostfile.write_text("a slots=many\n")
+    assert launch("-np", "1", "-hostfile", str(hostfile), "true").stderr == (
+        f"horovodrun: hostfile {hostfile}: 'a slots=many' is not of the form worker-0 slots=2\n"
+    )
+
+
+def test_verbose_keeps_the_traceback() -> None:
+    assert "Traceback" in launch("-np", "2", "--verbose", "-H", "a:1", "true").stderr
+
+
+def test_a_failed_job_is_one_line_and_names_the_host() -> None:
+    done = launch("--gloo", "-np", "1", sys.executable, "-c", "raise SystemExit(3)")
+    assert done.returncode == 1
+    assert "Process 0 exit with status code 3 on host localhost." in done.stdout
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("horovodrun: Horovod detected that one or more processes exited")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_rank_behind_ssh_gets_the_environment_and_ssh_never_sees_it(
+    fake_ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fake far side has a PATH of its own, which must not win.
+    fake_ssh.write_text(fake_ssh.read_text().replace("exec sh", "PATH=/bin:/usr/bin exec sh"))
+    settings = settings_with(5)
+    run_rank = gloo_run._exec_command_fn(settings, {"TOKEN": SECRET, "PATH": "/launcher:/usr/bin:/bin"})
+    slot = SlotInfo(hostname=HOST, rank=0, local_rank=0, cross_rank=0, size=1, local_size=1, cross_size=1)
+    seen = tmp_path / "seen"
+    monkeypatch.chdir(tmp_path)
+    code, _ = run_rank(f"sh -c 'echo $TOKEN $PATH $PWD > {seen}; ps axww > {seen}.ps; exit 7'", slot, [])
+    assert code == 7
+    assert seen.read_text() == f"{SECRET} /launcher:/usr/bin:/bin {tmp_path}\n"
+    assert SECRET not in (tmp_path / "ssh.log").read_text() + (tmp_path / "seen.ps").read_text()
+
+
+def test_a_local_job_keeps_the_environment_off_its_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", SECRET)
+    done = launch("--gloo", "-np", "1", "sh", "-c", 'echo "has $TOKEN"; ps axww')
+    assert f"has {SECRET}" in done.stdout
+    assert done.stdout.count(SECRET) == 1
