@@ -27,6 +27,7 @@ from pathlib import Path
 
 from console import SetupError, run, say
 from horovod_wheel import PATCHES, PIN, Variant, build_wheel, output
+from prove_horovod import prove
 
 # Turing to Blackwell: what CUDA 13 still compiles for.
 DEFAULT_CUDA_ARCHS = "75,80,86,89,90,100,120"
@@ -45,7 +46,7 @@ def main() -> int:
                 wheel = build_wheel(folder, variant, options.sdist)
             _install(wheel, folder)
             try:
-                _prove(variant.name)
+                prove(variant.name)
             except SetupError:
                 if fresh:
                     wheel.unlink()  # What was never proven must not be found by the next run.
@@ -154,44 +155,6 @@ def _install(wheel: Path, folder: Path) -> None:
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)],
         folder / "install.log",
     )
-
-
-_TWO_RANKS = """
-import torch, horovod.torch as hvd
-hvd.init()
-total = hvd.allreduce(torch.arange(5.0) + hvd.rank(), op=hvd.Sum)
-assert total.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0], total
-print(f"rank {hvd.rank()} of {hvd.size()}: all-reduce is right")
-"""
-
-
-def _prove(gpu: str) -> None:
-    """Asks the installed Horovod what is in it, and lets two ranks all-reduce through each controller."""
-    prefix_bin = Path(sys.prefix) / "bin"
-    env = dict(os.environ, PATH=f"{prefix_bin}{os.pathsep}{os.environ.get('PATH', '')}", OPAL_PREFIX=sys.prefix)
-    horovodrun = str(prefix_bin / "horovodrun")
-    report = subprocess.run([horovodrun, "--check-build"], env=env, capture_output=True, text=True, check=False)
-    wanted = ["PyTorch", "MPI", "Gloo"] + (["NCCL"] if gpu == "nccl" else [])
-    missing = [name for name in wanted if f"[X] {name}" not in report.stdout]
-    if missing:
-        raise SetupError(f"Horovod was built without {', '.join(missing)}:\n{report.stdout}{report.stderr}")
-    if gpu == "none" and "[X] NCCL" in report.stdout:
-        raise SetupError(f"a CPU build was asked for, but this Horovod has NCCL:\n{report.stdout}")
-    for controller in ("--mpi", "--gloo"):
-        trial = subprocess.run(
-            [horovodrun, "-np", "2", controller, sys.executable, "-c", _TWO_RANKS],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        if trial.returncode != 0 or trial.stdout.count("of 2: all-reduce is right") != 2:
-            raise SetupError(
-                f"two ranks cannot all-reduce over horovodrun {controller}:\n"
-                f"{trial.stdout[-3000:]}{trial.stderr[-3000:]}"
-            )
-    say(f"Horovod has {', '.join(wanted)}; two ranks all-reduce over MPI and over Gloo")
 
 
 if __name__ == "__main__":
