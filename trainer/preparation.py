@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.failure import report_failures
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy
+from trainer.tuning import machine, share_machine
 from trainer.world import World, current_world
 
 
@@ -54,10 +56,19 @@ def join(strategy: str | Strategy, config: TrainerConfig) -> Strategy:
         # What user code calls plain "cuda" is this rank's GPU, not everybody's first.
         torch.cuda.set_device(world.device)
     joined = make_strategy(strategy, world)
+    places = joined.all_gather_object((world.host, machine()))
+    tuning = dict(joined.tuning) | share_machine(world, sum(other == machine() for _, other in places))
     if joined.world.is_root:
-        tuned = "; ".join(f"{name} {choice}" for name, choice in joined.tuning.items())
-        print(f"trainer: {joined.description}{'; tuned: ' + tuned if tuned else ''}", file=sys.stderr, flush=True)
+        tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
+        place = f"{world.size} ranks on {_per_host(places)}; " if world.size > 1 else ""
+        line = f"{place}{joined.description}{'; tuned: ' + tuned if tuned else ''}"
+        print(f"trainer: {line}", file=sys.stderr, flush=True)
     return joined
+
+
+def _per_host(places: list[tuple[str, str]]) -> str:
+    """Ranks per host, as in "a: 2, b: 2", in the order of the ranks."""
+    return ", ".join(f"{host}: {ranks}" for host, ranks in Counter(host for host, _ in places).items())
 
 
 def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> World:

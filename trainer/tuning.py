@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 from contextlib import suppress
 from functools import cache
@@ -78,6 +79,29 @@ def _threads(world: World) -> int | None:
         return None
     # A rank that its launcher bound to some cores has no use for more threads than these.
     return max(1, min(host_cores() // world.local_size, len(os.sched_getaffinity(0))))
+
+
+@cache
+def machine() -> str:
+    """What is the same for two hosts exactly where they are containers on one machine: the kernel's boot."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def share_machine(world: World, ranks_here: int) -> dict[str, str]:
+    """Shares the cores of a machine among all ranks on it, those of other containers included.
+
+    Args:
+        world: this rank's.
+        ranks_here: ranks whose `machine` is this one.
+    """
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // ranks_here)
+    if ranks_here == world.local_size or user_set("OMP_NUM_THREADS") or torch.get_num_threads() <= threads:
+        return {}
+    torch.set_num_threads(threads)
+    return {"threads": f"{threads} per rank ({ranks_here} ranks in several containers on {cores} cores)"}
 
 
 def _keep_memory() -> bool:
