@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from trainer import World, tuning
-from trainer.tuning import ONE_GROUP_BYTES, gradient_groups, host_cores, single_copy_allowed, tune_horovod, tune_host
+from trainer.tuning import (
+    ONE_GROUP_BYTES,
+    gradient_groups,
+    host_cores,
+    share_machine,
+    single_copy_allowed,
+    tune_horovod,
+    tune_host,
+)
 
 CYCLE_TIME, IDLE = "HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
@@ -29,6 +37,7 @@ class Host:
         monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
         monkeypatch.setattr(tuning, "_keep_memory", self._keep_memory)
         monkeypatch.setattr(tuning, "single_copy_allowed", lambda: True)
+        monkeypatch.setattr(tuning, "in_container", lambda: False)
         self.has(cores=8)
 
     def has(self, *, cores: int, bound_to: int | None = None) -> None:
@@ -100,6 +109,29 @@ def test_freed_memory_is_kept_on_the_cpu_unless_the_user_set_up_malloc(
     host.environment.update(environment)
     assert ("freed memory" in tune_host(world)) == bool(kept)
     assert host.kept_memory == kept
+
+
+def test_in_a_container_the_ranks_of_other_hosts_may_be_on_this_machine(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.has(cores=2)
+    spread = World(size=2, local_size=1, launcher="mpirun")
+    assert "idle" not in tune_horovod(spread)
+    monkeypatch.setattr(tuning, "in_container", lambda: True)
+    assert "idle" in tune_horovod(spread)
+    assert host.environment[IDLE] == "1"
+
+
+def test_ranks_in_several_containers_share_their_machines_cores(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    one_of_two_hosts = World(size=4, local_size=2, launcher="mpirun")
+    assert share_machine(one_of_two_hosts, ranks_here=2) == {}
+    assert host.threads == []
+    assert "threads" in share_machine(one_of_two_hosts, ranks_here=4)
+    assert host.threads == [2]
+    host.environment["OMP_NUM_THREADS"] = "8"
+    assert share_machine(one_of_two_hosts, ranks_here=4) == {}
 
 
 @pytest.mark.parametrize(("local_size", "yields"), [(1, False), (4, False), (5, True), (8, True), (16, True)])
