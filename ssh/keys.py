@@ -103,11 +103,16 @@ def node_names(folder: Path) -> list[str]:
 
 def pinned_names(folder: Path) -> list[str]:
     """The nodes that known_hosts names, in its order."""
+    return list(_pinned(folder))
+
+
+def _pinned(folder: Path) -> dict[str, str]:
+    """The lines of known_hosts by the names of the nodes."""
     try:
         lines = (folder / KNOWN_HOSTS).read_text().splitlines()
     except OSError:
-        return []
-    return [match[1] for line in lines if (match := re.match(r"\[([^]]+)\]:\d+ ", line))]
+        return {}
+    return {match[1]: line for line in lines if (match := re.match(r"\[([^]]+)\]:\d+ ", line))}
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -121,11 +126,12 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _pin(folder: Path, port: int) -> None:
-    lines = []
+    # Nodes on other machines are known by their lines alone: their keys are not in this folder.
+    lines = _pinned(folder)
     for name in node_names(folder):
         kind, key = (folder / "nodes" / name / f"{HOST_KEY}.pub").read_text().split()[:2]
-        lines.append(f"[{name}]:{port} {kind} {key}\n")
-    write_private(folder / KNOWN_HOSTS, "".join(lines).encode())
+        lines[name] = f"[{name}]:{port} {kind} {key}"
+    write_private(folder / KNOWN_HOSTS, "".join(f"{lines[name]}\n" for name in sorted(lines)).encode())
 
 
 def _make_pair(path: Path, comment: str) -> None:
