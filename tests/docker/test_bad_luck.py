@@ -1,0 +1,198 @@
+"""What goes wrong on clusters, done on purpose: each ends in bounded time, with one clear line, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.docker.cluster import ROOT, Cluster, Outcome, run, succeed
+
+TRAIN = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "10000"]
+TRAINING = re.compile(r"epoch \d+/10000")
+
+
+def horovodrun(*options: str, hosts: str = "a:2,b:2") -> list[str]:
+    ranks = sum(int(host.split(":")[1]) for host in hosts.split(","))
+    return ["horovodrun", *options, "-np", str(ranks), "-H", hosts]
+
+
+def lines_of(outcome: Outcome, who: str = "horovodrun: ") -> list[str]:
+    return [line for line in outcome.output.splitlines() if line.startswith(who)]
+
+
+def during_training(cluster: Cluster, command: list[str], strike: Callable[[], object]) -> Outcome:
+    """Starts a job on node a, waits until it trains, strikes, and waits for its end."""
+    outcomes: list[Outcome] = []
+    log = "/tmp/job.log"  # noqa: S108 (in the container)
+    script = f"{' '.join(command)} > {log} 2>&1; code=$?; cat {log}; exit $code"
+    cluster.shell("a", f"rm -f {log}")
+    job = threading.Thread(target=lambda: outcomes.append(cluster.run("a", "bash", "-c", script)), daemon=True)
+    job.start()
+    deadline = time.monotonic() + 90
+    while not TRAINING.search(seen := cluster.shell("a", f"cat {log} 2>/dev/null")):
+        assert job.is_alive(), f"it never trained:\n{seen}"
+        assert time.monotonic() < deadline, f"it does not begin to train:\n{seen}"
+        time.sleep(0.5)
+    strike()
+    job.join(timeout=90)
+    assert outcomes, f"the job did not end:\n{cluster.shell('a', f'tail -c 3000 {log}; ps axf')}"
+    return outcomes[0]
+
+
+def test_more_ranks_than_slots(cluster: Cluster) -> None:
+    outcome = cluster.run("a", "horovodrun", "-np", "4", "-H", "a:1,b:1", "hostname")
+    assert outcome.code == 1
+    assert outcome.output.strip() == "horovodrun: -np 4, but -H a:1,b:1 has 2 slots"
+
+
+def test_an_unknown_host_is_named(cluster: Cluster) -> None:
+    outcome = cluster.run("a", *horovodrun("--start-timeout", "3", hosts="a:1,c:1"), "hostname")
+    assert outcome.code == 1
+    assert len(lines_of(outcome)) == 1, outcome.output
+    assert re.search(r"cannot log in to host c: .*could not resolve hostname c", outcome.output, re.IGNORECASE)
+    assert outcome.seconds < 20
+
+
+def test_a_node_that_is_not_up_yet_is_waited_for(own_cluster: Cluster) -> None:
+    own_cluster.up()
+    own_cluster.compose("stop", "--timeout", "1", "b")
+    outcome = own_cluster.run("a", *horovodrun("--start-timeout", "5"), "hostname")
+    assert outcome.code == 1
+    assert len(lines_of(outcome)) == 1, outcome.output
+    assert "cannot log in to host b" in outcome.output
+    assert outcome.seconds < 30
+    late = threading.Timer(4, lambda: own_cluster.compose("start", "b"))
+    late.start()
+    outcome = own_cluster.run("a", *horovodrun(), "hostname")
+    late.join()
+    assert outcome.code == 0, outcome.output
+    assert len(re.findall(r"[ab]$", outcome.output, re.MULTILINE)) == 4
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> None:
+    own_cluster.up()
+    victim = own_cluster.container("b")
+    outcome = during_training(
+        own_cluster, [*horovodrun(controller), *TRAIN], lambda: succeed(["docker", "kill", victim])
+    )
+    assert outcome.code != 0
+    assert outcome.seconds < 120
+    assert re.search(r"(on node |on host |host |Remote daemon:.*)b\b", outcome.output), outcome.output[-3000:]
+    assert own_cluster.left_over("a") == ""
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_rank_is_killed(cluster: Cluster, controller: str) -> None:
+    kill = "pkill -KILL -o -f '^python examples/mnist.py'"
+    outcome = during_training(cluster, [*horovodrun(controller), *TRAIN], lambda: cluster.shell("b", kill))
+    assert outcome.code != 0
+    assert re.search(r"(on node|on host) b\b", outcome.output), outcome.output[-3000:]
+    assert cluster.left_over("a") == ""
+    assert cluster.left_over("b") == ""
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_ctrl_c_ends_all_ranks_on_all_hosts(cluster: Cluster, controller: str) -> None:
+    terminal, inside = pty.openpty()
+    command = ["docker", "exec", "-it", cluster.container("a"), *horovodrun(controller), *TRAIN]
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, cwd=ROOT) as job:
+        os.close(inside)
+        seen = b""
+        while not TRAINING.search(seen.decode(errors="replace")):
+            seen += os.read(terminal, 4096)
+        drain = threading.Thread(target=_drain, args=(terminal,), daemon=True)
+        drain.start()
+        os.write(terminal, b"\x03")
+        assert job.wait(timeout=30) != 0
+        drain.join()
+    assert cluster.left_over("a") == ""
+    assert cluster.left_over("b") == ""
+
+
+def _drain(terminal: int) -> None:
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:
+        pass  # the other end has been closed
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_killed_launcher_takes_its_ranks_along(cluster: Cluster, controller: str) -> None:
+    name = "mpirun" if controller == "--mpi" else "horovodrun"
+    outcome = during_training(
+        cluster, [*horovodrun(controller), *TRAIN], lambda: cluster.shell("a", f"pkill -KILL -f '{name} .*-np'")
+    )
+    assert outcome.code != 0
+    assert cluster.left_over("a") == ""
+    assert cluster.left_over("b") == ""
+
+
+def test_key_modes_are_mended_and_said(own_cluster: Cluster) -> None:
+    own_cluster.up()
+    own_cluster.shell("b", "chmod 644 /cluster/id_ed25519 /cluster/nodes/b/ssh_host_ed25519_key")
+    own_cluster.compose("restart", "--timeout", "1")
+    own_cluster.up()
+    said = own_cluster.compose("logs", "--no-log-prefix")
+    assert "trainer: WARNING: /cluster/id_ed25519 had mode 644; a private key's is 600" in said
+    assert own_cluster.shell("b", "stat -c %a /cluster/id_ed25519").strip() == "600"
+    assert own_cluster.run("a", *horovodrun(), "hostname").code == 0
+
+
+def test_keys_that_cannot_be_read_stop_the_node_with_a_line(image: str) -> None:
+    volume = f"trainer-test-unreadable-{os.getpid()}"
+    try:
+        succeed(
+            ["docker", "run", "--rm", "--volume", f"{volume}:/cluster", image, "trainer-node", "keys", "create", "b"]
+        )
+        succeed(
+            [
+                "docker",
+                "run",
+                "--rm",
+                "--user",
+                "0",
+                "--volume",
+                f"{volume}:/cluster",
+                image,
+                "chown",
+                "0",
+                "/cluster/id_ed25519",
+            ]
+        )
+        outcome = run(["docker", "run", "--rm", "--hostname", "b", "--volume", f"{volume}:/cluster", image])
+        assert outcome.code == 1
+        assert outcome.output.strip() == "trainer: cannot read /cluster/id_ed25519 as user 1000: Permission denied"
+    finally:
+        run(["docker", "volume", "rm", volume])
+
+
+def test_lost_keys_are_made_anew(own_cluster: Cluster) -> None:
+    own_cluster.up()
+    before = own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts")
+    own_cluster.shell("a", "rm -r /cluster/id_ed25519* /cluster/nodes /cluster/known_hosts")
+    outcome = own_cluster.run("a", *horovodrun(), "hostname")
+    assert outcome.code == 1
+    assert lines_of(outcome) == ["horovodrun: host b shows a host key that is not known here, and is refused"]
+    own_cluster.compose("down", "--volumes", "--timeout", "1")
+    own_cluster.up()
+    assert own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts") != before
+    assert own_cluster.run("a", *horovodrun(), "hostname").code == 0
+
+
+def test_stop_takes_less_than_two_seconds_and_zombies_are_reaped(own_cluster: Cluster) -> None:
+    own_cluster.up("b")
+    own_cluster.shell("b", "setsid bash -c 'sleep 0.1 & exec sleep 0.3' > /dev/null 2>&1 & sleep 1")
+    assert "Z" not in own_cluster.shell("b", "ps -eo stat --no-headers")
+    started = time.monotonic()
+    succeed(["docker", "stop", own_cluster.container("b")])
+    assert time.monotonic() - started < 2

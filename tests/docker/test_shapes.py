@@ -1,0 +1,73 @@
+"""The mission's own commands: 1 and 2 machines with 1 and 2 processes each, through every launcher."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from tests.docker.cluster import Cluster, Outcome, data_dir
+
+WHO = """
+import socket, torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.full((2**20,), float(hvd.rank())), op=hvd.Sum)
+assert total.unique().tolist() == [sum(range(hvd.size()))], total
+print(f"who {socket.gethostname()} {hvd.rank()} of {hvd.size()}", flush=True)
+"""
+SHAPES = {"1x1": (1, "a:1"), "1x2": (2, "a:2"), "2x1": (2, "a:1,b:1"), "2x2": (4, "a:2,b:2")}
+# What a user should never have to scroll past.
+_NOISE = re.compile(r"warning|Read -1|Permanently added|authenticity|deprecat|error", re.IGNORECASE)
+
+
+def ranks_per_host(outcome: Outcome) -> Counter[str]:
+    """Counted from what the ranks themselves said."""
+    return Counter(host for host, _ in re.findall(r"who (\w+) (\d+) of", outcome.output))
+
+
+def expected(shape: str) -> Counter[str]:
+    """Ranks per host as `-H` gives them."""
+    return Counter({host: int(slots) for host, slots in re.findall(r"(\w):(\d)", SHAPES[shape][1])})
+
+
+def assert_quiet(outcome: Outcome) -> None:
+    """It worked, and said nothing that looks like a problem."""
+    assert outcome.code == 0, outcome.output
+    assert not (noise := [line for line in outcome.output.splitlines() if _NOISE.search(line)]), noise
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_horovodrun_starts_the_ranks_where_it_was_told(cluster: Cluster, shape: str, controller: str) -> None:
+    ranks, hosts = SHAPES[shape]
+    outcome = cluster.run("a", "horovodrun", controller, "-np", str(ranks), "-H", hosts, "python", "-c", WHO)
+    assert_quiet(outcome)
+    assert ranks_per_host(outcome) == expected(shape)
+
+
+def test_horovodrun_from_the_other_node(cluster: Cluster) -> None:
+    outcome = cluster.run("b", "horovodrun", "-np", "4", "-H", "a:2,b:2", "python", "-c", WHO)
+    assert_quiet(outcome)
+    assert ranks_per_host(outcome) == expected("2x2")
+
+
+def test_mpirun(cluster: Cluster) -> None:
+    outcome = cluster.run("a", "mpirun", "-np", "4", "-H", "a:2,b:2", "--bind-to", "none", "python", "-c", WHO)
+    assert_quiet(outcome)
+    assert ranks_per_host(outcome) == expected("2x2")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mnist_trains_on_every_shape(cluster: Cluster, shape: str) -> None:
+    ranks, hosts = SHAPES[shape]
+    real = data_dir() is not None
+    dataset = ["--dataset", "mnist", "--target-accuracy", "97"] if real else ["--dataset", "digits"]
+    outcome = cluster.run(
+        *["a", "horovodrun", "-np", str(ranks), "-H", hosts, "python", "examples/mnist.py", "--epochs", "1", *dataset],
+        timeout_s=240,
+    )
+    assert_quiet(outcome)
+    assert re.search(rf"{ranks} ranks? on {hosts.replace(':', ': ').replace(',', ', ')}", outcome.output), (
+        outcome.output
+    )
