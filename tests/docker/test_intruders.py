@@ -120,7 +120,8 @@ def test_no_secret_of_the_environment_is_on_a_command_line(cluster: Cluster) -> 
     secret = "not-for-other-eyes"  # noqa: S105 (what must not be seen)
     script = (
         f"for c in --mpi --gloo; do TOKEN={secret} horovodrun $c -np 4 -H a:2,b:2 python -c "
-        '\'import os,time; time.sleep(4); print("arrived", len(os.environ["TOKEN"]))\' & '
+        # One write, so that no other rank's comes in between.
+        '\'import os,time; time.sleep(4); os.write(1, b"arrived %d\\n" % len(os.environ["TOKEN"]))\' & '
         "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do ps axww -o args; ssh b ps axww -o args; sleep 0.5; done; wait; done"
     )
     seen = cluster.shell("a", script)
