@@ -222,7 +222,9 @@ def test_all_exact_contestants_train_the_same_on_two_ranks(tmp_path: Path) -> No
     runs = [start(name, 2, 0, course) for name in CONTESTANTS]
     for one in runs:
         assert one.report is not None, one.problem
-        assert one.report.samples[-1] == pytest.approx(800, abs=20)
+        # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.
+        rounding = 0 if CONTESTANTS[one.contestant].exact else 1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005)
+        assert one.report.samples[-1] == pytest.approx(800, abs=rounding)
         assert one.report.evaluated == 200
         assert one.problem is not None, "so few samples are not MNIST, and must not count"
     assert differing_losses(runs) == []

@@ -90,6 +90,18 @@ def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> N
 
 
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_the_network_is_cut_during_training(own_cluster: Cluster, controller: str) -> None:
+    """What a node that loses its power looks like to the other: no connection is closed, nothing answers."""
+    own_cluster.up()
+    cut = ["docker", "network", "disconnect", own_cluster.network, own_cluster.container("b")]
+    outcome = during_training(own_cluster, [*horovodrun(controller), *TRAIN], lambda: succeed(cut))
+    assert outcome.code != 0
+    assert re.search(r"(on node |on host |host |Remote daemon:.*)b\b", outcome.output), outcome.output[-3000:]
+    assert own_cluster.left_over("a") == ""
+    assert own_cluster.left_over("b", within_s=60) == ""
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
 def test_a_rank_is_killed(cluster: Cluster, controller: str) -> None:
     kill = "pkill -KILL -o -f '^python examples/mnist.py'"
     outcome = during_training(cluster, [*horovodrun(controller), *TRAIN], lambda: cluster.shell("b", kill))
