@@ -3,17 +3,21 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-docker image-gpu lint bench accuracy check-gpu lock clean
+.PHONY: help setup run test test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu lock clean
 
 NP ?= 2
 EPOCHS ?= 5
 DATA_DIR ?= data
 ARGS ?=
+# Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
+CUDA_ARCHS ?=
+GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt) \
+    $(addprefix scripts/,build_horovod.py console.py horovod_wheel.py image_packages.py prove_horovod.py)
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 help:  ## Show this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 
 setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 	@sh scripts/setup.sh
@@ -31,7 +35,11 @@ test-docker: setup  ## Build the CPU image and run the tests with real nodes; ne
 	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m docker $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
-	@DOCKER_BUILDKIT=1 docker build -t trainer:gpu -f Dockerfile.gpu .
+	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) -t trainer:gpu -f Dockerfile.gpu .
+	@sha256sum $(GPU_IMAGE_INPUTS) > requirements/gpu-image.sha256
+
+image-gpu-if-changed:  ## The same, where what is compiled into it is not what the last such build recorded
+	@sha256sum $(GPU_IMAGE_INPUTS) | cmp -s - requirements/gpu-image.sha256 || $(MAKE) image-gpu
 
 lint: setup  ## Check style and types
 	@$(IN_VENV) ruff check .
