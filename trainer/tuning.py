@@ -43,14 +43,20 @@ _TRIM_THRESHOLD_BYTES = 1024 * 1024 * 1024
 
 def tune_horovod(world: World) -> dict[str, str]:
     """Sets what Horovod and Open MPI read when they start; returns what it set, and why."""
+    chosen = tune_mpi(world)
+    # Horovod's own tuning would keep its hands off a value that is set.
+    if world.size > 1 and not user_set("HOROVOD_AUTOTUNE") and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+        chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
+    return chosen
+
+
+def tune_mpi(world: World) -> dict[str, str]:
+    """Sets what Open MPI reads when it starts, and what helps every strategy; returns what it set, and why."""
     chosen = tune_host(world)
     _find_open_mpi()
     if world.launcher == "srun":
         # Slurm's PMIx asks for munge first, which the wheel of Open MPI has not; it says so at length.
         set_default("PMIX_MCA_psec", "native")
-    # Horovod's own tuning would keep its hands off a value that is set.
-    if world.size > 1 and not user_set("HOROVOD_AUTOTUNE") and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
-        chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     cores = host_cores()
     # Whether the other hosts are containers on this very machine is only known once MPI runs, which is too late. To
     # yield in vain costs a system call; to spin in vain, as measured on two containers with 2 cores, a third.

@@ -119,13 +119,13 @@ class Checks:
     """Per rank, each check's name with "passed" or its traceback."""
 
 
-def run_checks(module: str, launcher: str, ranks: int, *, timeout_s: float = 180.0) -> Checks:
+def run_checks(module: str, launcher: str, ranks: int, *, strategy: str = "auto", timeout_s: float = 180.0) -> Checks:
     """Runs every `check_*` function of `module`, in its order, on all ranks of one job.
 
     One job for many checks, because starting PyTorch on every rank takes longer than a check does.
     """
     with tempfile.TemporaryDirectory(prefix="trainer-checks-") as folder:
-        script = ["-m", "tests.distributed.worker", module, folder]
+        script = ["-m", "tests.distributed.worker", module, strategy, folder]
         outcome = run_job(launcher, ranks, script, timeout_s=timeout_s)
         by_rank = []
         for rank in range(ranks):

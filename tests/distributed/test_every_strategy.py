@@ -11,19 +11,23 @@ from tests.distributed.harness import Checks, run_checks
 
 MODULE = "tests.distributed.checks_every_strategy"
 CHECKS = [name for name in vars(checks_every_strategy) if name.startswith("check_")]
-JOBS = [(launcher, ranks) for launcher in ("horovodrun-mpi", "horovodrun-gloo", "torchrun") for ranks in (2, 3, 4)]
+JOBS = [
+    *[("auto", name, ranks) for name in ("horovodrun-mpi", "horovodrun-gloo", "torchrun") for ranks in (2, 3, 4)],
+    ("auto", "mpirun", 2),
+    *[("ring", "horovodrun-mpi", ranks) for ranks in (2, 3, 4)],
+]
 
 
 @cache
-def job(launcher: str, ranks: int) -> Checks:
-    return run_checks(MODULE, launcher, ranks)
+def job(strategy: str, launcher: str, ranks: int) -> Checks:
+    return run_checks(MODULE, launcher, ranks, strategy=strategy)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("launcher", "ranks"), [*JOBS, ("mpirun", 2)])
+@pytest.mark.parametrize(("strategy", "launcher", "ranks"), JOBS)
 @pytest.mark.parametrize("check", CHECKS)
-def test_strategy(launcher: str, ranks: int, check: str) -> None:
-    checks = job(launcher, ranks)
+def test_strategy(strategy: str, launcher: str, ranks: int, check: str) -> None:
+    checks = job(strategy, launcher, ranks)
     failures = [
         f"rank {rank}: {report.get(check, 'did not get this far')}"
         for rank, report in enumerate(checks.by_rank)
@@ -35,7 +39,7 @@ def test_strategy(launcher: str, ranks: int, check: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("launcher", "ranks"), [*JOBS, ("mpirun", 2)])
-def test_job_ends_with_exit_code_0(launcher: str, ranks: int) -> None:
-    outcome = job(launcher, ranks).outcome
+@pytest.mark.parametrize(("strategy", "launcher", "ranks"), JOBS)
+def test_job_ends_with_exit_code_0(strategy: str, launcher: str, ranks: int) -> None:
+    outcome = job(strategy, launcher, ranks).outcome
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.output[-3000:]

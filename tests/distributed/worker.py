@@ -23,10 +23,10 @@ def main() -> int:
     from trainer.config import TrainerConfig, read_launch
     from trainer.preparation import join
 
-    module, folder = sys.argv[1:]
+    module, name, folder = sys.argv[1:]
     rank = read_launch().rank
     dump_stacks_before_the_deadline(rank)
-    strategy = join("auto", TrainerConfig(device="cpu"))
+    strategy = join(name, TrainerConfig(device="cpu"))
     checks = {name: item for name, item in vars(importlib.import_module(module)).items() if name.startswith("check_")}
     with Path(folder, f"rank-{rank}.jsonl").open("w") as report:
         for name, check in checks.items():

@@ -12,6 +12,7 @@ _REGISTRY = {
     "single": ("trainer.strategies.single", "SingleStrategy"),
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
+    "ring": ("trainer.strategies.ring", "RingStrategy"),
 }
 # Which strategy belongs to a launcher; whatever is not named here speaks MPI, or Horovod's own protocol.
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}

@@ -1,0 +1,233 @@
+"""Gradients in buckets, for strategies that exchange them with an all-reduce of their own.
+
+Gradients come out of the backward pass one by one, roughly in the reverse order of the parameters. Each is scaled
+into its place in a flat bucket; a bucket that is full is all-reduced as one message while the backward pass goes on.
+Buckets leave in the same order on every rank, whatever order the gradients came in, so that no two ranks wait for
+each other. Li et al., "PyTorch Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError, TrainerError
+from trainer.strategies.base import Strategy, share_optimizer_state
+from trainer.world import World
+
+BUCKET_BYTES = 4 * 1024 * 1024
+"""What one message carries at least, where there is that much: large enough that its latency does not count."""
+
+
+class BucketedStrategy(Strategy):
+    """A strategy that only has to say how one flat tensor is summed over all ranks."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._exchanges: WeakKeyDictionary[Optimizer, GradientExchange] = WeakKeyDictionary()
+        self._background: ThreadPoolExecutor | None = None
+
+    @abstractmethod
+    def sum_gradients(self, flat: Tensor) -> None:
+        """Sums a bucket over all ranks, in place.
+
+        Called from a thread beside the one that trains, where there are several buckets; the strategy's other
+        methods may be called meanwhile.
+
+        Args:
+            flat: one-dimensional, contiguous, on the CPU; the same length and type on every rank.
+        """
+
+    @abstractmethod
+    def sum_values(self, flat: Tensor) -> None:
+        """Sums any other tensor over all ranks, in place; likewise flat, contiguous and on the CPU."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        flat = tensor.detach().contiguous().view(-1).cpu()
+        self.sum_values(flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+        return tensor
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        self._check(model, config)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.broadcast(tensor.data)
+        share_optimizer_state(self, optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
+        # A single bucket is full when the backward pass is over: there is nothing left to overlap with.
+        executor = self._executor() if len(buckets) > 1 else None
+        exchange = GradientExchange(buckets, self.sum_gradients, scale=1 / self.world.size, executor=executor)
+        self._exchanges[optimizer] = exchange
+        optimizer.register_step_pre_hook(lambda *_: exchange.finish())
+        optimizer.register_step_post_hook(lambda *_: exchange.reopen())
+        return model, optimizer
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        self._exchanges[optimizer].finish()
+
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().step(optimizer, scaler)
+        # A scaler that has found an infinity skips the step, and with it the optimizer's own hook.
+        self._exchanges[optimizer].reopen()
+
+    @contextmanager
+    def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        with self._exchanges[optimizer].paused():
+            yield
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.shutdown()
+            self._background = None
+
+    def _executor(self) -> Executor:
+        if self._background is None:
+            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
+            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
+        return self._background
+
+    def _check(self, model: nn.Module, config: TrainerConfig) -> None:
+        name = type(self).__name__.removesuffix("Strategy")
+        if config.reduction == "adasum":
+            raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
+        for path, module in model.named_modules():
+            if getattr(module, "sparse", False):
+                raise ConfigError(f"{path} has sparse gradients, and {name} exchanges dense ones; set sparse=False")
+
+
+class Bucket:
+    """Gradients that travel as one message.
+
+    Args:
+        parameters: whose gradients; all of one type.
+        wire_type: what travels; the parameters' own type, or a smaller one that rounds.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], wire_type: torch.dtype) -> None:
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=wire_type)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.places = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces, strict=True)}
+        self.arrived: set[Tensor] = set()
+        self.sent: Future[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.arrived) == len(self.places)
+
+    def put(self, parameter: Tensor, scale: float) -> None:
+        """Scales a gradient into its place: one pass over it. A parameter without one counts as zero."""
+        place, gradient = self.places[parameter], parameter.grad
+        self.arrived.add(parameter)
+        if gradient is None:
+            place.zero_()
+        elif (gradient.dtype, gradient.device) == (place.dtype, place.device):
+            torch.mul(gradient, scale, out=place)
+        else:
+            place.copy_(gradient * scale)
+
+    def hand_out(self) -> None:
+        """Makes what has been exchanged the parameters' gradients, without a copy where the types are the same."""
+        for parameter, place in self.places.items():
+            parameter.grad = place.to(device=parameter.device, dtype=parameter.dtype)
+        self.arrived.clear()
+        self.sent = None
+
+
+def make_buckets(parameters: Sequence[Tensor], wire_type: torch.dtype | None = None) -> list[Bucket]:
+    """Cuts parameters into buckets, in the order in which the backward pass is expected to be done with them."""
+    by_type: dict[torch.dtype, list[list[Tensor]]] = {}
+    room: dict[torch.dtype, int] = {}
+    for parameter in reversed(parameters):
+        lists = by_type.setdefault(parameter.dtype, [])
+        if room.get(parameter.dtype, 0) <= 0:
+            lists.append([])
+            room[parameter.dtype] = BUCKET_BYTES
+        lists[-1].append(parameter)
+        room[parameter.dtype] -= parameter.numel() * parameter.element_size()
+    return [Bucket(part, _smaller(dtype, wire_type)) for dtype, lists in by_type.items() for part in lists]
+
+
+def _smaller(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and wanted.itemsize < own.itemsize else own
+
+
+class GradientExchange:
+    """Watches parameters for their gradients, and replaces these by their mean over all ranks.
+
+    Args:
+        buckets: every parameter in one of them.
+        all_reduce: sums a flat tensor over all ranks, in place.
+        scale: one over the world size: what each rank's gradients are multiplied with.
+        executor: with one thread, which sends buckets in the order in which they are submitted; None sends them
+            from the thread that trains.
+    """
+
+    def __init__(
+        self, buckets: list[Bucket], all_reduce: Callable[[Tensor], None], *, scale: float, executor: Executor | None
+    ) -> None:
+        self._buckets = buckets
+        self._all_reduce = all_reduce
+        self._scale = scale
+        self._executor = executor
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.places}
+        self._next = 0
+        self._paused = self._done = False
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def finish(self) -> None:
+        """Sends what has not been sent, and waits for all of it. Collective; a second call does nothing."""
+        if self._done:
+            return
+        for bucket in self._buckets[self._next :]:
+            for parameter in bucket.places.keys() - bucket.arrived:
+                bucket.put(parameter, self._scale)
+            self._send(bucket)
+        for bucket in self._buckets:
+            if bucket.sent is not None:
+                bucket.sent.result()
+            bucket.hand_out()
+        self._next, self._done = 0, True
+
+    def reopen(self) -> None:
+        """The next `finish` exchanges again."""
+        self._done = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves gradients where they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._paused:
+            return
+        bucket = self._bucket_of[parameter]
+        if parameter in bucket.arrived or self._done:
+            raise TrainerError(
+                "a second backward pass came before optimizer.step(), when the first one's gradients were on their "
+                "way already; let all but the last run without exchange (TrainerConfig's accumulate does it)"
+            )
+        bucket.put(parameter, self._scale)
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _send(self, bucket: Bucket) -> None:
+        if self._executor is None:
+            self._all_reduce(bucket.flat)
+        else:
+            bucket.sent = self._executor.submit(self._all_reduce, bucket.flat)

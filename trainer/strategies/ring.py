@@ -1,0 +1,138 @@
+"""Gradients meet in a ring, written out over MPI's point-to-point calls; read it beside docs/strategies.md.
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009). The tensor is
+cut into one chunk per rank, and each rank talks to its two neighbours only. First, chunks travel around the ring and
+grow: whoever receives one adds its own values and passes the sum on; after N - 1 steps each rank has one chunk that
+is the sum over all ranks. Then the finished chunks travel around once more. In each of the 2·(N - 1) steps a rank
+sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, however many ranks there are, and no way of summing sends less.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import tuning
+from trainer.errors import ConfigError
+from trainer.strategies.buckets import BucketedStrategy
+from trainer.world import World
+
+SEGMENT_BYTES = 256 * 1024
+"""Chunks travel in pieces of this size, so that one is added up while the next is on its way."""
+
+
+class Ring:
+    """All-reduce over a communicator of mpi4py.
+
+    Args:
+        comm: used for nothing else, so that no other message gets in between.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm = MPI, comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.bytes_sent = 0
+        """By this rank so far. Over all ranks an all-reduce of K bytes adds exactly 2·K·(N - 1)."""
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sums `flat` over all ranks, in place; all ranks end with the same bits.
+
+        Args:
+            flat: one-dimensional, contiguous, on the CPU; of any length, also one that N does not divide.
+        """
+        rank, size = self._rank, self._size
+        cuts = [flat.numel() * part // size for part in range(size + 1)]
+        chunks = [flat[begin:end] for begin, end in pairwise(cuts)]
+        for step in range(size - 1):  # scatter-reduce
+            self._pass_on(chunks[(rank - step) % size], chunks[(rank - step - 1) % size], add=True)
+        for step in range(size - 1):  # all-gather
+            self._pass_on(chunks[(rank - step + 1) % size], chunks[(rank - step) % size], add=False)
+
+    def _pass_on(self, outgoing: Tensor, chunk: Tensor, *, add: bool) -> None:
+        """Sends `outgoing` to the right, and adds to `chunk`, or puts into it, what comes from the left."""
+        arriving = self._scratch_like(chunk) if add else chunk
+        segment = SEGMENT_BYTES // chunk.element_size()
+        # Everything is posted at once; MPI keeps messages between two ranks in their order.
+        pieces = arriving.split(segment) if arriving.numel() else ()
+        receiving = [self._comm.Irecv(self._bytes(piece), (self._rank - 1) % self._size) for piece in pieces]
+        sending = [
+            self._comm.Isend(self._bytes(piece), (self._rank + 1) % self._size)
+            for piece in (outgoing.split(segment) if outgoing.numel() else ())
+        ]
+        for number, (request, piece) in enumerate(zip(receiving, pieces, strict=True)):
+            request.Wait()
+            if add:
+                chunk[number * segment : number * segment + piece.numel()].add_(piece)
+        self._mpi.Request.Waitall(sending)
+        self.bytes_sent += outgoing.numel() * outgoing.element_size()
+
+    def _bytes(self, tensor: Tensor) -> list[Any]:
+        # MPI has no bfloat16, and need not know what it carries.
+        return [tensor.view(torch.uint8).numpy(), self._mpi.BYTE]
+
+    def _scratch_like(self, chunk: Tensor) -> Tensor:
+        size = chunk.numel() * chunk.element_size()
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(chunk.dtype)
+
+
+class RingStrategy(BucketedStrategy):
+    """Bucketed gradients, all-reduced by `Ring`.
+
+    Raises:
+        ConfigError: mpi4py is not installed, or this process was not started by MPI.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        # Open MPI reads these when it starts, which importing mpi4py makes it do.
+        self.tuning = tuning.tune_mpi(world)
+        mpi = _import_mpi()
+        self._comm = mpi.COMM_WORLD
+        found = (self._comm.Get_rank(), self._comm.Get_size())
+        if found != (world.rank, world.size):
+            raise ConfigError(
+                f"strategy 'ring' speaks MPI, which did not start these processes: this is rank {world.rank} of "
+                f"{world.size} for {world.launcher}, and {found[0]} of {found[1]} in MPI; start with "
+                "`horovodrun --mpi`, mpirun or `srun --mpi=pmix`"
+            )
+        self._values, self._gradients = Ring(self._comm.Dup()), Ring(self._comm.Dup())
+        self.description = f"ring all-reduce over MPI, {world}"
+
+    def sum_gradients(self, flat: Tensor) -> None:
+        self._gradients.all_reduce(flat)
+
+    def sum_values(self, flat: Tensor) -> None:
+        self._values.all_reduce(flat)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, for gradients, since the strategy was made."""
+        return self._gradients.bytes_sent
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._comm.bcast(value, root=root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        gathered: list[Any] = self._comm.allgather(value)
+        return gathered
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+
+def _import_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # without libmpi, mpi4py raises a RuntimeError
+        raise ConfigError(
+            f"strategy 'ring' needs mpi4py and Open MPI ({error}); install them with `pip install trainer[horovod]`"
+        ) from None
+    return MPI
