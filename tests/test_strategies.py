@@ -28,7 +28,7 @@ def _leave_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
-    with pytest.raises(ConfigError, match="strategy is 'nope'; valid are auto, single, horovod, ddp, ring"):
+    with pytest.raises(ConfigError, match="'nope'; valid are auto, single, horovod, ddp, ring, parameter_server"):
         make_strategy("nope", World())
 
 

@@ -175,3 +175,22 @@ def set_default(name: str, value: str) -> bool:
         return False
     os.environ[name] = value
     return True
+
+
+def parameter_server_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> tuple[int, float]:
+    """How many parameter servers a job of so many ranks has, and how many seconds they wait for a rank.
+
+    Raises:
+        ConfigError: TRAINER_PARAMETER_SERVERS or TRAINER_PATIENCE_S is not valid.
+    """
+    servers = environ.get("TRAINER_PARAMETER_SERVERS") or "1"
+    patience_s = environ.get("TRAINER_PATIENCE_S") or "600"
+    if not servers.isdecimal() or not 1 <= int(servers) <= ranks:
+        raise ConfigError(f"TRAINER_PARAMETER_SERVERS is {servers!r}; with {ranks} ranks, valid are 1 to {ranks}")
+    try:
+        seconds = float(patience_s)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"TRAINER_PATIENCE_S is {patience_s!r}; valid is a positive number of seconds")
+    return int(servers), seconds

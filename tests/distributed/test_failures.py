@@ -80,7 +80,10 @@ def write_mnist(folder: Path, *, train: int = 300, labels: int = 300) -> None:
 
 
 MISTAKES = {
-    "strategy": (["--strategy", "nope"], "strategy is 'nope'; valid are auto, single, horovod, ddp, ring"),
+    "strategy": (
+        ["--strategy", "nope"],
+        "strategy is 'nope'; valid are auto, single, horovod, ddp, ring, parameter_server",
+    ),
     "dataset": (["--dataset", "nope"], "dataset is 'nope'; valid are auto, mnist, digits"),
     "precision": (["--precision", "fp8"], "precision is 'fp8'; valid are fp32, bf16, fp16"),
     "batch size": (["--batch-size", "0"], "batch_size is 0; it must be at least 1"),

@@ -13,6 +13,7 @@ _REGISTRY = {
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "ring": ("trainer.strategies.ring", "RingStrategy"),
+    "parameter_server": ("trainer.strategies.parameter_server", "ParameterServerStrategy"),
 }
 # Which strategy belongs to a launcher; whatever is not named here speaks MPI, or Horovod's own protocol.
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
