@@ -1,4 +1,4 @@
-"""A training script for `test_failures`: what goes wrong, and on which rank, is its argument."""
+"""A training script for `test_failures`: what goes wrong, on which rank, and with which strategy, are its arguments."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Mishap(Callback):
 
 
 def main() -> None:
-    kind, rank = sys.argv[1], int(sys.argv[2])
+    kind, rank, strategy = sys.argv[1], int(sys.argv[2]), [*sys.argv, "auto"][3]
     dump_stacks_before_the_deadline(read_launch().rank)
     mishap = Mishap(kind, rank)
     model = make_model(torch.float32)
     config = TrainerConfig(batch_size=4, device="cpu")
-    trainer = Trainer(model, sgd(model), mishap, config=config, output=None)
+    trainer = Trainer(model, sgd(model), mishap, strategy=strategy, config=config, output=None)
     trainer.fit(make_data(40000, torch.float32), epochs=1)
     print("the epoch ended")
 

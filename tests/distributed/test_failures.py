@@ -50,6 +50,25 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others(launcher: str) -> Non
     assert outcome.seconds < BOUND_S
 
 
+@pytest.mark.parametrize("strategy", ["ring", "parameter_server"])
+@pytest.mark.parametrize("mishap", ["bug", "exit"])
+def test_a_rank_that_fails_under_a_strategy_of_ours_ends_the_job(strategy: str, mishap: str) -> None:
+    outcome = run_job("mpirun", 2, [*SCRIPT, mishap, "1", strategy], timeout_s=100)
+    assert outcome.code not in (0, 124), outcome.output
+    assert outcome.seconds < BOUND_S
+    assert "the epoch ended" not in outcome.output
+    assert ("ZeroDivisionError: the user's own bug" in outcome.output) == (mishap == "bug"), outcome.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
+    script = [*SCRIPT, "hang", "1", "parameter_server"]
+    outcome = run_job(launcher, 2, script, timeout_s=100, env={"TRAINER_PATIENCE_S": "3"})
+    assert outcome.code not in (0, 124), outcome.output
+    assert outcome.seconds < BOUND_S
+    assert any("rank 1 on host" in line and "did not bring their part" in line for line in our_lines(outcome))
+
+
 @pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
 def test_a_loss_that_turns_nan_ends_the_job(launcher: str) -> None:
     outcome = run_job(launcher, 2, [*SCRIPT, "nan", "1"], timeout_s=100)

@@ -9,6 +9,9 @@ sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, however many ranks there a
 
 from __future__ import annotations
 
+import atexit
+import pickle
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +19,14 @@ import torch
 from torch import Tensor
 
 from trainer import tuning
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.buckets import BucketedStrategy
 from trainer.world import World
 
 SEGMENT_BYTES = 256 * 1024
 """Chunks travel in pieces of this size, so that one is added up while the next is on its way."""
+_CHUNK, _FAREWELL = 0, 1  # tags
+_STILL_ON_ITS_WAY_S = 5.0
 
 
 class Ring:
@@ -36,7 +41,11 @@ class Ring:
 
         self._mpi, self._comm = MPI, comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._left, self._right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        # A rank that has ended is still there for MPI, which waits for the others' end; so it says that it goes.
+        self._farewell: Any = comm.Irecv([bytearray(1), MPI.BYTE], self._left, _FAREWELL) if self._size > 1 else None
+        self._left_is_gone = False
         self.bytes_sent = 0
         """By this rank so far. Over all ranks an all-reduce of K bytes adds exactly 2·K·(N - 1)."""
 
@@ -45,6 +54,9 @@ class Ring:
 
         Args:
             flat: one-dimensional, contiguous, on the CPU; of any length, also one that N does not divide.
+
+        Raises:
+            TrainerError: the left neighbour has ended.
         """
         rank, size = self._rank, self._size
         cuts = [flat.numel() * part // size for part in range(size + 1)]
@@ -60,17 +72,35 @@ class Ring:
         segment = SEGMENT_BYTES // chunk.element_size()
         # Everything is posted at once; MPI keeps messages between two ranks in their order.
         pieces = arriving.split(segment) if arriving.numel() else ()
-        receiving = [self._comm.Irecv(self._bytes(piece), (self._rank - 1) % self._size) for piece in pieces]
+        receiving = [self._comm.Irecv(self._bytes(piece), self._left, _CHUNK) for piece in pieces]
         sending = [
-            self._comm.Isend(self._bytes(piece), (self._rank + 1) % self._size)
+            self._comm.Isend(self._bytes(piece), self._right, _CHUNK)
             for piece in (outgoing.split(segment) if outgoing.numel() else ())
         ]
         for number, (request, piece) in enumerate(zip(receiving, pieces, strict=True)):
-            request.Wait()
+            self._wait(request)
             if add:
                 chunk[number * segment : number * segment + piece.numel()].add_(piece)
         self._mpi.Request.Waitall(sending)
         self.bytes_sent += outgoing.numel() * outgoing.element_size()
+
+    def _wait(self, request: Any) -> None:
+        if not self._left_is_gone and self._mpi.Request.Waitany([request, self._farewell]) == 0:
+            return
+        self._left_is_gone = True
+        deadline = time.monotonic() + _STILL_ON_ITS_WAY_S
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise TrainerError(f"rank {self._left} has ended, and this rank still waits for its gradients")
+            time.sleep(0.01)
+
+    def leave(self) -> None:
+        """Tells the right neighbour that nothing more will come."""
+        if self._farewell is not None:
+            self._comm.Isend([b"x", self._mpi.BYTE], self._right, _FAREWELL)
+            if not self._left_is_gone:
+                self._farewell.Cancel()
+            self._farewell = None
 
     def _bytes(self, tensor: Tensor) -> list[Any]:
         # MPI has no bfloat16, and need not know what it carries.
@@ -95,15 +125,16 @@ class RingStrategy(BucketedStrategy):
         # Open MPI reads these when it starts, which importing mpi4py makes it do.
         self.tuning = tuning.tune_mpi(world)
         mpi = _import_mpi()
-        self._comm = mpi.COMM_WORLD
-        found = (self._comm.Get_rank(), self._comm.Get_size())
+        comm = mpi.COMM_WORLD
+        found = (comm.Get_rank(), comm.Get_size())
         if found != (world.rank, world.size):
             raise ConfigError(
                 f"strategy 'ring' speaks MPI, which did not start these processes: this is rank {world.rank} of "
                 f"{world.size} for {world.launcher}, and {found[0]} of {found[1]} in MPI; start with "
                 "`horovodrun --mpi`, mpirun or `srun --mpi=pmix`"
             )
-        self._values, self._gradients = Ring(self._comm.Dup()), Ring(self._comm.Dup())
+        self._values, self._gradients = Ring(comm.Dup()), Ring(comm.Dup())
+        atexit.register(self.close)  # before MPI's own end
         self.description = f"ring all-reduce over MPI, {world}"
 
     def sum_gradients(self, flat: Tensor) -> None:
@@ -118,14 +149,34 @@ class RingStrategy(BucketedStrategy):
         return self._gradients.bytes_sent
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._comm.bcast(value, root=root)
+        return pickle.loads(self._gather(pickle.dumps(value) if self.world.rank == root else b"")[root])  # noqa: S301
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = self._comm.allgather(value)
-        return gathered
+        return [pickle.loads(part) for part in self._gather(pickle.dumps(value))]  # noqa: S301 (inside the job only)
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        self.sum_values(torch.zeros(1))
+
+    def close(self) -> None:
+        super().close()
+        self._values.leave()
+        self._gradients.leave()
+
+    def _gather(self, part: bytes) -> list[bytes]:
+        """Every rank's bytes: a sum to which each brings its own, and zeros for the others'.
+
+        MPI's own collectives would wait for ever for a rank that has ended; the ring notices.
+        """
+        rank, size = self.world.rank, self.world.size
+        lengths = torch.zeros(size, dtype=torch.int64)
+        lengths[rank] = len(part)
+        self.sum_values(lengths)
+        table = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
+        parts = table.split(lengths.tolist())
+        if part:
+            parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        self.sum_values(table)
+        return [one.numpy().tobytes() for one in parts]
 
 
 def _import_mpi() -> Any:
