@@ -30,7 +30,9 @@ sys.stdout.write("printed before")
 FAILURES = {
     "mistake": "raise TrainerError('the disk is full')",
     "bug": "1 / 0",
-    "interrupt": "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)",
+    # A shell that starts something in the background makes it ignore this signal, and its children too.
+    "interrupt": "signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)",
     "nobody listens": "raise TrainerError('the disk is full')",
     "nothing": "",
 }
