@@ -68,6 +68,7 @@ COPY trainer trainer
 RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
     && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
 COPY examples examples
+COPY scripts/comm_bench.py scripts/comm_report.py scripts/comm_transports.py scripts/gpu_links.py scripts/
 USER 1000
 
 ARG TRAINER_VERSION=0.1.0

@@ -13,6 +13,6 @@ compile() {
 
 limits=requirements/limits.in
 
-compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra tensorboard pyproject.toml
+compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build
 compile dev.txt --constraint requirements/run.txt --constraint requirements/build.txt --group dev

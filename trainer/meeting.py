@@ -6,11 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address, ip_network
+from itertools import count
 from typing import Any
 
 from trainer.config import user_set
 from trainer.errors import ConfigError
 from trainer.world import World
+
+_MEETINGS = count()
 
 
 class Meeting:
@@ -46,7 +49,9 @@ class Meeting:
 
         size, rank = self._world.size, self._world.rank
         store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size)))  # type: ignore[attr-defined]
-        store = dist.PrefixStore("trainer.meeting", store)  # type: ignore[attr-defined]
+        # The store keeps what earlier meetings said, those before torchrun's restart of the ranks among them.
+        meeting = f"trainer.meeting.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_MEETINGS)}"
+        store = dist.PrefixStore(meeting, store)  # type: ignore[attr-defined]
 
         def gather(text: str) -> list[str]:
             store.set(f"{self._rounds}.{rank}", text)
@@ -57,8 +62,9 @@ class Meeting:
     def _through_horovod(self) -> Callable[[str], list[str]]:
         import horovod.torch as hvd
 
-        hvd.init()
-        self.close = hvd.shutdown
+        if not hvd.is_initialized():  # else somebody else is in there, and ends it
+            hvd.init()
+            self.close = hvd.shutdown
         return lambda text: list(hvd.allgather_object(text, name=f"trainer.meeting.{self._rounds}"))
 
     def _through_mpi(self) -> Callable[[str], list[str]]:

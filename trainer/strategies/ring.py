@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import pickle
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.buckets import BucketedStrategy
 from trainer.world import World
 
-SEGMENT_BYTES = 256 * 1024
+SEGMENT_BYTES = 1024 * 1024
 """Chunks travel in pieces of this size, so that one is added up while the next is on its way."""
 _CHUNK, _FAREWELL = 0, 1  # tags
 _STILL_ON_ITS_WAY_S = 5.0
@@ -43,6 +44,7 @@ class Ring:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._left, self._right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_raw: Any = self._scratch.numpy()
         # A rank that has ended is still there for MPI, which waits for the others' end; so it says that it goes.
         self._farewell: Any = comm.Irecv([bytearray(1), MPI.BYTE], self._left, _FAREWELL) if self._size > 1 else None
         self._left_is_gone = False
@@ -60,29 +62,36 @@ class Ring:
         """
         rank, size = self._rank, self._size
         cuts = [flat.numel() * part // size for part in range(size + 1)]
-        chunks = [flat[begin:end] for begin, end in pairwise(cuts)]
+        chunks = list(pairwise(cuts))
+        # As bytes: MPI has no bfloat16, and need not know what it carries.
+        raw = flat.view(torch.uint8).numpy()
         for step in range(size - 1):  # scatter-reduce
-            self._pass_on(chunks[(rank - step) % size], chunks[(rank - step - 1) % size], add=True)
+            self._pass_on(flat, raw, chunks[(rank - step) % size], chunks[(rank - step - 1) % size], add=True)
         for step in range(size - 1):  # all-gather
-            self._pass_on(chunks[(rank - step + 1) % size], chunks[(rank - step) % size], add=False)
+            self._pass_on(flat, raw, chunks[(rank - step + 1) % size], chunks[(rank - step) % size], add=False)
 
-    def _pass_on(self, outgoing: Tensor, chunk: Tensor, *, add: bool) -> None:
-        """Sends `outgoing` to the right, and adds to `chunk`, or puts into it, what comes from the left."""
-        arriving = self._scratch_like(chunk) if add else chunk
-        segment = SEGMENT_BYTES // chunk.element_size()
+    def _pass_on(self, flat: Tensor, raw: Any, outgoing: tuple[int, int], chunk: tuple[int, int], *, add: bool) -> None:
+        """Sends one chunk to the right, and adds to another, or puts into it, what comes from the left.
+
+        Args:
+            raw: `flat`, as bytes.
+        """
+        width = flat.element_size()
+        length = chunk[1] - chunk[0]
+        target = self._room_for(length * width) if add else raw[chunk[0] * width : chunk[1] * width]
         # Everything is posted at once; MPI keeps messages between two ranks in their order.
-        pieces = arriving.split(segment) if arriving.numel() else ()
-        receiving = [self._comm.Irecv(self._bytes(piece), self._left, _CHUNK) for piece in pieces]
+        pieces = list(_segments(0, length, width))
+        receiving = [self._comm.Irecv(target[b * width : e * width], self._left, _CHUNK) for b, e in pieces]
         sending = [
-            self._comm.Isend(self._bytes(piece), self._right, _CHUNK)
-            for piece in (outgoing.split(segment) if outgoing.numel() else ())
+            self._comm.Isend(raw[b * width : e * width], self._right, _CHUNK) for b, e in _segments(*outgoing, width)
         ]
-        for number, (request, piece) in enumerate(zip(receiving, pieces, strict=True)):
+        for request, (begin, end) in zip(receiving, pieces, strict=True):
             self._wait(request)
             if add:
-                chunk[number * segment : number * segment + piece.numel()].add_(piece)
+                arrived = self._scratch[begin * width : end * width].view(flat.dtype)
+                flat[chunk[0] + begin : chunk[0] + end].add_(arrived)
         self._mpi.Request.Waitall(sending)
-        self.bytes_sent += outgoing.numel() * outgoing.element_size()
+        self.bytes_sent += (outgoing[1] - outgoing[0]) * width
 
     def _wait(self, request: Any) -> None:
         if not self._left_is_gone and self._mpi.Request.Waitany([request, self._farewell]) == 0:
@@ -102,15 +111,18 @@ class Ring:
                 self._farewell.Cancel()
             self._farewell = None
 
-    def _bytes(self, tensor: Tensor) -> list[Any]:
-        # MPI has no bfloat16, and need not know what it carries.
-        return [tensor.view(torch.uint8).numpy(), self._mpi.BYTE]
-
-    def _scratch_like(self, chunk: Tensor) -> Tensor:
-        size = chunk.numel() * chunk.element_size()
+    def _room_for(self, size: int) -> Any:
+        """So many bytes of the scratch memory."""
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[:size].view(chunk.dtype)
+            self._scratch_raw = self._scratch.numpy()
+        return self._scratch_raw[:size]
+
+
+def _segments(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
+    """A range of elements of `width` bytes each, cut into pieces."""
+    step = SEGMENT_BYTES // width
+    return ((at, min(at + step, end)) for at in range(begin, end, step))
 
 
 class RingStrategy(BucketedStrategy):

@@ -1,0 +1,209 @@
+"""Latency and bandwidth of one all-reduce, from 4 B to 256 MB, for every transport that this machine has.
+
+    horovodrun -np 2 python scripts/comm_bench.py
+    horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json comm.json --plot comm.svg
+    torchrun --nproc-per-node 2 scripts/comm_bench.py --only gloo parameter_server
+
+Conventions of NVIDIA's nccl-tests (doc/PERFORMANCE.md): `size` is the payload on each rank; `time` is that of one
+operation, averaged over the ranks, in a row of them between two barriers, after warming up; algorithm bandwidth is
+size / time; bus bandwidth is that times 2·(N - 1)/N, which can be held against the speed of the link whatever N is.
+`wrong` counts elements that are not the expected sum, over all ranks. Of several repeats, the median is shown.
+GB/s are 10^9 bytes a second. Interrupted, it shows what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from comm_report import Row, check_writable, describe, plot, table_head, table_line, write_json
+from comm_transports import TRANSPORTS, Transport
+from gpu_links import describe_links
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.failure import report_failures
+from trainer.meeting import Meeting
+from trainer.tuning import tune_mpi
+from trainer.world import World, current_world
+
+# A row of operations shall last this long, within these numbers of them.
+_ROW_S = 0.2
+_FEWEST, _MOST = 3, 1000
+_WARM_UP = 3
+
+
+def main() -> int:
+    report_failures()
+    options = _parse_args()
+    world = current_world(options.device)
+    if world.launcher in ("mpirun", "srun"):
+        tune_mpi(world)
+    torch.set_num_threads(1)
+    meeting = Meeting(world)
+    rows: list[Row] = []
+    facts = describe(world, meeting.gather(world.host))
+    try:
+        if world.is_root:
+            _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+        for name in options.only:
+            rows += _measure(name, world, meeting, options)
+    except KeyboardInterrupt:
+        print("comm_bench: interrupted; what follows is what was measured until then", file=sys.stderr)
+    if world.is_root:
+        if options.json:
+            write_json(options.json, facts, rows)
+        if options.plot and rows:
+            plot(options.plot, facts, rows)
+    meeting.gather("done")
+    meeting.close()
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namespace) -> Iterator[Row]:
+    """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had."""
+    transport, problem = None, ""
+    try:
+        transport = TRANSPORTS[name](world, meeting)
+    except (ConfigError, ImportError) as error:
+        problem = str(error) or type(error).__name__
+    problems = [one for one in meeting.gather(problem) if one]
+    if transport is None or problems:
+        if world.is_root:
+            _say(f"# {name}: left out: {problems[0]}")
+        return
+    for size in options.sizes:
+        row = _measure_size(transport, size, world, meeting, options)
+        if world.is_root:
+            _say(table_line(row))
+        yield row
+        if row.out_of_place_s > options.max_seconds:
+            break
+    transport.close()
+
+
+def _measure_size(transport: Transport, size: int, world: World, meeting: Meeting, options: argparse.Namespace) -> Row:
+    count = size // 4
+    source = torch.zeros(count, device=transport.device)
+    result = torch.zeros(count, device=transport.device)
+    wrong = _count_wrong(transport, source, result, world)
+    operations: tuple[Callable[[], None], ...] = (
+        lambda: transport.out_of_place(source, result),
+        lambda: transport.in_place(source),
+    )
+    source.zero_()  # sums of zeros stay zero, however often they are summed up
+    sent = transport.bytes_sent
+    transport.in_place(source)
+    sent = None if sent is None or transport.bytes_sent is None else transport.bytes_sent - sent
+    times: list[list[float]] = [[], []]
+    for operation in operations:
+        _time(operation, transport, _WARM_UP if size < 2**24 else 1)
+    trials = [_time(operation, transport, 1) for operation in operations]
+    longest = max(float(one) for one in meeting.gather(str(max(trials))))
+    number = max(_FEWEST, min(_MOST, int(_ROW_S / max(longest, 1e-7))))
+    for _ in range(options.repeats):
+        for kind, operation in enumerate(operations):
+            meeting.gather("ready")
+            own = _time(operation, transport, number)
+            times[kind].append(statistics.mean(float(one) for one in meeting.gather(str(own))))
+    return Row(
+        transport=transport.name,  # type: ignore[attr-defined]  # each names itself
+        size=size,
+        ranks=world.size,
+        operations=number,
+        out_of_place_s=statistics.median(times[0]),
+        in_place_s=statistics.median(times[1]),
+        wrong=sum(int(one) for one in meeting.gather(str(wrong))),
+        bytes_sent=None if sent is None else statistics.mean(int(one) for one in meeting.gather(str(sent))),
+    )
+
+
+def _time(operation: Callable[[], None], transport: Transport, number: int) -> float:
+    """Seconds of one operation in a row of `number`."""
+    transport.wait()
+    started = time.perf_counter()
+    for _ in range(number):
+        operation()
+    transport.wait()
+    return (time.perf_counter() - started) / number
+
+
+def _count_wrong(transport: Transport, source: Tensor, result: Tensor, world: World) -> int:
+    """Elements that are not the sum, of one operation of each kind. All values are whole, so sums are exact."""
+    pattern = torch.arange(source.numel(), device=source.device) % 251
+    expected = (pattern * world.size + world.size * (world.size - 1) // 2).float()
+    source.copy_(pattern + world.rank)
+    transport.out_of_place(source, result)
+    transport.wait()
+    wrong = int((result != expected).sum())
+    transport.in_place(source)
+    transport.wait()
+    return wrong + int((source != expected).sum())
+
+
+def _links(world: World) -> list[str]:
+    return [f"# {line}" for line in describe_links()] if world.device.type == "cuda" else []
+
+
+def _say(text: str) -> None:
+    # In one piece, which mpirun marks as one.
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _bytes(text: str) -> int:
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+    number, unit = text.rstrip("BKMGibkmg"), text[len(text.rstrip("BKMGibkmg")) :].upper().rstrip("B").rstrip("I")
+    if not number.isdecimal() or unit not in units or int(number) * units[unit] < 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; valid are 4 and more bytes, as in 4, 64K or 256M")
+    return int(number) * units[unit] // 4 * 4
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    names = tuple(TRANSPORTS)
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument("--min-size", type=_bytes, default="4", metavar="SIZE", help="smallest payload (default: 4)")
+    parser.add_argument(
+        "--max-size", type=_bytes, default="256M", metavar="SIZE", help="largest payload (default: 256M)"
+    )
+    parser.add_argument("--factor", type=int, default=4, metavar="F", help="from size to size (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rows per size (default: %(default)s)")
+    parser.add_argument(
+        "--max-seconds", type=float, default=2.0, metavar="S",
+        help="leave a transport's larger sizes out once one operation takes longer (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png or .svg; needs matplotlib")
+    options = parser.parse_args()
+    for name, least in (("factor", 2), ("repeats", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    if options.max_size < options.min_size:
+        parser.error(f"--max-size is {options.max_size} bytes, less than --min-size, {options.min_size}")
+    try:
+        for file in filter(None, (options.json, options.plot)):
+            check_writable(file)
+    except TrainerError as error:
+        parser.error(str(error))
+    options.sizes = [options.min_size]
+    while options.sizes[-1] * options.factor <= options.max_size:
+        options.sizes.append(options.sizes[-1] * options.factor)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

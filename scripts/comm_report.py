@@ -1,0 +1,136 @@
+"""What comm_bench.py measured, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.errors import TrainerError
+from trainer.world import World
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One size over one transport."""
+
+    transport: str
+    size: int
+    """Payload on each rank, bytes."""
+    ranks: int
+    operations: int
+    """In each of the rows whose median is taken."""
+    out_of_place_s: float
+    in_place_s: float
+    wrong: int
+    bytes_sent: float | None
+    """Per rank and operation, where the transport counts them."""
+
+    def algorithm_bandwidth(self, seconds: float) -> float:
+        """Bytes per second, as whoever calls it sees them."""
+        return self.size / seconds
+
+    def bus_bandwidth(self, seconds: float) -> float:
+        """Bytes per second that a link has to carry for that, in the best of algorithms (nccl-tests)."""
+        return self.algorithm_bandwidth(seconds) * 2 * (self.ranks - 1) / self.ranks
+
+
+def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
+    """Where this is measured."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else _cpu()
+    return {
+        "ranks": f"{world.size} on " + ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items()),
+        "device": f"{device}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+        "versions": f"PyTorch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def table_head() -> str:
+    return (
+        f"{'':26} {'size':>10}  {'out of place':^30}  {'in place':^30} {'wrong':>6} {'sent per rank':>14}\n"
+        f"{'transport':26} {'B':>10}  {'time µs':>12} {'algbw':>8} {'busbw':>8}  {'time µs':>12} {'algbw':>8} "
+        f"{'busbw GB/s':>10} {'':>4} {'B':>14}"
+    )
+
+
+def table_line(row: Row) -> str:
+    def figures(seconds: float) -> str:
+        bandwidths = (row.algorithm_bandwidth(seconds), row.bus_bandwidth(seconds))
+        return f"{seconds * 1e6:12.1f} {bandwidths[0] / 1e9:8.3f} {bandwidths[1] / 1e9:8.3f}"
+
+    sent = "not counted" if row.bytes_sent is None else f"{row.bytes_sent:.0f}"
+    return (
+        f"{row.transport:26} {row.size:>10}  {figures(row.out_of_place_s)}  {figures(row.in_place_s)} "
+        f"{row.wrong:>6} {sent:>14}"
+    )
+
+
+def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
+    entries = [
+        {
+            **asdict(row),
+            "algbw": row.algorithm_bandwidth(row.out_of_place_s),
+            "busbw": row.bus_bandwidth(row.out_of_place_s),
+        }
+        for row in rows
+    ]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"where": dict(facts), "unit": "bytes, seconds, bytes/s", "rows": entries}, indent=1))
+    partial.rename(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raises `TrainerError` where a result could not be written: before measuring, not after it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Time and bus bandwidth against size, both on logarithmic scales, a curve per transport."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for transport in dict.fromkeys(row.transport for row in rows):
+        own = [row for row in rows if row.transport == transport]
+        sizes = [row.size for row in own]
+        left.plot(sizes, [row.in_place_s * 1e6 for row in own], marker="o", markersize=3, label=transport)
+        right.plot(sizes, [row.bus_bandwidth(row.in_place_s) / 1e9 for row in own], marker="o", markersize=3)
+    left.set(title="Time of one all-reduce (lower is better)", ylabel="µs")
+    right.set(title="Bus bandwidth (higher is better)", ylabel="GB/s")
+    ticks = [4**power for power in range(1, 15, 2)]
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="payload per rank")
+        axes.set_xticks(ticks, [_short(size) for size in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(f"float32, in place, {facts['ranks']}; {facts['device']}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _short(size: int) -> str:
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size // scale} {unit}"
+    return f"{size} B"
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
