@@ -14,6 +14,7 @@ GB/s are 10^9 bytes a second. Interrupted, it shows what it has.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
@@ -25,11 +26,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from comm_report import Row, check_writable, describe, plot, table_head, table_line, write_json
+from comm_report import PICTURES, Row, check_writable, describe, plot, table_head, table_line, write_json
 from comm_transports import TRANSPORTS, Transport
 from gpu_links import describe_links
 
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 from trainer.failure import report_failures
 from trainer.meeting import Meeting
 from trainer.tuning import tune_mpi
@@ -45,6 +46,8 @@ def main() -> int:
     report_failures()
     options = _parse_args()
     world = current_world(options.device)
+    for file in filter(None, (options.json, options.plot) if world.is_root else ()):
+        check_writable(file)
     if world.launcher in ("mpirun", "srun"):
         tune_mpi(world)
     torch.set_num_threads(1)
@@ -194,11 +197,10 @@ def _parse_args() -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least {least}")
     if options.max_size < options.min_size:
         parser.error(f"--max-size is {options.max_size} bytes, less than --min-size, {options.min_size}")
-    try:
-        for file in filter(None, (options.json, options.plot)):
-            check_writable(file)
-    except TrainerError as error:
-        parser.error(str(error))
+    if options.plot and options.plot.suffix not in PICTURES:
+        parser.error(f"--plot is {options.plot}; valid endings are {', '.join(PICTURES)}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; install it with `pip install trainer[plots]`")
     options.sizes = [options.min_size]
     while options.sizes[-1] * options.factor <= options.max_size:
         options.sizes.append(options.sizes[-1] * options.factor)

@@ -90,7 +90,8 @@ class BucketedStrategy(Strategy):
             self._background.shutdown()
             self._background = None
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> Executor | None:
+        """What sends buckets while the backward pass goes on."""
         if self._background is None:
             # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
             self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))

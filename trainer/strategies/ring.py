@@ -13,6 +13,7 @@ import atexit
 import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from itertools import pairwise
 from typing import Any
 
@@ -136,8 +137,8 @@ class RingStrategy(BucketedStrategy):
         super().__init__(world)
         # Open MPI reads these when it starts, which importing mpi4py makes it do.
         self.tuning = tuning.tune_mpi(world)
-        mpi = _import_mpi()
-        comm = mpi.COMM_WORLD
+        self._mpi = _import_mpi()
+        comm = self._mpi.COMM_WORLD
         found = (comm.Get_rank(), comm.Get_size())
         if found != (world.rank, world.size):
             raise ConfigError(
@@ -154,6 +155,11 @@ class RingStrategy(BucketedStrategy):
 
     def sum_values(self, flat: Tensor) -> None:
         self._values.all_reduce(flat)
+
+    def _executor(self) -> Executor | None:
+        # An MPI that takes calls from one thread at a time sends the buckets from the thread that trains.
+        multiple = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        return super()._executor() if multiple else None
 
     @property
     def bytes_sent(self) -> int:

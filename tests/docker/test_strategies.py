@@ -1,0 +1,67 @@
+"""Our own strategies and the communication benchmark, across two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+
+import pytest
+
+from tests.docker.cluster import Cluster, Outcome
+from tests.docker.test_shapes import assert_quiet
+
+TRAIN = ["python", "examples/mnist.py", "--dataset", "digits", "--output", "none"]
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@pytest.mark.parametrize("strategy", ["ring", "parameter_server"])
+def test_strategies_train_on_two_nodes(cluster: Cluster, strategy: str, controller: str) -> None:
+    if (strategy, controller) == ("ring", "--gloo"):
+        pytest.skip("the ring speaks MPI")
+    command = [*TRAIN, "--epochs", "10", "--strategy", strategy, "--target-accuracy", "85"]
+    outcome = cluster.run("a", "horovodrun", controller, "-np", "4", "-H", "a:2,b:2", *command)
+    assert_quiet(outcome)
+    assert "4 ranks on a: 2, b: 2" in outcome.output
+    assert "evaluated 297/297" in outcome.output
+
+
+def test_parameter_servers_listen_on_the_clusters_network_and_show_no_token(cluster: Cluster) -> None:
+    outcomes: list[Outcome] = []
+    command = ["env", "TRAINER_PARAMETER_SERVERS=2", "horovodrun", "-np", "2", "-H", "a:1,b:1", *TRAIN]
+    job = threading.Thread(
+        target=lambda: outcomes.append(
+            cluster.run("a", *command, "--epochs", "60", "--strategy", "parameter_server", timeout_s=120)
+        )
+    )
+    job.start()
+    try:
+        for node in ("a", "b"):
+            deadline = time.monotonic() + 60
+            while not (servers := cluster.shell(node, "pgrep -af parameter_server/server.py | grep -v pgrep")):
+                assert time.monotonic() < deadline, "no server was started here"
+                assert job.is_alive()
+                time.sleep(0.3)
+            assert re.fullmatch(r"\d+ \S*python\S* \S+/server\.py", servers.strip()), servers
+            # Local addresses of listening sockets, as little-endian hexadecimal; 0100007F is 127.0.0.1.
+            listening = cluster.shell(node, "awk '$4 == \"0A\" {print $2}' /proc/net/tcp /proc/net/tcp6")
+            assert "00000000000000000000000000000000" not in listening, "something listens on every address"
+    finally:
+        job.join()
+    assert outcomes[0].code == 0, outcomes[0].output
+    assert "2 parameter servers over gRPC" in outcomes[0].output
+
+
+def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None:
+    bench = ["python", "scripts/comm_bench.py", "--max-size", "1M", "--factor", "512", "--repeats", "1"]
+    outcome = cluster.run(
+        "a", "horovodrun", "-np", "4", "-H", "a:2,b:2", *bench, "--json", "runs/comm.json", "--plot", "runs/comm.png"
+    )
+    assert outcome.code == 0, outcome.output
+    assert "ranks: 4 on a: 2, b: 2" in outcome.output
+    rows = json.loads(cluster.shell("a", "cat runs/comm.json"))["rows"]
+    names = ["MPI", "ring (trainer)", "Gloo", "parameter server (trainer)", "Horovod over MPI"]
+    assert list(dict.fromkeys(entry["transport"] for entry in rows)) == names
+    assert [entry["wrong"] for entry in rows] == [0] * len(rows)
+    assert cluster.shell("a", "head -c 4 runs/comm.png | tail -c 3") == "PNG"
