@@ -117,7 +117,7 @@ def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend()
-    figure.suptitle(f"float32, in place, {facts['ranks']}; {facts['device']}", fontsize=10)
+    figure.suptitle(f"float32, in place, ranks: {facts['ranks']}; {facts['device']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -28,7 +28,9 @@ def _leave_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
-    with pytest.raises(ConfigError, match="'nope'; valid are auto, single, horovod, ddp, ring, parameter_server"):
+    with pytest.raises(
+        ConfigError, match="'nope'; valid are auto, single, horovod, ddp, ring, data_parallel, parameter_server"
+    ):
         make_strategy("nope", World())
 
 
@@ -87,6 +89,29 @@ def test_importing_the_library_imports_no_strategys_package() -> None:
     assert "torch" in imported
     assert imported.isdisjoint({"horovod", "mpi4py", "sklearn", "torchvision", "tensorboard"})
     assert "trainer.strategies.horovod" not in json.loads(done.stdout)
+
+
+def test_data_parallel_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"needs two GPUs or more in one host, .* this one shows 1"):
+        make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="and the device is cpu"):
+        make_strategy("data_parallel", World())
+    with pytest.raises(ConfigError, match="one process with several GPUs, but mpirun started 2 ranks"):
+        make_strategy("data_parallel", TWO)
+
+
+def test_data_parallel_wraps_the_model_and_keeps_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    strategy = make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
+    assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    wrapped, same = strategy.prepare(model, optimizer, TrainerConfig())
+    assert isinstance(wrapped, nn.DataParallel)
+    assert wrapped.module is model
+    assert same is optimizer
 
 
 class Horovod(ModuleType):

@@ -101,7 +101,7 @@ def write_mnist(folder: Path, *, train: int = 300, labels: int = 300) -> None:
 MISTAKES = {
     "strategy": (
         ["--strategy", "nope"],
-        "strategy is 'nope'; valid are auto, single, horovod, ddp, ring, parameter_server",
+        "strategy is 'nope'; valid are auto, single, horovod, ddp, ring, data_parallel, parameter_server",
     ),
     "dataset": (["--dataset", "nope"], "dataset is 'nope'; valid are auto, mnist, digits"),
     "precision": (["--precision", "fp8"], "precision is 'fp8'; valid are fp32, bf16, fp16"),

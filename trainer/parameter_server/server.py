@@ -139,7 +139,7 @@ class Server:
             async for message in messages:
                 self._take(rank, channel, number, message)
                 number += 1
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # NumPy raises the former for what is no type
             self._fail(str(error))
         queue.put_nowait(None)
 

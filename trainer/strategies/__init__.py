@@ -13,6 +13,7 @@ _REGISTRY = {
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "ring": ("trainer.strategies.ring", "RingStrategy"),
+    "data_parallel": ("trainer.strategies.data_parallel", "DataParallelStrategy"),
     "parameter_server": ("trainer.strategies.parameter_server", "ParameterServerStrategy"),
 }
 # Which strategy belongs to a launcher; whatever is not named here speaks MPI, or Horovod's own protocol.
