@@ -5,7 +5,6 @@ Each is joined, measured and left before the next one, so that no idle thread of
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from trainer import tuning
 from trainer.errors import ConfigError
-from trainer.meeting import Meeting, address_towards
+from trainer.meeting import Meeting, start_process_group
 from trainer.strategies import make_strategy
 from trainer.strategies.base import Strategy
 from trainer.world import World
@@ -100,14 +99,7 @@ class TorchDistributed(Transport):
         import torch.distributed as dist
 
         self._dist = dist
-        address = address_towards(meeting.gather(world.host))
-        if self.backend == "gloo" and address != "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
-        make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
-        host, port = meeting.gather(f"{address} {store.port}" if store else "")[0].split()
-        store = store or make_store(host, int(port), world.size, False)
-        dist.init_process_group(self.backend, store=store, rank=world.rank, world_size=world.size)
+        start_process_group(self.backend, world, meeting)
 
     def in_place(self, tensor: Tensor) -> None:
         self._dist.all_reduce(tensor)
@@ -189,12 +181,3 @@ def _mpi(world: World) -> Any:
     from mpi4py import MPI
 
     return MPI
-
-
-def _interface_of(address: str) -> str:
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    raise ConfigError(f"no interface of this host has the address {address}")

@@ -9,7 +9,7 @@ from ipaddress import ip_address, ip_network
 from itertools import count
 from typing import Any
 
-from trainer.config import user_set
+from trainer.config import set_default, user_set
 from trainer.errors import ConfigError
 from trainer.world import World
 
@@ -106,6 +106,34 @@ def address_towards(hosts: Sequence[str]) -> str:
     raise ConfigError(
         f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_ADDRESS to it"
     )
+
+
+def start_process_group(backend: str, world: World, meeting: Meeting) -> None:
+    """torch.distributed's `init_process_group`, under any launcher, on the network between the ranks. Collective.
+
+    Args:
+        backend: "gloo" or "nccl".
+        meeting: where the ranks hear of the store that rank 0 opens.
+    """
+    import torch.distributed as dist
+
+    address = address_towards(meeting.gather(world.host))
+    if backend == "gloo" and address != "127.0.0.1":
+        set_default("GLOO_SOCKET_IFNAME", _interface_of(address))
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
+    host, port = meeting.gather(f"{address} {store.port}" if store else "")[0].split()
+    store = store or make_store(host, int(port), world.size, False)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+
+
+def _interface_of(address: str) -> str:
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise ConfigError(f"no interface of this host has the address {address}")
 
 
 def _chosen_by_launcher() -> str | None:

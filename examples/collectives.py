@@ -1,0 +1,233 @@
+"""The collectives and the point-to-point calls, each with small numbers that can be followed, and each checked.
+
+    horovodrun -np 4 python examples/collectives.py
+    torchrun --nproc-per-node 2 examples/collectives.py
+
+Runs on whichever of NCCL, Gloo (both through torch.distributed) and MPI (through mpi4py) is there. Rank r begins with
+the vector [10·r, 10·r + 1, …], one element per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer import TrainerError
+from trainer.errors import ConfigError
+from trainer.failure import report_failures
+from trainer.meeting import Meeting, start_process_group
+from trainer.tuning import tune_mpi
+from trainer.world import World, current_world
+
+
+class Calls(Protocol):
+    """One library's calls; tensors have one element per rank."""
+
+    def broadcast(self, own: Tensor) -> Tensor: ...
+    def reduce(self, own: Tensor) -> Tensor: ...
+    def all_reduce(self, own: Tensor) -> Tensor: ...
+    def all_gather(self, own: Tensor) -> Tensor: ...
+    def reduce_scatter(self, own: Tensor) -> Tensor: ...
+    def all_to_all(self, own: Tensor) -> Tensor: ...
+    def send_receive(self, own: Tensor) -> Tensor: ...
+    def grouped(self, own: Tensor) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+class OverTorch:
+    """torch.distributed."""
+
+    def __init__(self, backend: str, world: World, meeting: Meeting) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._rank, self._size = world.rank, world.size
+        start_process_group(backend, world, meeting)
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        self._dist.broadcast(own, src=0)
+        return own
+
+    def reduce(self, own: Tensor) -> Tensor:
+        self._dist.reduce(own, dst=0)
+        return own
+
+    def all_reduce(self, own: Tensor) -> Tensor:
+        self._dist.all_reduce(own)
+        return own
+
+    def all_gather(self, own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(self._size)]
+        self._dist.all_gather(parts, own)
+        return torch.cat(parts)
+
+    def reduce_scatter(self, own: Tensor) -> Tensor:
+        result = own.new_empty(1)
+        self._dist.reduce_scatter_single(result, own)
+        return result
+
+    def all_to_all(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        self._dist.all_to_all_single(result, own)
+        return result
+
+    def send_receive(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        # Who only sends first waits for a receiver that only sends, too: even ranks begin with sending.
+        first, second = (
+            (self._dist.send, self._dist.recv) if self._rank % 2 == 0 else (self._dist.recv, self._dist.send)
+        )
+        for call in (first, second):
+            call(own, right) if call is self._dist.send else call(result, left)
+        return result
+
+    def grouped(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        operations = [self._dist.P2POp(self._dist.isend, own, right), self._dist.P2POp(self._dist.irecv, result, left)]
+        for request in self._dist.batch_isend_irecv(operations):
+            request.wait()
+        return result
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class OverMPI:
+    """mpi4py, on the memory of the tensors."""
+
+    def __init__(self, world: World) -> None:
+        if world.launcher not in ("mpirun", "srun"):
+            raise ConfigError("these ranks were not started by MPI")
+        tune_mpi(world)
+        from mpi4py import MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+        self._rank, self._size = world.rank, world.size
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        self._comm.Bcast(own.numpy(), root=0)
+        return own
+
+    def reduce(self, own: Tensor) -> Tensor:
+        result = own.clone()
+        self._comm.Reduce(own.numpy(), result.numpy(), root=0)
+        return result
+
+    def all_reduce(self, own: Tensor) -> Tensor:
+        self._comm.Allreduce(self._mpi.IN_PLACE, own.numpy())
+        return own
+
+    def all_gather(self, own: Tensor) -> Tensor:
+        result = own.new_empty(self._size * len(own))
+        self._comm.Allgather(own.numpy(), result.numpy())
+        return result
+
+    def reduce_scatter(self, own: Tensor) -> Tensor:
+        result = own.new_empty(1)
+        self._comm.Reduce_scatter_block(own.numpy(), result.numpy())
+        return result
+
+    def all_to_all(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        self._comm.Alltoall(own.numpy(), result.numpy())
+        return result
+
+    def send_receive(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        self._comm.Sendrecv(own.numpy(), dest=right, recvbuf=result.numpy(), source=left)
+        return result
+
+    def grouped(self, own: Tensor) -> Tensor:
+        result = torch.empty_like(own)
+        left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        self._mpi.Request.Waitall([self._comm.Isend(own.numpy(), right), self._comm.Irecv(result.numpy(), left)])
+        return result
+
+    def close(self) -> None:
+        self._comm.Barrier()
+
+
+# Each call: what it does, and what rank r of n has afterwards.
+MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
+    "broadcast": ("rank 0's values, on every rank", lambda r, n: start(0, n)),
+    "reduce": ("the sum of all ranks' values, on rank 0 alone", lambda r, n: total(n)),
+    "all_reduce": ("the sum of all ranks' values, on every rank", lambda r, n: total(n)),
+    "all_gather": ("all ranks' values one after the other, on every rank", lambda r, n: torch.cat(starts(n))),
+    "reduce_scatter": ("element r of the sum, on rank r: the first half of a ring", lambda r, n: total(n)[r : r + 1]),
+    "all_to_all": ("element r of every rank's, on rank r: a transpose", lambda r, n: torch.stack(starts(n))[:, r]),
+    "send_receive": ("the left neighbour's values: one message from rank to rank", lambda r, n: start((r - 1) % n, n)),
+    "grouped": ("the same, sending and receiving at once, so that nobody waits", lambda r, n: start((r - 1) % n, n)),
+}  # fmt: skip
+
+
+def start(rank: int, size: int) -> Tensor:
+    """What a rank begins with: float32, shape (size,)."""
+    return 10.0 * rank + torch.arange(size, dtype=torch.float32)
+
+
+def starts(size: int) -> list[Tensor]:
+    """What every rank begins with."""
+    return [start(rank, size) for rank in range(size)]
+
+
+def total(size: int) -> Tensor:
+    """The sum over all ranks."""
+    return torch.stack(starts(size)).sum(0)
+
+
+def main() -> int:
+    report_failures()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    world = current_world(parser.parse_args().device)
+    if world.size < 2:
+        raise ConfigError("one rank has nobody to talk to; start with horovodrun -np 2, mpirun -np 2 or torchrun")
+    meeting = Meeting(world)
+    on_gpu = world.device.type == "cuda"
+    makers: dict[str, Callable[[], Calls]] = {"MPI": lambda: OverMPI(world)}
+    makers["NCCL" if on_gpu else "Gloo"] = lambda: OverTorch("nccl" if on_gpu else "gloo", world, meeting)
+    for name, make in makers.items():
+        device = world.device if name == "NCCL" else torch.device("cpu")
+        try:
+            calls = make()
+        except (ConfigError, ImportError, RuntimeError) as error:
+            _say(world, f"{name}: left out: {error}")
+            continue
+        for call in MEANINGS:
+            _show(name, call, calls, device, world, meeting)
+        calls.close()
+    meeting.close()
+    return 0
+
+
+def _show(name: str, call: str, calls: Calls, device: torch.device, world: World, meeting: Meeting) -> None:
+    """Makes one call on every rank, checks what each has, and prints rank 0's."""
+    meaning, expected = MEANINGS[call]
+    result = getattr(calls, call)(start(world.rank, world.size).to(device)).cpu()
+    matters = world.is_root or call != "reduce"
+    right = not matters or torch.equal(result, expected(world.rank, world.size))
+    wrong = [str(rank) for rank, answer in enumerate(meeting.gather(str(right))) if answer != "True"]
+    if wrong:
+        raise TrainerError(f"{call} over {name} gave something else than {meaning} on rank {', '.join(wrong)}")
+    shown = " ".join(f"{value:g}" for value in result[:8].tolist())
+    _say(world, f"{name} {call}: {meaning}; rank 0 has [{shown}{' …' if len(result) > 8 else ''}], all ranks right")
+
+
+def _say(world: World, line: str) -> None:
+    if world.is_root:
+        sys.stdout.write(f"{line}\n")  # in one piece, which mpirun marks as one
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
