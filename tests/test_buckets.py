@@ -130,15 +130,23 @@ def test_finishing_twice_exchanges_once_and_reopening_exchanges_again() -> None:
     assert len(sent) == 2
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_second_backward_pass_before_the_step_is_refused(finished: bool) -> None:
+def test_a_second_backward_pass_whose_gradients_are_on_their_way_is_refused() -> None:
     (held,) = parameters(1)
-    exchange = start([held], lambda flat: None)
+    start([held], lambda flat: None)
     backward((held, 1.0))
-    if finished:
-        exchange.finish()
     with pytest.raises(TrainerError, match=r"second backward pass came before optimizer.step\(\)"):
         backward((held, 1.0))
+
+
+def test_a_backward_pass_may_add_to_what_has_been_exchanged() -> None:
+    """As after a step that a GradScaler skipped. The other rank has the same gradients."""
+    (held,) = parameters(1)
+    exchange = start([held], lambda flat: flat.mul_(2.0))
+    for expected in ([1.0], [2.0]):
+        backward((held, 1.0))
+        exchange.finish()
+        assert held.grad is not None
+        assert held.grad.tolist() == expected
 
 
 @pytest.mark.usefixtures("small_buckets")

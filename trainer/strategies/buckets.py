@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,6 +70,8 @@ class BucketedStrategy(Strategy):
         self._exchanges[optimizer] = exchange
         optimizer.register_step_pre_hook(lambda *_: exchange.finish())
         optimizer.register_step_post_hook(lambda *_: exchange.reopen())
+        # What Horovod's optimizer has, so that a loop that clips is the same under all of them.
+        vars(optimizer).update(synchronize=exchange.finish, skip_synchronize=nullcontext)
         return model, optimizer
 
     def synchronize(self, optimizer: Optimizer) -> None:
@@ -217,7 +219,10 @@ class GradientExchange:
         if self._paused:
             return
         bucket = self._bucket_of[parameter]
-        if parameter in bucket.arrived or self._done:
+        # After an exchange all ranks hold the same mean, to which a further backward pass may add: the mean of that
+        # is exchanged again. It comes to this where a GradScaler skips a step.
+        self._done = False
+        if parameter in bucket.arrived:
             raise TrainerError(
                 "a second backward pass came before optimizer.step(), when the first one's gradients were on their "
                 "way already; let all but the last run without exchange (TrainerConfig's accumulate does it)"
