@@ -32,6 +32,9 @@ test-fast: setup  ## Run the tests that take seconds
 	@$(IN_VENV) python -m pytest -m "not distributed and not docker" $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
+	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
+	@# Before the tests, because the first build takes longer than any of them may.
+	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
 	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m docker $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
