@@ -82,6 +82,8 @@ def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namesp
     if transport is None or problems:
         if world.is_root:
             _say(f"# {name}: left out: {problems[0]}")
+        if transport is not None:
+            transport.abandon()
         return
     for size in options.sizes:
         row = _measure_size(transport, size, world, meeting, options)

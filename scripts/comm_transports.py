@@ -47,6 +47,9 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 (nothing to leave is a valid default)
         """Leaves; collective."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """Leaves what another rank could not join; not collective."""
+
 
 class Horovod(Transport):
     def __init__(self, world: World, meeting: Meeting) -> None:
@@ -109,6 +112,9 @@ class TorchDistributed(Transport):
 
     def close(self) -> None:
         self._dist.barrier()
+        self.abandon()
+
+    def abandon(self) -> None:
         self._dist.destroy_process_group()
 
 
@@ -145,6 +151,9 @@ class OfOurs(Transport):
 
     def close(self) -> None:
         self._strategy.barrier()
+        self.abandon()
+
+    def abandon(self) -> None:
         self._strategy.close()
 
 

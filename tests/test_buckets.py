@@ -27,7 +27,9 @@ def start(
     held: list[nn.Parameter], all_reduce: Callable[[Tensor], object], executor: ThreadPoolExecutor | None = None
 ) -> GradientExchange:
     """One of two ranks, whose other one has what `all_reduce` adds."""
-    return GradientExchange(make_buckets(held), lambda flat: (all_reduce(flat), None)[1], scale=0.5, executor=executor)
+    return GradientExchange(
+        make_buckets(held), lambda flat: (all_reduce(flat), None)[1], scale=0.5, executor=lambda: executor
+    )
 
 
 def backward(*pairs: tuple[nn.Parameter, float]) -> None:
@@ -63,7 +65,9 @@ def test_gradients_become_the_mean() -> None:
 
 def test_what_comes_back_has_the_parameters_type() -> None:
     (held,) = parameters(2, dtype=torch.float32)
-    exchange = GradientExchange(make_buckets([held], torch.float16), lambda flat: None, scale=0.5, executor=None)
+    exchange = GradientExchange(
+        make_buckets([held], torch.float16), lambda flat: None, scale=0.5, executor=lambda: None
+    )
     backward((held, 1 / 3))
     exchange.finish()
     assert held.grad is not None
@@ -160,3 +164,16 @@ def test_what_goes_wrong_in_the_background_is_raised_where_one_waits() -> None:
         backward((held[0], 1.0), (held[1], 1.0))
         with pytest.raises(TrainerError, match="the network is down"):
             exchange.finish()
+
+
+def test_a_parameter_that_is_prepared_again_is_watched_once() -> None:
+    sent: list[Tensor] = []
+    (held,) = parameters(1)
+    first, second = (start([held], lambda flat: sent.append(flat.clone())) for _ in range(2))
+    for _ in range(2):
+        held.grad = None
+        backward((held, 2.0))
+        second.finish()
+        second.reopen()
+    assert [flat.tolist() for flat in sent] == [[1.0], [1.0]]
+    assert first is not second

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
 from trainer.config import parameter_server_settings
-from trainer.meeting import address_towards
+from trainer.meeting import address_towards, here
 from trainer.parameter_server.wire import CHUNK_BYTES, decode, encode
 from trainer.strategies.parameter_server import Link, ServerProcess, _sum
 
@@ -173,6 +175,17 @@ def test_ranks_that_send_different_things_hear_both(server: ServerProcess) -> No
         one.close()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_object_where_others_send_numbers_is_refused(server: ServerProcess, first: int) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    push(ranks[first], 1.0)
+    ranks[1 - first].push("", memoryview(b"pickled"))
+    for one in ranks:
+        with pytest.raises(TrainerError, match=r"rank 1 sends (an object|float64), where others send"):
+            one.pull()
+        one.close()
+
+
 def test_a_server_that_dies_is_named(server: ServerProcess) -> None:
     one = link(server, 0)
     push(one, 1.0)
@@ -206,13 +219,26 @@ def test_settings() -> None:
 
 
 def test_the_address_is_the_launchers_network_then_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.uname().nodename
-    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_ADDRESS"):
+    own = here()
+    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
         monkeypatch.delenv(name, raising=False)
     assert address_towards([own, own]) == "127.0.0.1"
+    # Two machines of one name are two machines.
+    monkeypatch.setattr("trainer.meeting._route_to", lambda host: None)
+    with pytest.raises(ConfigError, match=f"leads to {own.split()[0]}; set TRAINER_NETWORK"):
+        address_towards([own, f"{own.split()[0]} another-boot"])
+    monkeypatch.undo()
+    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        ConfigError, match=r"which of this host's addresses leads to nowhere\.invalid; set TRAINER_ADDR"
+        ConfigError, match=r"which of this host's addresses leads to nowhere\.invalid; set TRAINER_NETW"
     ):
-        address_towards([own, "nowhere.invalid"])
-    monkeypatch.setenv("TRAINER_ADDRESS", "10.1.2.3")
-    assert address_towards([own, "nowhere.invalid"]) == "10.1.2.3"
+        address_towards([own, "nowhere.invalid another-boot"])
+    # Of what the launcher names, the first that this host has.
+    addresses = {"eth7": [SimpleNamespace(family=socket.AF_INET, address="10.1.2.3")]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24,10.1.2.0/24")
+    assert address_towards([own, "nowhere.invalid another-boot"]) == "10.1.2.3"
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24")
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
+    assert address_towards([own, "nowhere.invalid another-boot"]) == "10.1.2.3"

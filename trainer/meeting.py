@@ -9,8 +9,9 @@ from ipaddress import ip_address, ip_network
 from itertools import count
 from typing import Any
 
-from trainer.config import set_default, user_set
+from trainer.config import set_default
 from trainer.errors import ConfigError
+from trainer.tuning import machine
 from trainer.world import World
 
 _MEETINGS = count()
@@ -84,27 +85,31 @@ class Meeting:
         return comm.allgather  # type: ignore[no-any-return]
 
 
-def address_towards(hosts: Sequence[str]) -> str:
+def here() -> str:
+    """This host, told apart from one of the same name by its kernel's boot; for `address_towards`."""
+    return f"{socket.gethostname()} {machine()}"
+
+
+def address_towards(places: Sequence[str]) -> str:
     """This host's address on the network that leads to the other hosts; the loopback address where there are none.
 
     What the launcher chose for its own traffic counts first, then the kernel's route to the hosts by their names.
 
     Args:
-        hosts: the host of every rank, this one's own among them.
+        places: every rank's `here()`, this one's own among them.
 
     Raises:
         ConfigError: none of this can tell.
     """
-    others = sorted(set(hosts) - {socket.gethostname()})
+    others = sorted({place.split()[0] for place in places if place != here()})
     if not others:
         return "127.0.0.1"
-    if user_set("TRAINER_ADDRESS"):
-        return os.environ["TRAINER_ADDRESS"]
     for found in (_chosen_by_launcher(), *map(_route_to, (os.environ.get("MASTER_ADDR", ""), *others))):
         if found and not ip_address(found).is_loopback:
             return found
     raise ConfigError(
-        f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_ADDRESS to it"
+        f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_NETWORK to "
+        "the network that they share, as in 10.0.0.0/24"
     )
 
 
@@ -117,7 +122,7 @@ def start_process_group(backend: str, world: World, meeting: Meeting) -> None:
     """
     import torch.distributed as dist
 
-    address = address_towards(meeting.gather(world.host))
+    address = address_towards(meeting.gather(here()))
     if backend == "gloo" and address != "127.0.0.1":
         set_default("GLOO_SOCKET_IFNAME", _interface_of(address))
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -143,13 +148,16 @@ def _chosen_by_launcher() -> str | None:
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()
     }
-    for variable in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
+    for variable in ("TRAINER_NETWORK", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
         for part in os.environ.get(variable, "").split(","):
-            if part in own:
-                return next(iter(own[part]), None)
+            found = own.get(part, [])
             if "/" in part:
                 network = ip_network(part, strict=False)
-                return next((a for found in own.values() for a in found if ip_address(a) in network), None)
+                found = [
+                    address for addresses in own.values() for address in addresses if ip_address(address) in network
+                ]
+            if found:
+                return found[0]
     return None
 
 

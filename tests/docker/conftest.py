@@ -70,6 +70,8 @@ def stranger(cluster: Cluster) -> Iterator[str]:
         ["docker", "run", "--detach", "--name", name, "--network", cluster.network, "--hostname", "stranger", IMAGE]
     )
     try:
+        # Until it has keys of its own to try.
+        succeed(["docker", "exec", name, "sh", "-c", "until [ -f ~/.ssh/config ]; do sleep 0.2; done"], timeout_s=30)
         yield name
     finally:
         subprocess.run(["docker", "rm", "--force", "--volumes", name], capture_output=True, check=False)

@@ -46,15 +46,17 @@ class Slot:
         Raises:
             ValueError: it does not fit the others'.
         """
-        self.missing.discard(rank)
         self.early[rank] = message
         while self.added in self.early:
             self._add(self.added, self.early.pop(self.added))
             self.added += 1
+        self.missing.discard(rank)
 
     def _add(self, rank: int, message: bytes) -> None:
         kind, data = decode(message)
         first = self.total is None
+        if not first and bool(kind) != bool(self.kind):
+            raise ValueError(f"rank {rank} sends {kind or 'an object'}, where others send {self.kind or 'an object'}")
         if not kind:
             self.total = bytes(data) if first or len(data) else self.total
             return
@@ -139,8 +141,8 @@ class Server:
             async for message in messages:
                 self._take(rank, channel, number, message)
                 number += 1
-        except (TypeError, ValueError) as error:  # NumPy raises the former for what is no type
-            self._fail(str(error))
+        except Exception as error:  # whatever it is, nobody shall wait for it
+            self._fail(str(error) or type(error).__name__)
         queue.put_nowait(None)
 
     def _take(self, rank: int, channel: Channel, number: int, message: bytes) -> None:

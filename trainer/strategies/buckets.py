@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
@@ -25,6 +26,9 @@ from trainer.world import World
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """What one message carries at least, where there is that much: large enough that its latency does not count."""
+
+# The one hook that watches each parameter.
+_HOOKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class BucketedStrategy(Strategy):
@@ -65,8 +69,13 @@ class BucketedStrategy(Strategy):
         held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
         # A single bucket is full when the backward pass is over: there is nothing left to overlap with.
-        executor = self._executor() if len(buckets) > 1 else None
-        exchange = GradientExchange(buckets, self.sum_gradients, scale=1 / self.world.size, executor=executor)
+        if len(buckets) > 1 and self._background is None and self._may_overlap():
+            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
+            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
+        # All of a strategy's exchanges send from the same thread, whichever was prepared first.
+        exchange = GradientExchange(
+            buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
+        )
         self._exchanges[optimizer] = exchange
         optimizer.register_step_pre_hook(lambda *_: exchange.finish())
         optimizer.register_step_post_hook(lambda *_: exchange.reopen())
@@ -92,12 +101,9 @@ class BucketedStrategy(Strategy):
             self._background.shutdown()
             self._background = None
 
-    def _executor(self) -> Executor | None:
-        """What sends buckets while the backward pass goes on."""
-        if self._background is None:
-            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
-            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
-        return self._background
+    def _may_overlap(self) -> bool:
+        """Whether `sum_gradients` may be called from another thread."""
+        return True
 
     def _check(self, model: nn.Module, config: TrainerConfig) -> None:
         name = type(self).__name__.removesuffix("Strategy")
@@ -171,12 +177,17 @@ class GradientExchange:
         buckets: every parameter in one of them.
         all_reduce: sums a flat tensor over all ranks, in place.
         scale: one over the world size: what each rank's gradients are multiplied with.
-        executor: with one thread, which sends buckets in the order in which they are submitted; None sends them
-            from the thread that trains.
+        executor: returns one with one thread, which sends buckets in the order in which they are submitted, or None
+            to send them from the thread that trains.
     """
 
     def __init__(
-        self, buckets: list[Bucket], all_reduce: Callable[[Tensor], None], *, scale: float, executor: Executor | None
+        self,
+        buckets: list[Bucket],
+        all_reduce: Callable[[Tensor], None],
+        *,
+        scale: float,
+        executor: Callable[[], Executor | None],
     ) -> None:
         self._buckets = buckets
         self._all_reduce = all_reduce
@@ -186,7 +197,9 @@ class GradientExchange:
         self._next = 0
         self._paused = self._done = False
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            if earlier := _HOOKS.pop(parameter, None):  # of an exchange that this one takes the place of
+                earlier.remove()
+            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def finish(self) -> None:
         """Sends what has not been sent, and waits for all of it. Collective; a second call does nothing."""
@@ -233,7 +246,8 @@ class GradientExchange:
             self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
-        if self._executor is None:
+        executor = self._executor()
+        if executor is None:
             self._all_reduce(bucket.flat)
         else:
-            bucket.sent = self._executor.submit(self._all_reduce, bucket.flat)
+            bucket.sent = executor.submit(self._all_reduce, bucket.flat)

@@ -26,7 +26,7 @@ from torch import Tensor
 from trainer import tuning
 from trainer.config import parameter_server_settings, set_default
 from trainer.errors import ConfigError, TrainerError
-from trainer.meeting import Meeting, address_towards
+from trainer.meeting import Meeting, address_towards, here
 from trainer.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from trainer.strategies.buckets import BucketedStrategy
 from trainer.world import World
@@ -53,14 +53,14 @@ class ParameterServerStrategy(BucketedStrategy):
         _import_grpc()
         self.tuning = tuning.tune_host(world) if world.launcher == "torchrun" else tuning.tune_mpi(world)
         meeting = Meeting(world)
-        hosts = meeting.gather(world.host)
+        places = meeting.gather(here())
         token = meeting.gather(secrets.token_hex(32) if world.is_root else "")[0]
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
-            self._server = ServerProcess(address_towards(hosts), token, world.size, patience_s)
-        places = [place for place in meeting.gather(self._server.place if self._server else "") if place]
+            self._server = ServerProcess(address_towards(places), token, world.size, patience_s)
+        served = [place for place in meeting.gather(self._server.place if self._server else "") if place]
         self._links = {
-            channel: [Link(place, channel, token, world) for place in places] for channel in ("gradients", "values")
+            channel: [Link(place, channel, token, world) for place in served] for channel in ("gradients", "values")
         }
         meeting.close()
         atexit.register(self.close)

@@ -13,7 +13,6 @@ import atexit
 import pickle
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from itertools import pairwise
 from typing import Any
 
@@ -156,10 +155,8 @@ class RingStrategy(BucketedStrategy):
     def sum_values(self, flat: Tensor) -> None:
         self._values.all_reduce(flat)
 
-    def _executor(self) -> Executor | None:
-        # An MPI that takes calls from one thread at a time sends the buckets from the thread that trains.
-        multiple = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        return super()._executor() if multiple else None
+    def _may_overlap(self) -> bool:
+        return bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
 
     @property
     def bytes_sent(self) -> int:
