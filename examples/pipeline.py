@@ -99,7 +99,7 @@ class Pipeline:
         self._schedule.step(*([images] if first else []), target=targets if last else None, losses=losses)
         return float(torch.stack(losses).mean().detach()) if last else None
 
-    def weights(self, meeting_group: Any = None) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The whole network's weights, on every rank: each stage of the first replica contributes its own."""
         own = {
             f"{number}.{name}": value.detach().cpu()
@@ -107,7 +107,7 @@ class Pipeline:
             for name, value in layer.state_dict().items()
         }
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own if self.replica == 0 else {}, group=meeting_group)
+        dist.all_gather_object(parts, own if self.replica == 0 else {})
         return {name: value for part in parts for name, value in part.items()}
 
 
@@ -130,7 +130,7 @@ def train(pipeline: Pipeline, data: InMemory, options: argparse.Namespace, world
             _say(f"epoch {epoch}/{options.epochs}: loss {mean:.4f}, {seconds:.2f} s{rest}")
 
 
-def accuracy(weights: dict[str, Tensor], data: InMemory, world: World) -> float:
+def accuracy(weights: dict[str, Tensor], data: InMemory) -> float:
     """Of the whole network put together again, in one process; 0 to 1."""
     network = nn.Sequential(*make_layers())
     network.load_state_dict(weights)
@@ -165,7 +165,7 @@ def main() -> int:
     if world.is_root:
         if options.save:
             torch.save(weights, options.save)
-        _say(f"test accuracy {100 * accuracy(weights, test, world):.2f} % (evaluated {len(test)}/{len(test)})")
+        _say(f"test accuracy {100 * accuracy(weights, test):.2f} % (evaluated {len(test)}/{len(test)})")
     dist.barrier()
     dist.destroy_process_group()
     meeting.close()
