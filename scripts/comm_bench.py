@@ -8,7 +8,8 @@ Conventions of NVIDIA's nccl-tests (doc/PERFORMANCE.md): `size` is the payload o
 operation, averaged over the ranks, in a row of them between two barriers, after warming up; algorithm bandwidth is
 size / time; bus bandwidth is that times 2·(N - 1)/N, which can be held against the speed of the link whatever N is.
 `wrong` counts elements that are not the expected sum, over all ranks. Of several repeats, the median is shown.
-GB/s are 10^9 bytes a second. Interrupted, it shows what it has.
+GB/s are 10^9 bytes a second. The JSON file is written anew after every row, so that an interruption loses
+one.
 """
 
 from __future__ import annotations
@@ -54,18 +55,15 @@ def main() -> int:
     meeting = Meeting(world)
     rows: list[Row] = []
     facts = describe(world, meeting.gather(world.host))
-    try:
-        if world.is_root:
-            _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
-        for name in options.only:
-            rows += _measure(name, world, meeting, options)
-    except KeyboardInterrupt:
-        print("comm_bench: interrupted; what follows is what was measured until then", file=sys.stderr)
     if world.is_root:
-        if options.json:
-            write_json(options.json, facts, rows)
-        if options.plot and rows:
-            plot(options.plot, facts, rows)
+        _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+    for name in options.only:
+        for row in _measure(name, world, meeting, options):
+            rows.append(row)
+            if world.is_root and options.json:
+                write_json(options.json, facts, rows)
+    if world.is_root and options.plot and rows:
+        plot(options.plot, facts, rows)
     meeting.gather("done")
     meeting.close()
     return 1 if any(row.wrong for row in rows) else 0
