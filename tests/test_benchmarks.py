@@ -16,12 +16,12 @@ import torch
 from benchmarks import accuracy, compare, processes, results
 from benchmarks.common import REPORT_PREFIX, Report, learning_rate, mnist_folder
 from benchmarks.contestants import CONTESTANTS, Course, Run, check, differing_losses, read_report, start
-from benchmarks.machine import check_writable
 from benchmarks.overhead import Overhead
 from benchmarks.processes import Finished
 from trainer.config import TrainerConfig
 from trainer.data.mnist import FILES
 from trainer.errors import TrainerError
+from trainer.results import check_writable
 from trainer.schedule import make_schedule
 
 GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], accuracy=0.95, evaluated=10000)

@@ -25,7 +25,7 @@ NIC0\tPHB\tSYS\tNODE\t X
 
 
 def row(size: int = 2**20, seconds: float = 1e-3, **settings: object) -> Row:
-    values = {"transport": "MPI", "size": size, "ranks": 4, "operations": 5, "out_of_place_s": seconds,
+    values = {"transport": "MPI", "key": "mpi", "size": size, "ranks": 4, "operations": 5, "out_of_place_s": seconds,
               "in_place_s": seconds / 2, "wrong": 0, "bytes_sent": None}  # fmt: skip
     return Row(**{**values, **settings})  # type: ignore[arg-type]
 

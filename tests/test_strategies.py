@@ -175,20 +175,6 @@ def test_horovod_that_sees_other_ranks_than_the_launcher_started_is_refused(
         make_strategy("horovod", TWO)
 
 
-@pytest.mark.parametrize("there", [(), ("MASTER_ADDR",), ("MASTER_PORT",)])
-def test_ddp_without_a_meeting_place_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]
-) -> None:
-    names = ("MASTER_ADDR", "MASTER_PORT")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    for name in there:
-        monkeypatch.setenv(name, "1")
-    missing = " and ".join(name for name in names if name not in there)
-    with pytest.raises(ConfigError, match=f"strategy 'ddp' needs {missing}, which mpirun does not set"):
-        make_strategy("ddp", TWO)
-
-
 class Told(Strategy):
     """A rank of two whose all-reduce adds what the test says the other has, and that hears rank 0's objects."""
 

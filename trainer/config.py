@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from trainer.errors import ConfigError
 
@@ -194,3 +195,22 @@ def parameter_server_settings(ranks: int, environ: Mapping[str, str] = os.enviro
     if not 0 < seconds < math.inf:
         raise ConfigError(f"TRAINER_PATIENCE_S is {patience_s!r}; valid is a positive number of seconds")
     return int(servers), seconds
+
+
+def timing_settings(environ: Mapping[str, str] = os.environ) -> tuple[Path, int | None] | None:
+    """The file that steps are timed for, and after how many of them an epoch ends; None where nobody has asked.
+
+    Raises:
+        ConfigError: TRAINER_TIMING_STEPS is not valid.
+    """
+    file, steps = environ.get("TRAINER_TIMING"), environ.get("TRAINER_TIMING_STEPS")
+    if not file:
+        return None
+    if steps and (not steps.isdecimal() or int(steps) < 1):
+        raise ConfigError(f"TRAINER_TIMING_STEPS is {steps!r}; valid is a positive number of steps")
+    return Path(file), int(steps) if steps else None
+
+
+def chosen_strategy(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What "auto" stands for in this job, where TRAINER_STRATEGY says so."""
+    return environ.get("TRAINER_STRATEGY") or None

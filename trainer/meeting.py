@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from ipaddress import ip_address, ip_network
 from itertools import count
 from typing import Any
@@ -113,23 +114,24 @@ def address_towards(places: Sequence[str]) -> str:
     )
 
 
-def start_process_group(backend: str, world: World, meeting: Meeting) -> None:
+def start_process_group(backend: str, world: World, meeting: Meeting, timeout: timedelta | None = None) -> None:
     """torch.distributed's `init_process_group`, under any launcher, on the network between the ranks. Collective.
 
     Args:
-        backend: "gloo" or "nccl".
+        backend: "gloo", "nccl" or both, as in "cpu:gloo,cuda:nccl".
+        timeout: how long a rank waits for another; torch's own choice when None.
         meeting: where the ranks hear of the store that rank 0 opens.
     """
     import torch.distributed as dist
 
     address = address_towards(meeting.gather(here()))
-    if backend == "gloo" and address != "127.0.0.1":
+    if "gloo" in backend and address != "127.0.0.1":
         set_default("GLOO_SOCKET_IFNAME", _interface_of(address))
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
     host, port = meeting.gather(f"{address} {store.port}" if store else "")[0].split()
     store = store or make_store(host, int(port), world.size, False)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
 def _interface_of(address: str) -> str:

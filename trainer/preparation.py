@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.failure import report_failures
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy
+from trainer.timing import step_timer
 from trainer.tuning import machine, share_machine
 from trainer.world import World, current_world
 
@@ -114,7 +115,13 @@ def wrap(
         globalize(model, strategy.all_reduce)
     if config.compile:
         model.compile()
-    return strategy.prepare(model, optimizer, config)
+    timer = step_timer()
+    if timer is None:
+        return strategy.prepare(model, optimizer, config)
+    timer.watch_model(model)
+    prepared, wrapped = strategy.prepare(model, optimizer, config)
+    timer.watch_optimizer(strategy, wrapped)
+    return prepared, wrapped
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks import Callback, EpochRecord
 from trainer.errors import TrainerError
+from trainer.results import write_whole
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -125,10 +126,7 @@ def _version(package: str) -> str | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: a reader never sees half a file, nor does a crash leave one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, default=str) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def _new_folder() -> Path:

@@ -14,6 +14,7 @@ CHECKS = [name for name in vars(checks_every_strategy) if name.startswith("check
 JOBS = [
     *[("auto", name, ranks) for name in ("horovodrun-mpi", "horovodrun-gloo", "torchrun") for ranks in (2, 3, 4)],
     ("auto", "mpirun", 2),
+    *[("ddp", name, 2) for name in ("horovodrun-mpi", "horovodrun-gloo")],
     *[("ring", "horovodrun-mpi", ranks) for ranks in (2, 3, 4)],
     *[("parameter_server", "horovodrun-mpi", ranks) for ranks in (2, 3, 4)],
     *[("parameter_server", name, 2) for name in ("horovodrun-gloo", "torchrun", "mpirun")],

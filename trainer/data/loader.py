@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.sharding import ShardPlan, mix_seeds, permutation
 from trainer.errors import ConfigError
+from trainer.timing import step_timer
 from trainer.world import World, current_world
 
 Batch = tuple[Any, Any]
@@ -112,6 +113,10 @@ class ShardedLoader:
 
     def steps(self) -> Iterator[Step]:
         """The steps of the next epoch, stand-ins included, so that every rank takes part in every exchange."""
+        timer = step_timer() if self.shuffle else None
+        return timer.epoch(self._all_steps(), self.plan) if timer else self._all_steps()
+
+    def _all_steps(self) -> Iterator[Step]:
         pieces = [self.plan.piece(step, self.world.rank) for step in range(self.plan.steps)]
         # A rank that has run out computes on the epoch's first samples, with weight 0. Two of them, because
         # BatchNorm over vectors cannot normalise one.

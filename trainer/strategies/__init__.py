@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from trainer.config import chosen_strategy
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
 from trainer.world import World
@@ -23,11 +24,13 @@ NAMES = ("auto", *_REGISTRY)
 
 
 def choose_strategy(name: str, world: World) -> str:
-    """The strategy that `name` stands for: "auto" goes by how the process was launched.
+    """The strategy that `name` stands for: "auto" goes by TRAINER_STRATEGY, then by how the process was launched.
 
     Raises:
         ConfigError: there is no such strategy; the text lists those that there are.
     """
+    if name == "auto" and (chosen := chosen_strategy()) is not None:
+        name = chosen
     if name == "auto":
         # `srun -n 1` needs no PMIx, which Horovod would ask for.
         alone = world.launcher == "srun" and world.size == 1

@@ -79,6 +79,10 @@ class Strategy(ABC):
         else:
             scaler.step(optimizer)
 
+    def exchange_seconds(self) -> float | None:
+        """For how many seconds gradients have been on their way since the last call; None where it cannot tell."""
+        return None
+
     def share_buffers(self, model: nn.Module) -> None:
         """Gives every rank rank 0's buffers: BatchNorm's running statistics, which see each rank's own batches."""
         for buffer in model.buffers():

@@ -8,6 +8,7 @@ each other. Li et al., "PyTorch Distributed" (VLDB 2020), sections 3.2.2 and 3.2
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -95,6 +96,9 @@ class BucketedStrategy(Strategy):
     def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         with self._exchanges[optimizer].paused():
             yield
+
+    def exchange_seconds(self) -> float:
+        return sum(exchange.take_seconds() for exchange in self._exchanges.values())
 
     def close(self) -> None:
         if self._background is not None:
@@ -196,6 +200,7 @@ class GradientExchange:
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.places}
         self._next = 0
         self._paused = self._done = False
+        self._seconds = 0.0
         for parameter in self._bucket_of:
             if earlier := _HOOKS.pop(parameter, None):  # of an exchange that this one takes the place of
                 earlier.remove()
@@ -214,6 +219,11 @@ class GradientExchange:
                 bucket.sent.result()
             bucket.hand_out()
         self._next, self._done = 0, True
+
+    def take_seconds(self) -> float:
+        """For how many seconds buckets have been on their way since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def reopen(self) -> None:
         """The next `finish` exchanges again."""
@@ -248,6 +258,11 @@ class GradientExchange:
     def _send(self, bucket: Bucket) -> None:
         executor = self._executor()
         if executor is None:
-            self._all_reduce(bucket.flat)
+            self._carry(bucket.flat)
         else:
-            bucket.sent = executor.submit(self._all_reduce, bucket.flat)
+            bucket.sent = executor.submit(self._carry, bucket.flat)
+
+    def _carry(self, flat: Tensor) -> None:
+        started = time.perf_counter()
+        self._all_reduce(flat)
+        self._seconds += time.perf_counter() - started

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainer import tuning
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+from trainer.meeting import Meeting, start_process_group
 from trainer.strategies.base import Strategy, share_optimizer_state
 from trainer.world import World
 
@@ -28,34 +29,34 @@ _LET_GO_S = 0.05
 
 
 class DDPStrategy(Strategy):
-    """torch.distributed, usually under torchrun.
+    """torch.distributed, usually under torchrun; under other launchers the ranks meet as these let them.
 
     Raises:
-        ConfigError: there are several ranks and nothing that says where they meet.
+        ConfigError: there are several ranks, and their launcher lets nobody meet.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.tuning = tuning.tune_host(world)
+        self.tuning = tuning.tune_mpi(world) if world.launcher in ("mpirun", "srun") else tuning.tune_host(world)
         backend = "gloo"
         if world.device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # objects travel over Gloo, gradients over NCCL
             torch.cuda.set_device(world.device)
         transport = "NCCL" if world.device.type == "cuda" else "Gloo"
         self.description = f"DistributedDataParallel over {transport}, {world}"
+        self._wrapped: DistributedDataParallel | None = None
+        self._seconds_before = 0.0
         if dist.is_initialized():
             return  # by an earlier trainer in this process, or by the user, who then also ends it
         atexit.register(self.close)
         if world.size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-            return
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise ConfigError(
-                f"strategy 'ddp' needs {' and '.join(missing)}, which {world.launcher} does not set; "
-                f"start with `torchrun --nproc-per-node {world.local_size}`, or set them"
-            )
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+        elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+        else:  # under any launcher but torchrun
+            meeting = Meeting(world)
+            start_process_group(backend, world, meeting, timeout=_TIMEOUT)
+            meeting.close()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
         if config.reduction == "adasum":
@@ -71,6 +72,7 @@ class DDPStrategy(Strategy):
         if config.compression == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
         share_optimizer_state(self, optimizer)
+        self._wrapped = wrapped
         return wrapped, optimizer
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -93,6 +95,16 @@ class DDPStrategy(Strategy):
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def exchange_seconds(self) -> float | None:
+        # DDP times every hundredth exchange, unless it is told to time each; the mean counts all that it has timed.
+        if self._wrapped is None:
+            return None
+        self._wrapped._set_ddp_runtime_logging_sample_rate(1)
+        seen = self._wrapped._get_ddp_logging_data()
+        seconds = float(seen.get("avg_backward_comm_time") or 0) / 1e9 * float(seen.get("iteration") or 0)
+        since, self._seconds_before = seconds - self._seconds_before, seconds
+        return since
 
     def close(self) -> None:
         if dist.is_initialized():
