@@ -65,10 +65,12 @@ WORKDIR /trainer
 COPY pyproject.toml README.md LICENSE ./
 COPY ssh ssh
 COPY trainer trainer
-RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
-    && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
 COPY examples examples
-COPY scripts/comm_bench.py scripts/comm_report.py scripts/comm_transports.py scripts/gpu_links.py scripts/
+COPY scripts/comm_*.py scripts/gpu_links.py scripts/scaling_* scripts/
+# A checkout made under a strict umask is readable here all the same.
+RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
+    && chmod -R a+rX /trainer \
+    && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
 USER 1000
 
 ARG TRAINER_VERSION=0.1.0

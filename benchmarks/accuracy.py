@@ -18,9 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import mnist_folder
-from benchmarks.machine import check_writable, describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.processes import end_on_sigterm, launch, run
 from trainer.failure import report_failures
+from trainer.results import check_writable
 
 TARGET_PERCENT = 99.0
 _LAST_LINE = re.compile(

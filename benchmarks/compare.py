@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import results
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
 from benchmarks.contestants import CONTESTANTS, Course, Run, differing_losses, start
-from benchmarks.machine import check_writable, describe_machine, load
+from benchmarks.machine import describe_machine, load
 from benchmarks.overhead import Overhead
 from benchmarks.processes import end_on_sigterm, launch, on_one_core, run
 from trainer.data.mnist import FILES
 from trainer.failure import report_failures
+from trainer.results import check_writable
 
 SETTINGS = {
     "network": "tutorial",

@@ -27,13 +27,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from comm_report import PICTURES, Row, check_writable, describe, plot, table_head, table_line, write_json
+from comm_report import PICTURES, Row, describe, plot, table_head, table_line, write_json
 from comm_transports import TRANSPORTS, Transport
 from gpu_links import describe_links
 
 from trainer.errors import ConfigError
 from trainer.failure import report_failures
 from trainer.meeting import Meeting
+from trainer.results import check_writable
 from trainer.tuning import tune_mpi
 from trainer.world import World, current_world
 
@@ -84,7 +85,7 @@ def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namesp
             transport.abandon()
         return
     for size in options.sizes:
-        row = _measure_size(transport, size, world, meeting, options)
+        row = _measure_size(name, transport, size, world, meeting, options)
         if world.is_root:
             _say(table_line(row))
         yield row
@@ -93,7 +94,9 @@ def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namesp
     transport.close()
 
 
-def _measure_size(transport: Transport, size: int, world: World, meeting: Meeting, options: argparse.Namespace) -> Row:
+def _measure_size(
+    name: str, transport: Transport, size: int, world: World, meeting: Meeting, options: argparse.Namespace
+) -> Row:
     count = size // 4
     source = torch.zeros(count, device=transport.device)
     result = torch.zeros(count, device=transport.device)
@@ -119,6 +122,7 @@ def _measure_size(transport: Transport, size: int, world: World, meeting: Meetin
             times[kind].append(statistics.mean(float(one) for one in meeting.gather(str(own))))
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # each names itself
+        key=name,
         size=size,
         ranks=world.size,
         operations=number,
@@ -183,6 +187,7 @@ def _parse_args() -> argparse.Namespace:
         "--max-size", type=_bytes, default="256M", metavar="SIZE", help="largest payload (default: 256M)"
     )
     parser.add_argument("--factor", type=int, default=4, metavar="F", help="from size to size (default: %(default)s)")
+    parser.add_argument("--sizes", type=_bytes, nargs="+", metavar="SIZE", help="these instead of that row of sizes")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rows per size (default: %(default)s)")
     parser.add_argument(
         "--max-seconds", type=float, default=2.0, metavar="S",
@@ -201,6 +206,8 @@ def _parse_args() -> argparse.Namespace:
         parser.error(f"--plot is {options.plot}; valid endings are {', '.join(PICTURES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; install it with `pip install trainer[plots]`")
+    if options.sizes:
+        return options
     options.sizes = [options.min_size]
     while options.sizes[-1] * options.factor <= options.max_size:
         options.sizes.append(options.sizes[-1] * options.factor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.errors import TrainerError
+from trainer.results import cpu_model, write_whole
 from trainer.world import World
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -23,6 +23,8 @@ class Row:
     """One size over one transport."""
 
     transport: str
+    key: str
+    """By which `--only` knows it."""
     size: int
     """Payload on each rank, bytes."""
     ranks: int
@@ -45,7 +47,7 @@ class Row:
 
 def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
     """Where this is measured."""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else _cpu()
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_model()
     return {
         "ranks": f"{world.size} on " + ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items()),
         "device": f"{device}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
@@ -82,17 +84,7 @@ def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> Non
         }
         for row in rows
     ]
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"where": dict(facts), "unit": "bytes, seconds, bytes/s", "rows": entries}, indent=1))
-    partial.rename(path)
-
-
-def check_writable(path: Path) -> None:
-    """Raises `TrainerError` where a result could not be written: before measuring, not after it."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise TrainerError(f"{path} cannot be written: {error.strerror or error}") from None
+    write_whole(path, json.dumps({"where": dict(facts), "unit": "bytes, seconds, bytes/s", "rows": entries}, indent=1))
 
 
 def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
@@ -127,10 +119,3 @@ def _short(size: int) -> str:
         if size >= scale:
             return f"{size // scale} {unit}"
     return f"{size} B"
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

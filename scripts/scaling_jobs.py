@@ -1,0 +1,192 @@
+"""Starts the jobs that scaling_test.py measures, one at a time, and reads what they leave; nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaling_models import Link, Shape, fit
+
+from trainer.errors import TrainerError
+
+ROOT = Path(__file__).resolve().parent.parent
+TRANSPORT_OF = {"horovod": "horovod", "ddp": "gloo", "ring": "ring", "parameter_server": "parameter_server"}
+"""The transport of comm_bench.py over which each strategy's gradients meet; NCCL under ddp where there are GPUs."""
+_GRACE_S = 20.0
+_RANK_MARK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.MULTILINE)
+
+
+class JobError(Exception):
+    """A job that failed; its text is what the job said last, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What all runs of a sitting have in common."""
+
+    hosts: Sequence[Host]
+    script: Sequence[str]
+    """With its arguments."""
+    batch_flag: str
+    """By which the script takes the number of samples per rank and step; empty where it takes none."""
+    steps: int | None
+    timeout_s: float
+
+    def place(self, shape: Shape) -> str:
+        """The shape, as horovodrun's -H wants it."""
+        return ",".join(f"{host.name}:{shape.per_host}" for host in self.hosts[: shape.hosts])
+
+    def launch(self, shape: Shape, command: Sequence[str]) -> list[str]:
+        if shape.ranks == 1:
+            return list(command)
+        return ["horovodrun", "-np", str(shape.ranks), "-H", self.place(shape), *command]
+
+
+def time_steps(
+    plan: Plan, shape: Shape, strategy: str, batch: int, *, threads: int | None = None, options: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Runs the script once and returns the timing of its last epoch: the fields of `trainer.timing.EpochTiming`.
+
+    Raises:
+        JobError: it failed, took too long, or left no timing.
+    """
+    command = [sys.executable, *plan.script, *options]
+    if plan.batch_flag:
+        command += [plan.batch_flag, str(batch)]
+    with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
+        file = Path(folder, "timing.jsonl")
+        env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": str(plan.steps or "")}
+        if shape.ranks > 1:
+            env["TRAINER_STRATEGY"] = strategy
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
+        said = run(plan.launch(shape, command), env, plan.timeout_s)
+        lines = file.read_text().splitlines() if file.exists() else []
+        if not lines:
+            raise JobError(
+                "it left no timing: rank 0 has to run on this host, train through Trainer or trainer.prepare, and "
+                f"take more than 5 steps; it said: {_last_line(said)}"
+            )
+        timing: dict[str, Any] = json.loads(lines[-1])
+    if timing["world_size"] != shape.ranks:
+        raise JobError(f"it trained on {timing['world_size']} ranks")
+    return timing
+
+
+def time_links(plan: Plan, shape: Shape, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
+    """What lies between two ranks, as each strategy's transport sees it, at the size that is exchanged.
+
+    Args:
+        shape: 1x2 or 2x1.
+        size: of the gradients, bytes.
+    """
+    transports = [("nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name]) for name in strategies]
+    with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
+        file = Path(folder, "links.json")
+        command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, "--repeats", "2"]
+        command += ["--sizes", "4", str(max(8, size // 2)), str(max(16, size)), "--max-seconds", "1e9"]
+        run(plan.launch(shape, [*command, "--device", device, "--json", str(file)]), {}, plan.timeout_s)
+        rows = json.loads(file.read_text())["rows"]
+    by_key: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        by_key.setdefault(row["key"], []).append((row["size"], row["in_place_s"]))
+    return {name: fit(by_key[key]) for name, key in zip(strategies, transports, strict=True) if key in by_key}
+
+
+def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
+    """Runs a job to its end, and returns what it said. Interrupted or out of time, all of it is ended.
+
+    Raises:
+        JobError: its exit code is not 0, or it took longer than `timeout_s`.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    # In a session of its own, so that Ctrl-C reaches it from here, once, and in order.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True, cwd=ROOT, env={**os.environ, "PATH": path, **env},
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        raise JobError(f"it was ended after {timeout_s:g} s (--timeout)") from None
+    except BaseException:
+        _end(process)
+        raise
+    said = _RANK_MARK.sub("", said)
+    if process.returncode != 0:
+        raise JobError(f"exit code {process.returncode}: {_last_line(said)}")
+    return said
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Launchers end their ranks, those on other hosts too, when they are told to; a moment later nobody is asked."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _last_line(said: str) -> str:
+    lines = [line for line in said.splitlines() if any(letter.isalnum() for letter in line)]
+    ours = [line for line in lines if line.startswith("trainer: ") and "tuned:" not in line]
+    return (ours or lines or ["nothing"])[-1]
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """From `a:2,b:2`.
+
+    Raises:
+        TrainerError: it does not read like that.
+    """
+    hosts = []
+    for part in text.split(","):
+        name, _, slots = part.partition(":")
+        if not name or not slots.isdecimal() or int(slots) < 1:
+            raise TrainerError(f"--hosts is {text!r}; valid is host:ranks,host:ranks, as in a:2,b:2")
+        hosts.append(Host(name=name, slots=int(slots)))
+    return hosts
+
+
+def parse_shapes(text: str | None, hosts: Sequence[Host]) -> list[Shape]:
+    """From `1x1,2x2`; None stands for one and all hosts with one and all ranks.
+
+    Raises:
+        TrainerError: it does not read like that, or the hosts have no room for a shape.
+    """
+    room = min(host.slots for host in hosts)
+    if text is None:
+        sizes = [(count, ranks) for count in (1, len(hosts)) for ranks in (1, room)]
+        return [Shape(hosts=count, per_host=ranks) for count, ranks in dict.fromkeys(sizes)]
+    shapes = []
+    for part in text.replace("×", "x").split(","):
+        count, _, ranks = part.partition("x")
+        if not (count.isdecimal() and ranks.isdecimal() and int(count) and int(ranks)):
+            raise TrainerError(f"--shapes is {text!r}; valid is hosts x ranks on each, as in 1x1,1x2,2x1,2x2")
+        shape = Shape(hosts=int(count), per_host=int(ranks))
+        slots = [host.slots for host in hosts[: shape.hosts]]
+        if len(slots) < shape.hosts or min(slots) < shape.per_host:
+            named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+            raise TrainerError(f"--shapes has {part}, for which --hosts {named} has no room")
+        shapes.append(shape)
+    # Everything is measured against one rank.
+    return list(dict.fromkeys([Shape(hosts=1, per_host=1), *shapes]))

@@ -1,0 +1,200 @@
+"""What an exchange costs on other shapes than those on which it was measured, and what a whole step costs then.
+
+An all-reduce of K bytes between two ranks takes, as measured through one transport, A + B·K seconds: A is latency, B
+what a byte costs. Between two ranks every all-reduce below sends K bytes each way in two messages, so that larger
+shapes follow by counting messages and bytes; where ranks of one host and of several take part, the slower link counts.
+Sources of the formulas are with each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
+_LINK_IS_THE_LIMIT = 3.0
+BUCKET_BYTES = 4 * 2**20
+"""Below that all gradients travel as one message, which nothing can hide; see tuning.py and buckets.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """So many processes on each of so many hosts."""
+
+    hosts: int
+    per_host: int
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.per_host
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.per_host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How long an all-reduce between two ranks takes: `latency_s` + bytes · `s_per_byte`."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, size: float) -> float:
+        return self.latency_s + size * self.s_per_byte
+
+    @property
+    def gbit_per_s(self) -> float:
+        """What a rank sends, and receives at the same time: K bytes in an all-reduce between two."""
+        return 8e-9 / self.s_per_byte if self.s_per_byte > 0 else math.inf
+
+    def slowed(self, factor: float) -> Link:
+        return Link(latency_s=self.latency_s * factor, s_per_byte=self.s_per_byte * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What lies between two ranks, as one transport sees it; None where no shape has it."""
+
+    local: Link | None = None
+    """On one host."""
+    remote: Link | None = None
+    """On two."""
+
+    def between(self, shape: Shape) -> tuple[Link, Link]:
+        """The links of a shape: within a host and across, each standing in where the other has not been measured."""
+        known = self.remote or self.local
+        if known is None:
+            raise ValueError("nothing has been measured")
+        remote = known if shape.hosts > 1 else self.local or known
+        return self.local or known, remote
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Link:
+    """The line through (bytes, seconds) with the least squares of relative errors, neither part of it negative."""
+    weighted = [(1 / seconds, size / seconds) for size, seconds in points]
+    aa, ab, bb = (sum(one[i] * one[j] for one in weighted) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ra, rb = (sum(one[i] for one in weighted) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if len(points) == 1 or determinant <= 0:
+        return Link(latency_s=min(seconds for _, seconds in points), s_per_byte=0.0)
+    latency, per_byte = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
+    if latency < 0:
+        return Link(latency_s=0.0, s_per_byte=rb / bb)
+    if per_byte < 0:
+        return Link(latency_s=ra / aa, s_per_byte=0.0)
+    return Link(latency_s=latency, s_per_byte=per_byte)
+
+
+def ring(size: float, shape: Shape, network: Network) -> float:
+    """2·(N - 1) messages of K/N bytes; the slowest link holds all up. Patarasuk and Yuan, JPDC 2009."""
+    local, remote = network.between(shape)
+    n = shape.ranks
+    latency = (n - 1) * max(local.latency_s if shape.per_host > 1 else 0.0, remote.latency_s)
+    per_byte = max(local.s_per_byte if shape.per_host > 1 else 0.0, remote.s_per_byte)
+    return latency + size * per_byte * 2 * (n - 1) / n
+
+
+def tree(size: float, shape: Shape, network: Network) -> float:
+    """Vector halving and distance doubling, then back: 2·log2(N) messages.
+
+    Rabenseifner's, in Thakur, Rabenseifner and Gropp, IJHPCA 2005. Ranks of one host are neighbours and exchange the
+    large halves first; what is left for the link between hosts is K/P of every rank, all P of them at the same time.
+    """
+    local, remote = network.between(shape)
+    inside = math.log2(shape.per_host) * local.latency_s + 2 * size * (1 - 1 / shape.per_host) * local.s_per_byte
+    across = math.log2(shape.hosts) * remote.latency_s + 2 * size * (1 - 1 / shape.hosts) * remote.s_per_byte
+    return inside + across
+
+
+def hierarchical(size: float, shape: Shape, network: Network) -> float:
+    """A ring within each host, one of the hosts, one within each again. Goyal et al., arXiv:1706.02677, section 4."""
+    local, remote = network.between(shape)
+    p, m = shape.per_host, shape.hosts
+    inside = (p - 1) * local.latency_s + 2 * size * (p - 1) / p * local.s_per_byte
+    return inside + (m - 1) * remote.latency_s + 2 * size * (m - 1) / m * remote.s_per_byte
+
+
+def parameter_server(size: float, shape: Shape, network: Network) -> float:
+    """One server, beside rank 0: its host's link carries K bytes in and out for each rank on another host.
+
+    Li et al., OSDI 2014, section 2; a server for each shard divides it by their number.
+    """
+    local, remote = network.between(shape)
+    elsewhere = shape.ranks - shape.per_host
+    inside = local.latency_s + size * local.s_per_byte * shape.ranks / 2
+    across = remote.latency_s + size * remote.s_per_byte * elsewhere
+    return max(inside, across) if elsewhere else inside
+
+
+MODELS: dict[str, Callable[[float, Shape, Network], float]] = {
+    "ring": ring,
+    "tree": tree,
+    "hierarchical": hierarchical,
+    "parameter server": parameter_server,
+}
+OF_STRATEGY = {"horovod": "tree", "ddp": "ring", "ring": "ring", "parameter_server": "parameter server"}
+"""What each strategy does with large tensors: Horovod leaves it to MPI (Rabenseifner's), Gloo has a ring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank by itself, on its share of the cores: seconds of a step."""
+
+    input: float
+    compute: float
+    window: float
+    """Of the compute time, in which an exchange in pieces can go on beside it."""
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step, from a rank by itself and from the network alone."""
+
+    shape: Shape
+    model: str
+    compute: float
+    """Seconds, input included."""
+    exchange: float
+    """In all, seconds."""
+    exposed: float
+    """Of it, what nothing hides."""
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.exposed
+
+
+def predict(
+    rank: Rank, shape: Shape, network: Network, model: str, *, crowd: float = 1.0, wire: float = 1.0
+) -> Prediction:
+    """A step on `shape`.
+
+    Args:
+        crowd: runnable ranks per core, at least 1: where several share one, each takes that much longer.
+        wire: bytes on the wire for a byte of gradients; 0.5 with fp16 compression.
+    """
+    compute = (rank.input + rank.compute) * crowd
+    exchange = 0.0
+    if shape.ranks > 1:
+        exchange = MODELS[model](rank.gradient_bytes * wire, shape, _crowded(network, crowd))
+    pieces = max(1, math.ceil(rank.gradient_bytes * wire / BUCKET_BYTES))
+    # A link works beside the cores; an exchange that is itself work for the cores hides behind nothing there.
+    window = rank.window * crowd if pieces > 1 and (crowd == 1 or _is_slow(network)) else 0.0
+    exposed = max(exchange / pieces, exchange - window)
+    return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed)
+
+
+def _is_slow(network: Network) -> bool:
+    local, remote = network.local, network.remote
+    return bool(local and remote and remote.s_per_byte > _LINK_IS_THE_LIMIT * local.s_per_byte)
+
+
+def _crowded(network: Network, crowd: float) -> Network:
+    """The network as ranks see it that wait for a core: what is work for cores takes longer, a slow link does not."""
+    local = network.local.slowed(crowd) if network.local else None
+    remote = network.remote
+    if remote is not None and not _is_slow(network):
+        remote = remote.slowed(crowd)
+    return Network(local=local, remote=remote)

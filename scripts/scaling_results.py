@@ -1,0 +1,220 @@
+"""What scaling_test.py has measured, put together: medians, speed-ups, predictions, advice and what it promises."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scaling_advice import Advice, Measured, advise, sentence
+from scaling_jobs import Plan
+from scaling_models import BUCKET_BYTES, MODELS, OF_STRATEGY, Link, Network, Prediction, Rank, Shape, predict
+
+from trainer.results import cpu_model
+
+LARGER = (8, 16, 64)
+"""Ranks for which everything is predicted, on hosts like these."""
+_PHASES = ("input", "compute", "exchange", "waiting", "hidden", "window")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One job: what it is, and how it ended."""
+
+    shape: Shape
+    strategy: str
+    scaling: str
+    """weak or strong; both for a rank by itself, alone for one with no more than its share of the cores."""
+    round: int
+    batch: int
+    """Samples per rank and step."""
+    options: tuple[str, ...] = ()
+    timing: dict[str, Any] | None = None
+    problem: str | None = None
+
+    def ended(self, *, timing: dict[str, Any] | None = None, problem: str | None = None) -> Run:
+        return replace(self, timing=timing, problem=problem)
+
+    @property
+    def samples_per_s(self) -> float:
+        return float(self.timing["samples"] / self.timing["seconds"]) if self.timing else 0.0
+
+    def __str__(self) -> str:
+        words = [str(self.shape), self.strategy, self.scaling, f"batch {self.batch}", *self.options]
+        return f"{' '.join(words)}, round {self.round}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A shape under one strategy, over all rounds: medians."""
+
+    shape: Shape
+    strategy: str
+    scaling: str
+    batch: int
+    runs: int
+    least: float
+    """samples/s of the slowest run."""
+    most: float
+    epoch_s: float
+    speedup: float | None
+    """Over one rank by itself, as it comes; None where that was not measured."""
+    measured: Measured
+    predicted: Prediction | None
+    predicted_samples_per_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Of the predicted samples/s, as a part of the measured ones."""
+        if self.predicted_samples_per_s is None:
+            return None
+        return self.predicted_samples_per_s / self.measured.samples_per_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """Advice, and the samples/s that it starts from."""
+
+    advice: Advice
+    base: float
+
+
+@dataclass
+class Results:
+    """Everything of one sitting, as far as it has come."""
+
+    plan: Plan
+    batch: int
+    command: Sequence[str]
+    alone: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    links: dict[str, dict[str, Link]] = field(default_factory=dict)
+    """By "local" and "remote", then by strategy."""
+    tried: list[tuple[Run, Promise]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def facts(self) -> dict[str, str]:
+        """Where this was measured."""
+        timing = self._timing()
+        hosts = ", ".join(f"{host.name}: {host.slots}" for host in self.plan.hosts)
+        seen = max((run.timing["machines"] for run in self.runs if run.timing), default=1)
+        return {
+            "hosts": f"{hosts}; {seen} machine{'s' * (seen > 1)} underneath",
+            "device": f"{timing['device']}, {timing['cores']} cores a host ({cpu_model()}), Linux {platform.release()}",
+            "gradients": f"{timing['gradient_bytes'] / 1e6:.3g} MB on each rank",
+            "samples": f"{timing['samples_in_epoch']:,} an epoch; {timing['steps']} steps measured in each run",
+            "command": " ".join(self.command),
+        }
+
+    def rows(self) -> list[Row]:
+        """In the order in which they were first measured."""
+        keys = dict.fromkeys((run.shape, run.strategy, run.scaling) for run in self.runs if run.timing)
+        base = [run.samples_per_s for run in self.runs if run.timing and run.shape.ranks == 1]
+        return [self._row(key, statistics.median(base) if base else None) for key in keys]
+
+    def network(self, strategy: str) -> Network:
+        return Network(
+            local=self.links.get("local", {}).get(strategy), remote=self.links.get("remote", {}).get(strategy)
+        )
+
+    def strategies(self) -> list[str]:
+        return list(dict.fromkeys(run.strategy for run in self.runs if run.shape.ranks > 1))
+
+    def larger(self) -> list[tuple[str, Prediction, float]]:
+        """For each model and each larger number of ranks: strategy measured over, prediction, efficiency."""
+        rank, found = self._rank(self.batch), []
+        per_host = max(run.shape.per_host for run in self.runs)
+        for model in MODELS:
+            own = [name for name in self.strategies() if OF_STRATEGY[name] == model] or self.strategies()[:1]
+            for strategy in own[:1]:
+                network = self.network(strategy)
+                if network.local is None and network.remote is None:
+                    continue
+                for ranks in LARGER:
+                    shape = Shape(hosts=max(1, ranks // per_host), per_host=min(per_host, ranks))
+                    guess = predict(rank, shape, network, model)
+                    found.append((strategy, guess, (rank.input + rank.compute) / guess.step))
+        return found
+
+    def advice(self) -> list[tuple[Row, list[Advice], str]]:
+        """For the largest shape under each strategy, weakly scaled where that was measured."""
+        rows, found = self.rows(), []
+        for strategy in self.strategies():
+            own = [row for row in rows if row.strategy == strategy]
+            weak = [row for row in own if row.scaling == "weak"] or own
+            if not weak:
+                continue
+            row = max(weak, key=lambda one: (one.shape.ranks, one.shape.hosts))
+            others = [one.measured for one in rows if one is not row and one.scaling in (row.scaling, "both")]
+            link = self._slowest_link(row)
+            advice = advise(row.measured, others, link)
+            found.append((row, advice, sentence(row.measured, advice, link)))
+        return found
+
+    def promises(self) -> Iterator[tuple[Run, Promise]]:
+        """What can be tried with an option, as runs."""
+        for row, advice, _ in self.advice():
+            for one in advice:
+                if one.options and one.options[0] != "--strategy":
+                    run = Run(shape=row.shape, strategy=row.strategy, scaling=row.scaling, round=1, batch=row.batch)
+                    yield replace(run, options=one.options), Promise(advice=one, base=row.measured.samples_per_s)
+
+    def _row(self, key: tuple[Shape, str, str], base: float | None) -> Row:
+        shape, strategy, scaling = key
+        runs = [run for run in self.runs if (run.shape, run.strategy, run.scaling) == key and run.timing]
+        timings = [run.timing for run in runs if run.timing]
+        rates = [run.samples_per_s for run in runs]
+        rate = statistics.median(rates)
+        cores, threads = timings[0]["cores"] * timings[0]["machines"], timings[0]["threads"] * shape.ranks
+        measured = Measured(
+            shape=str(shape), strategy=strategy, ranks=shape.ranks, samples_per_s=rate, cores=cores, threads=threads,
+            gradient_bytes=timings[0]["gradient_bytes"], efficiency=rate / self._ideal(threads),
+            **_medians(timings),
+        )  # fmt: skip
+        predicted = self._predict(shape, strategy, runs[0].batch, max(1.0, threads / cores))
+        return Row(
+            shape=shape, strategy=strategy, scaling=scaling, batch=runs[0].batch, runs=len(runs), measured=measured,
+            least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
+            speedup=rate / base if base else None, predicted=predicted,
+            predicted_samples_per_s=runs[0].batch * shape.ranks / predicted.step if predicted else None,
+        )  # fmt: skip
+
+    def _predict(self, shape: Shape, strategy: str, batch: int, crowd: float) -> Prediction | None:
+        network = self.network(strategy)
+        if shape.ranks == 1 or (network.local is None and network.remote is None):
+            return None
+        on_gpu = self._timing()["device"] != "cpu"
+        return predict(self._rank(batch), shape, network, OF_STRATEGY[strategy], crowd=1.0 if on_gpu else crowd)
+
+    def _ideal(self, threads: int) -> float:
+        """samples/s of so many threads that all were as fast as those of a rank by itself on its share of the cores."""
+        alone = next(run for run in self.alone if run.batch == self.batch)
+        return alone.samples_per_s * threads / float(self._timing()["threads"])
+
+    def _rank(self, batch: int) -> Rank:
+        timing = next(run.timing for run in self.alone if run.batch == batch and run.timing)
+        return Rank(
+            input=timing["input"], compute=timing["compute"] + timing["exchange"], window=timing["window"],
+            gradient_bytes=timing["gradient_bytes"],
+        )  # fmt: skip
+
+    def _slowest_link(self, row: Row) -> Link | None:
+        network = self.network(row.strategy)
+        return network.remote if row.shape.hosts > 1 else network.local
+
+    def _timing(self) -> dict[str, Any]:
+        return next(run.timing for run in self.alone if run.timing)
+
+
+def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
+    found = {}
+    for name in ("input", "compute", "exchange", "waiting"):
+        found[name] = statistics.median(timing[name] for timing in timings)
+    seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
+    # Horovod does not say. Where several messages travel, and the last one is waited for, the others had the window.
+    whole = timings[0]["gradient_bytes"] > BUCKET_BYTES and found["exchange"] > 0.1 * found["compute"]
+    guess = statistics.median(timing["window"] for timing in timings) if whole else 0.0
+    return {**found, "hidden": statistics.median(seen) if seen else guess}
