@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaling_models import Link, Shape, fit
+from scaling_models import OF_STRATEGY, Link, Network, Shape, fit, is_slow, of_ring
 
 from trainer.errors import TrainerError
 
@@ -90,20 +90,41 @@ def time_steps(
     return timing
 
 
-def time_links(plan: Plan, shape: Shape, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
-    """What lies between two ranks, as each strategy's transport sees it, at the size that is exchanged.
+def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) -> dict[str, Network]:
+    """What lies between ranks of one host, and of two, as each strategy's transport sees it.
 
     Args:
-        shape: 1x2 or 2x1.
         size: of the gradients, bytes.
+
+    Raises:
+        JobError: it cannot be measured.
     """
+    first, second = plan.hosts[0], plan.hosts[1] if len(plan.hosts) > 1 else None
+    local = _time_links(plan, f"{first.name}:2", strategies, size, device) if first.slots > 1 else {}
+    if second is None:
+        return {name: Network(local=local.get(name)) for name in strategies}
+    remote = _time_links(plan, f"{first.name}:1,{second.name}:1", strategies, size, device)
+    found = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
+    # Two ranks send both ways over one connection, which not every transport does at full speed; larger rings never do.
+    rings = [name for name in strategies if OF_STRATEGY[name] == "ring" and is_slow(found[name])]
+    if rings and first.slots > 1:
+        three = _time_links(plan, f"{first.name}:2,{second.name}:1", rings, size, device)
+        found |= {name: Network(local=local.get(name), remote=of_ring(line, 3)) for name, line in three.items()}
+    return found
+
+
+def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
+    """Lines through the times of an all-reduce on the ranks of `place`, at the size that is exchanged and around it."""
+    ranks = sum(host.slots for host in parse_hosts(place))
     transports = [("nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name]) for name in strategies]
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "links.json")
         command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, "--repeats", "2"]
         command += ["--sizes", "4", str(max(8, size // 2)), str(max(16, size)), "--max-seconds", "1e9"]
-        run(plan.launch(shape, [*command, "--device", device, "--json", str(file)]), {}, plan.timeout_s)
+        command += ["--device", device, "--json", str(file)]
+        run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
         rows = json.loads(file.read_text())["rows"]
+    # Transports are told apart by the name that --only has for them.
     by_key: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         by_key.setdefault(row["key"], []).append((row["size"], row["in_place_s"]))

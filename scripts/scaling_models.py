@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
-_LINK_IS_THE_LIMIT = 3.0
+LINK_IS_THE_LIMIT = 3.0
 BUCKET_BYTES = 4 * 2**20
 """Below that all gradients travel as one message, which nothing can hide; see tuning.py and buckets.py."""
 
@@ -68,6 +68,11 @@ class Network:
             raise ValueError("nothing has been measured")
         remote = known if shape.hosts > 1 else self.local or known
         return self.local or known, remote
+
+
+def of_ring(line: Link, ranks: int) -> Link:
+    """The link under a ring of so many ranks that took as long as `line` says."""
+    return Link(latency_s=line.latency_s / (ranks - 1), s_per_byte=line.s_per_byte / (2 * (ranks - 1) / ranks))
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Link:
@@ -181,20 +186,20 @@ def predict(
         exchange = MODELS[model](rank.gradient_bytes * wire, shape, _crowded(network, crowd))
     pieces = max(1, math.ceil(rank.gradient_bytes * wire / BUCKET_BYTES))
     # A link works beside the cores; an exchange that is itself work for the cores hides behind nothing there.
-    window = rank.window * crowd if pieces > 1 and (crowd == 1 or _is_slow(network)) else 0.0
+    window = rank.window * crowd if pieces > 1 and (crowd == 1 or is_slow(network)) else 0.0
     exposed = max(exchange / pieces, exchange - window)
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed)
 
 
-def _is_slow(network: Network) -> bool:
+def is_slow(network: Network) -> bool:
     local, remote = network.local, network.remote
-    return bool(local and remote and remote.s_per_byte > _LINK_IS_THE_LIMIT * local.s_per_byte)
+    return bool(local and remote and remote.s_per_byte > LINK_IS_THE_LIMIT * local.s_per_byte)
 
 
 def _crowded(network: Network, crowd: float) -> Network:
     """The network as ranks see it that wait for a core: what is work for cores takes longer, a slow link does not."""
     local = network.local.slowed(crowd) if network.local else None
     remote = network.remote
-    if remote is not None and not _is_slow(network):
+    if remote is not None and not is_slow(network):
         remote = remote.slowed(crowd)
     return Network(local=local, remote=remote)

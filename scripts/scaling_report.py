@@ -56,7 +56,12 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         (
             "The network, as an all-reduce between two ranks sees it",
             ("ranks", "strategy", "small message ms", "Gbit/s each way"),
-            [_link_cells(kind, name, link) for kind, links in results.links.items() for name, link in links.items()],
+            [
+                _link_cells(where, name, link)
+                for name, network in results.networks.items()
+                for where, link in (("on one host", network.local), ("on two hosts", network.remote))
+                if link is not None
+            ],
         ),
         (
             "Predicted from one rank by itself and the network, beside what was measured",
@@ -99,7 +104,7 @@ def write_json(path: Path, results: Results) -> None:
         "where": results.facts() if any(run.timing for run in results.alone) else {},
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
-        "links": {kind: {name: asdict(link) for name, link in links.items()} for kind, links in results.links.items()},
+        "networks": {name: asdict(network) for name, network in results.networks.items()},
         "alone": [_entry(run) for run in results.alone],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
@@ -248,8 +253,7 @@ def _guess_cells(row: Row) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _link_cells(kind: str, strategy: str, link: Link) -> Sequence[str]:
-    where = {"local": "on one host", "remote": "on two hosts"}[kind]
+def _link_cells(where: str, strategy: str, link: Link) -> Sequence[str]:
     return (where, strategy, f"{link.latency_s * 1e3:.3g}", f"{link.gbit_per_s:.3g}")
 
 

@@ -90,8 +90,8 @@ class Results:
     command: Sequence[str]
     alone: list[Run] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    links: dict[str, dict[str, Link]] = field(default_factory=dict)
-    """By "local" and "remote", then by strategy."""
+    networks: dict[str, Network] = field(default_factory=dict)
+    """By strategy."""
     tried: list[tuple[Run, Promise]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -116,9 +116,7 @@ class Results:
         return [self._row(key, statistics.median(base) if base else None) for key in keys]
 
     def network(self, strategy: str) -> Network:
-        return Network(
-            local=self.links.get("local", {}).get(strategy), remote=self.links.get("remote", {}).get(strategy)
-        )
+        return self.networks.get(strategy, Network())
 
     def strategies(self) -> list[str]:
         return list(dict.fromkeys(run.strategy for run in self.runs if run.shape.ranks > 1))
@@ -131,7 +129,7 @@ class Results:
             own = [name for name in self.strategies() if OF_STRATEGY[name] == model] or self.strategies()[:1]
             for strategy in own[:1]:
                 network = self.network(strategy)
-                if network.local is None and network.remote is None:
+                if network.remote is None:  # what one host does says nothing about others
                     continue
                 for ranks in LARGER:
                     shape = Shape(hosts=max(1, ranks // per_host), per_host=min(per_host, ranks))

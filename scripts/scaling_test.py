@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scaling_jobs import TRANSPORT_OF, JobError, Plan, parse_hosts, parse_shapes, time_links, time_steps
+from scaling_jobs import TRANSPORT_OF, JobError, Plan, parse_hosts, parse_shapes, time_network, time_steps
 from scaling_models import Shape
 from scaling_report import draw, show, write_json, write_page
 from scaling_results import Results, Run
@@ -52,7 +52,7 @@ def main() -> int:
     results = Results(plan=plan, batch=options.batch_size, command=sys.argv)
     todo = list(_runs(options))
     code = 0
-    bar = tqdm(total=len(todo) + 3, desc="scaling", unit="job", disable=not sys.stderr.isatty(), file=sys.stderr)
+    bar = tqdm(total=len(todo) + 2, desc="scaling", unit="job", disable=not sys.stderr.isatty(), file=sys.stderr)
     try:
         _measure(results, todo, options, bar)
     except KeyboardInterrupt:
@@ -80,15 +80,13 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
             _run_once(Run(shape=_ALONE, strategy="single", scaling="alone", round=1, batch=batch), plan, share)
         )
     device, size = alone.timing["device"], alone.timing["gradient_bytes"]
-    for kind, shape in (("local", Shape(hosts=1, per_host=2)), ("remote", Shape(hosts=2, per_host=1))):
-        wanted = any(getattr(one, "per_host" if kind == "local" else "hosts") > 1 for one in options.shapes)
-        if wanted and len(plan.hosts) >= shape.hosts and plan.hosts[0].slots >= shape.per_host:
-            try:
-                results.links[kind] = time_links(plan, shape, options.strategies, size, device)
-            except JobError as error:
-                results.problems.append(f"the network between ranks of {shape}: {error}")
-                _say(bar, results.problems[-1])
-        bar.update()
+    if any(shape != _ALONE for shape in options.shapes):
+        try:
+            results.networks = time_network(plan, options.strategies, size, device)
+        except JobError as error:
+            results.problems.append(f"the network cannot be measured: {error}")
+            _say(bar, results.problems[-1])
+    bar.update()
     for run in todo:
         done = _run_once(run, plan)
         results.runs.append(done)

@@ -1,7 +1,7 @@
 """Where the time of each step goes: measured when TRAINER_TIMING names a file, for `scripts/scaling_test.py`.
 
-A step of one rank is cut at five moments: it begins (the loader is asked for a batch), the batch is there, the first
-and the last gradient are there, the gradients of all ranks have been combined (the optimizer begins its own work). So
+A step of one rank is cut at four moments: it begins (the loader is asked for a batch), the batch is there, the last
+gradient is there, the gradients of all ranks have been combined (the optimizer begins its own work). So
 
     input    = from the beginning to the batch
     blocked  = from the last gradient to the combined ones: what the exchange costs that nothing hides
@@ -90,7 +90,7 @@ class EpochTiming:
     hidden: float | None
     """Of the exchange, beside the backward pass; None where the strategy cannot see it."""
     window: float
-    """From the first gradient to the last: what an exchange in pieces could hide behind."""
+    """For how long a gradient waits for the last one, mean over their bytes: what an exchange in pieces can hide in."""
     ranks: list[Phases]
 
 
@@ -113,8 +113,7 @@ class StepTimer:
         self._file, self._steps = file, steps
         self._strategy: Strategy | None = None
         self._gradient_bytes = 0
-        self._first: Any = None
-        self._last: Any = None
+        self._gradients: list[tuple[Any, int]] = []
         self._combined: Any = None
         self._warm = 0
 
@@ -138,14 +137,14 @@ class StepTimer:
             steps = islice(steps, whole_updates * plan.accumulate)
         seen = []
         while True:
-            self._first = self._last = self._combined = None
+            self._gradients, self._combined = [], None
             begins = self._now()
             step = next(steps, None)
             ready = self._now()
             if step is None:
                 break
             yield step
-            seen.append((begins, ready, self._first, self._last, self._combined, self._now(), step.count))
+            seen.append((begins, ready, self._gradients, self._combined, self._now(), step.count))
             if self._warm < WARM_UP_STEPS:
                 self._warm += 1
                 seen.clear()
@@ -154,10 +153,8 @@ class StepTimer:
         if seen and self._strategy is not None:
             self._write(seen, plan.samples)
 
-    def _on_gradient(self, _: Tensor) -> None:
-        self._last = self._now()
-        if self._first is None:
-            self._first = self._last
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._gradients.append((self._now(), parameter.numel() * parameter.element_size()))
 
     def _on_combined(self) -> None:
         self._combined = self._now()
@@ -197,13 +194,15 @@ class _Row:
     is_update: bool
 
 
-def _row(begins: Any, ready: Any, first: Any, last: Any, combined: Any, ends: Any, count: int) -> _Row:
-    exchanged = last is not None and combined is not None
+def _row(begins: Any, ready: Any, gradients: list[tuple[Any, int]], combined: Any, ends: Any, count: int) -> _Row:
+    exchanged = bool(gradients) and combined is not None
+    last = gradients[-1][0] if gradients else None
+    weighed = sum(size * _between(moment, last) for moment, size in gradients) if exchanged else 0.0
     return _Row(
         step=_between(begins, ends),
         input=_between(begins, ready),
         blocked=_between(last, combined) if exchanged else 0.0,
-        window=_between(first, last) if exchanged else 0.0,
+        window=weighed / sum(size for _, size in gradients) if exchanged else 0.0,
         count=count,
         is_update=combined is not None,
     )

@@ -1,0 +1,123 @@
+"""A longer wire for a container: every frame to and from it arrives later, none is lost, none overtakes another.
+
+    python benchmarks/delay_line.py PID MILLISECONDS        # as root; until it is told to end
+
+For kernels without netem, which would do it in one line. The container's virtual cable (a veth pair) is taken off its
+bridge, a tap device takes its place there, and this process carries frames between the two. Large frames stay large:
+both sides speak the virtio header, in which the kernel notes what it has not cut into packets yet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+# From linux/if_tun.h, linux/if_packet.h and linux/if_ether.h.
+_TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 0x01, 0x02, 0x04
+_SOL_PACKET, _PACKET_VNET_HDR, _ETH_P_ALL, _PACKET_OUTGOING = 263, 15, 3, 4
+_HEADER_BYTES = 10
+_FRAME_BYTES = 2**17
+_TAP = "longwire0"
+
+
+def main() -> int:
+    pid, delay_s = sys.argv[1], float(sys.argv[2]) / 1e3
+    signal.signal(signal.SIGTERM, _end)
+    cable = _cable_of(pid)
+    bridge = Path(f"/sys/class/net/{cable}/master").resolve().name
+    tap = _open_tap()
+    wire = _open_cable(cable)
+    try:
+        _ip("link", "set", cable, "nomaster")
+        _ip("link", "set", _TAP, "master", bridge, "up")
+        print(f"{cable} is {delay_s * 1e3:g} ms away from {bridge}", flush=True)
+        _carry(tap, wire, delay_s)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        os.close(tap)
+        _ip("link", "set", cable, "master", bridge)
+    return 0
+
+
+def _carry(tap: int, wire: socket.socket, delay_s: float) -> None:
+    """Frames in both directions, each as late as it is due."""
+    waiting: list[tuple[float, int, bytes, bool]] = []
+    number = 0
+    selector = selectors.DefaultSelector()
+    selector.register(tap, selectors.EVENT_READ)
+    selector.register(wire, selectors.EVENT_READ)
+    while True:
+        left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for key, _ in selector.select(left):
+            from_tap = key.fd == tap
+            try:
+                if from_tap:
+                    frame = os.read(tap, _FRAME_BYTES)
+                else:
+                    frame, sender = wire.recvfrom(_FRAME_BYTES)
+                    if sender[2] == _PACKET_OUTGOING:  # what was put there by this process itself
+                        continue
+            except BlockingIOError:
+                continue
+            heapq.heappush(waiting, (time.monotonic() + delay_s, number, frame, from_tap))
+            number += 1
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, frame, from_tap = heapq.heappop(waiting)
+            if from_tap:
+                wire.send(frame)
+            else:
+                os.write(tap, frame)
+
+
+def _open_tap() -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", _TAP.encode(), flags))
+    fcntl.ioctl(device, _TUNSETVNETHDRSZ, struct.pack("i", _HEADER_BYTES))
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)
+    return device
+
+
+def _open_cable(name: str) -> socket.socket:
+    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+    wire.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**26)
+    wire.bind((name, 0))
+    return wire
+
+
+def _cable_of(pid: str) -> str:
+    """The host's end of the pair whose other end is eth0 of the process's network."""
+    # Asked of ip, because /sys shows the network of whoever mounted it.
+    command = ["nsenter", "--target", pid, "--net", "ip", "-oneline", "link", "show", "eth0"]
+    line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    index = line.split("@if")[1].split(":")[0]
+    for device in Path("/sys/class/net").iterdir():
+        if (device / "ifindex").read_text().strip() == index:
+            return device.name
+    raise SystemExit(f"delay_line: no device of this host has the number {index}")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
