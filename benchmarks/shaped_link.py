@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.failure import report_failures
 from trainer.results import check_writable, write_whole
 
+ROOT = Path(__file__).resolve().parent.parent
 NODES = ("a", "b")
 
 

@@ -41,6 +41,8 @@ from trainer.world import World, current_world
 # A row of operations shall last this long, within these numbers of them.
 _ROW_S = 0.2
 _FEWEST, _MOST = 3, 1000
+_LONG_S = 1.0
+"""An operation that takes so long is not made several times in a row: what disturbs it is averaged out by itself."""
 _WARM_UP = 3
 
 
@@ -114,7 +116,8 @@ def _measure_size(
         _time(operation, transport, _WARM_UP if size < 2**24 else 1)
     trials = [_time(operation, transport, 1) for operation in operations]
     longest = max(float(one) for one in meeting.gather(str(max(trials))))
-    number = max(_FEWEST, min(_MOST, int(_ROW_S / max(longest, 1e-7))))
+    fewest = _FEWEST if longest < _LONG_S else 1
+    number = max(fewest, min(_MOST, int(_ROW_S / max(longest, 1e-7))))
     for _ in range(options.repeats):
         for kind, operation in enumerate(operations):
             meeting.gather("ready")

@@ -38,6 +38,7 @@ from scaling_results import Results, Run
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.failure import report_failures
+from trainer.results import check_writable
 
 SCALINGS = ("weak", "strong")
 _ALONE = Shape(hosts=1, per_host=1)
@@ -48,7 +49,7 @@ def main() -> int:
     options = _parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     plan = options.plan
-    options.output.mkdir(parents=True, exist_ok=True)
+    _make_folder(options.output)
     results = Results(plan=plan, batch=options.batch_size, command=sys.argv)
     todo = list(_runs(options))
     code = 0
@@ -62,6 +63,14 @@ def main() -> int:
     if any(run.timing for run in results.runs):
         _hand_over(results, options.output)
     return code or int(any(run.problem for run in results.runs))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder / "scaling.json")
+    except OSError as error:
+        raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 
 
 def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace, bar: Any) -> None:

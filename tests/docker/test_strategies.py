@@ -72,3 +72,33 @@ def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None
     assert list(dict.fromkeys(entry["transport"] for entry in rows)) == names
     assert [entry["wrong"] for entry in rows] == [0] * len(rows)
     assert cluster.shell("a", "head -c 4 runs/comm.png | tail -c 3") == "PNG"
+
+
+def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
+    command = [
+        "python",
+        "scripts/scaling_test.py",
+        "--hosts",
+        "a:2,b:2",
+        "--strategies",
+        "horovod,ring",
+        "--try-advice",
+    ]
+    command += ["--scaling", "weak", "--steps", "8", "--repeats", "1", "--batch-size", "40", "--output", "runs/scaling"]
+    outcome = cluster.run(
+        "a", *command, "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"
+    )
+    assert outcome.code == 0, outcome.output
+    written = json.loads(cluster.shell("a", "cat runs/scaling/scaling.json"))
+    shapes = [(row["shape"]["hosts"], row["shape"]["per_host"], row["strategy"]) for row in written["rows"]]
+    several = [(hosts, ranks, name) for hosts, ranks in ((1, 2), (2, 1), (2, 2)) for name in ("horovod", "ring")]
+    assert shapes == [(1, 1, "single"), *several]
+    hosts = {run["shape"]: run["timing"]["hosts"] for run in written["runs"]}
+    assert hosts == {"1x1": ["a"], "1x2": ["a", "a"], "2x1": ["a", "b"], "2x2": ["a", "a", "b", "b"]}
+    assert all(run["timing"]["machines"] == 1 for run in written["runs"])
+    for network in written["networks"].values():
+        assert network["local"]["latency_s"] + network["local"]["s_per_byte"] > 0
+        assert network["remote"]["latency_s"] + network["remote"]["s_per_byte"] > 0
+    assert {guess["shape"]["hosts"] for guess in written["larger"]} == {4, 8, 32}
+    assert "2x2 under ring: efficiency" in outcome.output
+    assert "scaling.html" in cluster.shell("b", "ls runs/scaling")

@@ -1,0 +1,39 @@
+"""A loop of one's own whose last rank is slow to compute, and whose data are slow to come, for tests of timing.
+
+python job_that_is_timed.py STRATEGY SECONDS_OF_THE_SLOW_RANK SECONDS_OF_INPUT
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import trainer
+from trainer.data.loader import InMemory, ShardedLoader
+
+
+def main() -> None:
+    strategy, slow_s, input_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+
+    def late(inputs: Tensor) -> Tensor:
+        time.sleep(input_s)
+        return inputs
+
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped, optimizer = trainer.prepare(model, optimizer, strategy=strategy)  # type: ignore[assignment]
+    loader = ShardedLoader(InMemory(torch.randn(4000, 8), torch.randint(4, (4000,)), late), 10)
+    slow = loader.world.rank == loader.world.size - 1
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = loader.weight * F.cross_entropy(wrapped(inputs), targets)
+        time.sleep(slow_s if slow else 0)
+        loss.backward()
+        optimizer.step()
+
+
+main()

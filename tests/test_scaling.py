@@ -1,0 +1,344 @@
+"""The scaling test: its models, its advice, its figures, its page, its mistakes, and short runs of the real thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from scaling_advice import Measured, advise, sentence
+from scaling_jobs import Host, Plan, parse_hosts, parse_shapes
+from scaling_models import (
+    MODELS,
+    Link,
+    Network,
+    Rank,
+    Shape,
+    fit,
+    hierarchical,
+    of_ring,
+    parameter_server,
+    predict,
+    ring,
+)
+from scaling_report import draw, show, tables, write_json, write_page
+from scaling_results import Promise, Results, Run
+
+from tests.distributed.harness import BIN, ROOT
+from trainer.errors import TrainerError
+
+SCRIPT = "scripts/scaling_test.py"
+SLOW = Link(latency_s=1e-3, s_per_byte=8e-8)  # 100 Mbit/s
+FAST = Link(latency_s=1e-5, s_per_byte=1e-10)
+PAIR, FOUR = Shape(hosts=2, per_host=1), Shape(hosts=2, per_host=2)
+SIZE = 25_000_000
+
+
+def test_a_line_through_measurements_is_found() -> None:
+    line = fit([(size, 1e-3 + size * 2e-9) for size in (4, 10**6, 10**8)])
+    assert line.latency_s == pytest.approx(1e-3)
+    assert line.s_per_byte == pytest.approx(2e-9)
+    assert line.gbit_per_s == pytest.approx(4.0)
+    assert fit([(4, 0.002)]) == Link(latency_s=0.002, s_per_byte=0.0)
+    falling = fit([(4, 2e-3), (10**6, 1e-3)])
+    assert falling.s_per_byte == 0.0
+    assert falling.latency_s > 0
+    assert fit([(10**6, 1e-6), (10**8, 1e-2)]).latency_s == 0.0
+
+
+@pytest.mark.parametrize("model", ["ring", "tree", "hierarchical", "parameter server"])
+def test_two_ranks_take_what_was_measured_between_two(model: str) -> None:
+    network = Network(local=FAST, remote=SLOW)
+    assert MODELS[model](SIZE, PAIR, network) == pytest.approx(SLOW.seconds(SIZE))
+    if model != "parameter server":
+        assert MODELS[model](SIZE, Shape(hosts=1, per_host=2), network) == pytest.approx(FAST.seconds(SIZE))
+
+
+def test_models_count_the_bytes_that_the_slow_link_carries() -> None:
+    network = Network(local=Link(latency_s=0, s_per_byte=0), remote=Link(latency_s=0, s_per_byte=1))
+    assert ring(1, FOUR, network) == pytest.approx(2 * 3 / 4)
+    assert hierarchical(1, FOUR, network) == pytest.approx(2 * 1 / 2)
+    assert parameter_server(1, FOUR, network) == 2  # one for each rank on the other host
+    assert parameter_server(1, Shape(hosts=8, per_host=2), network) == 14
+    assert ring(1, Shape(hosts=32, per_host=2), network) == pytest.approx(2 * 63 / 64)
+
+
+def test_the_ring_is_limited_by_latency_where_there_are_many() -> None:
+    network = Network(local=FAST, remote=Link(latency_s=1e-3, s_per_byte=0))
+    assert ring(4, Shape(hosts=64, per_host=1), network) == pytest.approx(63e-3)
+    assert MODELS["tree"](4, Shape(hosts=64, per_host=1), network) == pytest.approx(6e-3)
+    assert of_ring(Link(latency_s=2e-3, s_per_byte=4 / 3), 3) == Link(latency_s=1e-3, s_per_byte=1.0)
+
+
+def test_a_step_is_compute_and_what_nothing_hides() -> None:
+    rank = Rank(input=0.001, compute=0.049, window=0.02, gradient_bytes=SIZE)
+    network = Network(local=FAST, remote=SLOW)
+    guess = predict(rank, FOUR, network, "ring")
+    assert guess.exchange == pytest.approx(ring(SIZE, FOUR, network))
+    assert guess.step == pytest.approx(0.05 + guess.exchange - 0.02)
+    crowded = predict(rank, FOUR, network, "ring", crowd=2)
+    assert crowded.compute == pytest.approx(0.1)
+    assert crowded.exchange == guess.exchange  # a slow link does not wait for cores
+    alike = Network(local=FAST, remote=FAST)
+    assert predict(rank, FOUR, alike, "ring", crowd=2).exchange == pytest.approx(
+        2 * predict(rank, FOUR, alike, "ring").exchange
+    )
+    assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").exposed == 0
+    halved = predict(rank, FOUR, network, "ring", wire=0.5)
+    assert halved.exchange == pytest.approx(ring(SIZE / 2, FOUR, network))
+
+
+def test_one_message_hides_behind_nothing() -> None:
+    rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
+    guess = predict(rank, PAIR, Network(remote=SLOW), "ring")
+    assert guess.exposed == guess.exchange
+
+
+def measured(**changes: Any) -> Measured:
+    values: dict[str, Any] = {
+        "shape": "2x2", "strategy": "horovod", "ranks": 4, "input": 0.0, "compute": 0.1, "exchange": 0.4,
+        "waiting": 0.0, "hidden": 0.0, "gradient_bytes": SIZE, "samples_per_s": 800.0, "efficiency": 0.2,
+        "cores": 4, "threads": 4,
+    }  # fmt: skip
+    return Measured(**{**values, **changes})
+
+
+def test_advice_promises_what_the_arithmetic_gives() -> None:
+    accumulate, compress = advise(measured(), [], SLOW)
+    assert accumulate.options == ("--accumulate", "8")
+    assert accumulate.gain == pytest.approx(0.5 / (0.1 + 0.4 / 8))
+    assert compress.options == ("--compression", "fp16")
+    saved = 0.4 * (1 - SLOW.seconds(SIZE / 2) / SLOW.seconds(SIZE))
+    assert compress.gain == pytest.approx(0.5 / (0.5 - saved))
+    text = sentence(measured(), [accumulate, compress], SLOW)
+    assert "The link carries 0.1 Gbit/s, a small message takes 1 ms" in text
+    assert "the exchange takes 4 × the compute" in text
+    assert f"accumulate 8 (a global batch 8 times as large) for about {accumulate.gain:.2g} ×, or use fp16" in text
+
+
+def test_compression_is_not_promised_where_latency_is_the_limit() -> None:
+    slow = Link(latency_s=0.4, s_per_byte=1e-12)
+    assert [one.options for one in advise(measured(), [], slow)] == [("--accumulate", "8")]
+
+
+def test_nothing_is_promised_where_nothing_is_lost() -> None:
+    quick = measured(exchange=0.002, waiting=0.002)
+    assert advise(quick, [], SLOW) == []
+    assert "nothing that is known here would make it a tenth faster" in sentence(quick, [], None)
+    hungry = sentence(measured(exchange=0.002, input=0.2), [], None)
+    assert re.search(r"input takes 66% of a step", hungry)
+
+
+def test_a_better_strategy_or_a_smaller_shape_is_named() -> None:
+    others = [measured(strategy="ring", samples_per_s=1200.0), measured(shape="1x2", ranks=2, samples_per_s=1600.0)]
+    words = [one.what for one in advise(measured(exchange=0.001), others, None)]
+    assert words == ["stay with 1x2 (horovod)", "take strategy ring"]
+    crowded = sentence(measured(threads=8), [], None)
+    assert "8 threads share 4 cores, so that 50% is all there can be" in crowded
+
+
+def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
+        "gradient_bytes": SIZE, "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
+        "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
+        "window": 0.0, "ranks": [],
+    }  # fmt: skip
+    return {**values, **changes}
+
+
+@pytest.fixture
+def results() -> Results:
+    alone = Run(shape=Shape(hosts=1, per_host=1), strategy="single", scaling="alone", round=1, batch=100)
+    hosts = [Host(name="a", slots=2), Host(name="<b>", slots=2)]
+    plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
+    made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
+    made.alone.append(alone.ended(timing=timing(0.1, 100)))
+    made.networks["horovod"] = Network(local=FAST, remote=SLOW)
+    for number, step in enumerate((2.0, 2.2, 9.0), 1):
+        run = Run(shape=FOUR, strategy="horovod", scaling="weak", round=number, batch=100)
+        made.runs += [
+            Run(shape=alone.shape, strategy="single", scaling="both", round=number, batch=100).ended(
+                timing=timing(0.08, 100)
+            ),
+            run.ended(timing=timing(step, 400, threads=1)),
+        ]
+    return made
+
+
+def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) -> None:
+    one, four = results.rows()
+    assert (one.runs, four.runs) == (3, 3)
+    assert four.measured.samples_per_s == pytest.approx(400 / 2.2)
+    assert (four.least, four.most) == pytest.approx((400 / 9, 200))
+    assert four.epoch_s == pytest.approx(60000 * 2.2 / 400)
+    assert four.speedup == pytest.approx(400 / 2.2 / (100 / 0.08))
+    assert four.measured.efficiency == pytest.approx(400 / 2.2 / 4000)
+    assert four.predicted is not None
+    assert four.predicted_samples_per_s is not None
+    assert four.predicted.compute == pytest.approx(0.2)  # four ranks on two cores
+    assert four.error == pytest.approx(four.predicted_samples_per_s / (400 / 2.2) - 1)
+    assert one.predicted is None
+    assert {guess.shape.ranks for _, guess, _ in results.larger()} == {8, 16, 64}
+
+
+def test_promises_are_what_can_be_tried(results: Results) -> None:
+    promises = list(results.promises())
+    assert [run.options for run, _ in promises] == [("--accumulate", "8"), ("--compression", "fp16")]
+    assert promises[0][1].base == pytest.approx(400 / 2.2)
+
+
+def test_everything_is_in_table_json_picture_and_page(results: Results, tmp_path: Path) -> None:
+    run, promise = next(results.promises())
+    results.tried.append((run.ended(timing=timing(1.1, 400)), Promise(advice=promise.advice, base=promise.base)))
+    results.runs.append(
+        Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100).ended(problem="no <such> host")
+    )
+    results.interrupted = True
+    write_json(tmp_path / "s.json", results)
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert [row["measured"]["samples_per_s"] for row in written["rows"]] == pytest.approx([1250, 400 / 2.2])
+    assert len(written["runs"]) == 7
+    assert written["interrupted"] is True
+    text = show(results)
+    draw(tmp_path / "s.svg", results)
+    write_page(tmp_path / "s.html", results)
+    page, picture = (tmp_path / "s.html").read_text(), (tmp_path / "s.svg").read_text()
+    for words in ("2x2 under horovod: efficiency 5%", "gave 2.00 ×", "Interrupted", "ring weak batch 100"):
+        assert words in text
+        assert words in page
+    for title, _, body in tables(results):
+        assert title in page or not body
+    assert "no <such> host" in text
+    assert "no &lt;such&gt; host" in page
+    assert "<b>:2" not in page
+    assert "Throughput" in picture
+    assert page.count("<svg") == 2
+    # One file: nothing is fetched and nothing is run.
+    assert not re.search(r"<(script|link|img|iframe)\b|url\(http|(src|href)=\"(?!#)", page)
+
+
+def test_hosts_and_shapes() -> None:
+    hosts = parse_hosts("a:2,b:2")
+    assert [str(shape) for shape in parse_shapes(None, hosts)] == ["1x1", "1x2", "2x1", "2x2"]
+    assert [str(shape) for shape in parse_shapes(None, parse_hosts("a:1"))] == ["1x1"]
+    assert [str(shape) for shape in parse_shapes("2×2", hosts)] == ["1x1", "2x2"]
+    for text in ("a", "a:0", "a:2,", "a:two"):
+        with pytest.raises(TrainerError, match="valid is host:ranks"):
+            parse_hosts(text)
+    with pytest.raises(TrainerError, match="--shapes has 3x1, for which --hosts a:2,b:2 has no room"):
+        parse_shapes("3x1", hosts)
+    with pytest.raises(TrainerError, match="--shapes is '2by2'; valid is hosts x ranks on each"):
+        parse_shapes("2by2", hosts)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        # A shell that runs tests in the background has its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts", "a"], "--hosts is 'a'; valid is host:ranks,host:ranks, as in a:2,b:2"),
+        (["--hosts", "nobody:2"], "--hosts begins with nobody, and this is"),
+        (["--shapes", "9x9"], "--shapes has 9x9"),
+        (["--strategies", "horovod,gossip"], "--strategies has 'gossip'; valid are horovod, ddp"),
+        (["--scaling", "up"], "--scaling has 'up'; valid are weak, strong"),
+        (["--steps", "some"], "--steps is 'some'; valid is a positive number, or all"),
+        (["--repeats", "0"], "--repeats is 0; it must be positive"),
+        (["--batch-size", "3"], "--batch-size is 3, which 2 ranks cannot share in strong scaling"),
+        (["--batch-flag", ""], "strong scaling needs --batch-flag"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--output", "/proc/nowhere"], "--output /proc/nowhere cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
+    process = start("--hosts", "localhost:2", *arguments)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert words in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1
+
+
+MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
+SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
+
+
+@pytest.mark.distributed
+def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
+    process = start(
+        *[*SHORT, "--batch-size", "40", "--strategies", "horovod,ddp,ring,parameter_server", "--try-advice"],
+        *["--output", str(tmp_path), *MNIST],
+    )
+    said, progress = process.communicate(timeout=280)
+    assert process.returncode == 0, said + progress
+    written = json.loads((tmp_path / "scaling.json").read_text())
+    names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
+    several = {
+        (2, name, kind) for name in ("horovod", "ddp", "ring", "parameter_server") for kind in ("weak", "strong")
+    }
+    assert names == {(1, "single", "both")} | several
+    for row in written["rows"]:
+        assert row["measured"]["samples_per_s"] > 0
+        assert (row["error"] is None) == (row["strategy"] == "single")
+        assert row["batch"] == (20 if row["scaling"] == "strong" else 40)
+    for run in written["runs"]:
+        expected = {"single": "Single", "parameter_server": "ParameterServer", "ddp": "DDP"}
+        assert run["timing"]["strategy"] == expected.get(run["strategy"], run["strategy"].capitalize())
+    assert set(written["networks"]) == {"horovod", "ddp", "ring", "parameter_server"}
+    assert len(written["advice"]) == 4
+    assert "1x2 under parameter_server: efficiency" in said
+    assert (tmp_path / "scaling.html").stat().st_size > 50_000
+
+
+@pytest.mark.distributed
+def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
+    output = ["--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
+    own = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "auto", "0", "0.001")
+    said, progress = own.communicate(timeout=120)
+    assert own.returncode == 0, said + progress
+    assert "| 1x2   | horovod  | weak" in said
+    failing = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "gossip", "0", "0")
+    said, progress = failing.communicate(timeout=120)
+    assert failing.returncode == 1
+    assert "one rank by itself cannot be measured: exit code 1: trainer: strategy is 'gossip'; valid are" in progress
+    silent = start(*SHORT, *output, "setup.py" if Path("setup.py").exists() else "scripts/gpu_links.py")
+    _, progress = silent.communicate(timeout=120)
+    assert silent.returncode == 1
+    assert "it left no timing" in progress
+
+
+@pytest.mark.distributed
+def test_interrupted_it_keeps_what_it_has_and_leaves_nobody(tmp_path: Path) -> None:
+    process = start(*SHORT, "--repeats", "50", "--output", str(tmp_path), *MNIST)
+    deadline = time.monotonic() + 120
+    while (
+        not (tmp_path / "scaling.json").exists() or len(json.loads((tmp_path / "scaling.json").read_text())["runs"]) < 2
+    ):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(2)  # into the next job
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    said, progress = process.communicate(timeout=60)
+    assert process.returncode == 130, said + progress
+    assert "Interrupted: this is what was measured until then." in said
+    assert json.loads((tmp_path / "scaling.json").read_text())["interrupted"] is True
+    assert (tmp_path / "scaling.html").exists()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
