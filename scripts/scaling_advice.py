@@ -48,14 +48,14 @@ class Advice:
     """Of examples/mnist.py; a script of one's own has its own names for them. Empty where no option does it."""
 
 
-def advise(run: Measured, others: Sequence[Measured], link: Link | None) -> list[Advice]:
+def advise(run: Measured, others: Sequence[Measured], halved: float | None) -> list[Advice]:
     """What promises at least a tenth more samples/s, the best first.
 
     Args:
         others: everything else that was measured, with the same batch.
-        link: what the exchange goes over at its slowest; None where it has not been measured.
+        halved: what part of its time an exchange of half the bytes takes on this shape; None where nobody knows.
     """
-    found = [*_accumulate(run), *_compress(run, link), *_change(run, others)]
+    found = [*_accumulate(run), *_compress(run, halved), *_change(run, others)]
     return sorted((one for one in found if one.gain >= _WORTH_IT), key=lambda one: -one.gain)
 
 
@@ -93,11 +93,10 @@ def _accumulate(run: Measured) -> list[Advice]:
     return [next(one for one in found if one.gain - 1 >= 0.75 * (found[-1].gain - 1))]
 
 
-def _compress(run: Measured, link: Link | None) -> list[Advice]:
-    if link is None or run.gradient_bytes == 0:
+def _compress(run: Measured, halved: float | None) -> list[Advice]:
+    if halved is None:
         return []
-    whole = run.exchange + run.hidden
-    saved = whole * (1 - link.seconds(run.gradient_bytes / 2) / link.seconds(run.gradient_bytes))
+    saved = (run.exchange + run.hidden) * (1 - halved)
     gain = run.step / (run.step - min(saved, run.exchange))
     return [Advice(what="use fp16 compression", gain=gain, options=("--compression", "fp16"))]
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaling_models import OF_STRATEGY, Link, Network, Shape, fit, is_slow, of_ring
+from scaling_models import OF_STRATEGY, Link, Network, Shape, is_slow, of_ring
 
 from trainer.errors import TrainerError
 
 ROOT = Path(__file__).resolve().parent.parent
 TRANSPORT_OF = {"horovod": "horovod", "ddp": "gloo", "ring": "ring", "parameter_server": "parameter_server"}
 """The transport of comm_bench.py over which each strategy's gradients meet; NCCL under ddp where there are GPUs."""
+_PARTS = (16, 8, 4, 2, 1)
+"""Of the gradients' size: as much as a message is smaller on more ranks, or with compression."""
 _GRACE_S = 20.0
 _RANK_MARK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.MULTILINE)
 
@@ -114,13 +116,13 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
 
 
 def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
-    """Lines through the times of an all-reduce on the ranks of `place`, at the size that is exchanged and around it."""
+    """The times of an all-reduce on the ranks of `place`, at the size that is exchanged and below it."""
     ranks = sum(host.slots for host in parse_hosts(place))
     transports = [("nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name]) for name in strategies]
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "links.json")
         command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, "--repeats", "2"]
-        command += ["--sizes", "4", str(max(8, size // 2)), str(max(16, size)), "--max-seconds", "1e9"]
+        command += ["--sizes", "4", *(str(max(16, size // part)) for part in _PARTS), "--max-seconds", "1e9"]
         command += ["--device", device, "--json", str(file)]
         run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
         rows = json.loads(file.read_text())["rows"]
@@ -128,7 +130,7 @@ def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, de
     by_key: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         by_key.setdefault(row["key"], []).append((row["size"], row["in_place_s"]))
-    return {name: fit(by_key[key]) for name, key in zip(strategies, transports, strict=True) if key in by_key}
+    return {name: Link(tuple(by_key[key])) for name, key in zip(strategies, transports, strict=True) if key in by_key}
 
 
 def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:

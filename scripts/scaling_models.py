@@ -1,15 +1,16 @@
 """What an exchange costs on other shapes than those on which it was measured, and what a whole step costs then.
 
-An all-reduce of K bytes between two ranks takes, as measured through one transport, A + B·K seconds: A is latency, B
-what a byte costs. Between two ranks every all-reduce below sends K bytes each way in two messages, so that larger
-shapes follow by counting messages and bytes; where ranks of one host and of several take part, the slower link counts.
-Sources of the formulas are with each.
+An all-reduce of K bytes between two ranks sends, whichever way it is done, two messages of K/2 each way; how long that
+takes is measured for several K. Larger shapes follow by counting the messages and their sizes; where ranks of one host
+and of several take part, the slower link counts. With a line through the measurements, A + B·K, the formulas are those
+of their sources, which are with each; but the time of a message is no line where a protocol changes with its size, or
+where a connection has to gather speed, and then the measurement at that size is what counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
@@ -33,15 +34,39 @@ class Shape:
         return f"{self.hosts}x{self.per_host}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Link:
-    """How long an all-reduce between two ranks takes: `latency_s` + bytes · `s_per_byte`."""
+    """How long an all-reduce between two ranks takes, measured.
 
-    latency_s: float
-    s_per_byte: float
+    Args:
+        points: bytes and seconds, by size.
+    """
+
+    points: tuple[tuple[float, float], ...]
 
     def seconds(self, size: float) -> float:
-        return self.latency_s + size * self.s_per_byte
+        """Between two measurements, and beyond the last one, along the line through its neighbours."""
+        (low, least), *rest = self.points
+        if size <= low or not rest:
+            return least
+        for high, most in rest:
+            if size <= high:
+                break
+            low, least = high, most
+        else:
+            (low, least), (high, most) = self.points[-2:]
+        return max(0.0, least + (most - least) * (size - low) / (high - low))
+
+    @property
+    def latency_s(self) -> float:
+        """Of the smallest."""
+        return self.points[0][1]
+
+    @property
+    def s_per_byte(self) -> float:
+        """What the largest takes beyond the smallest."""
+        (low, least), (high, most) = self.points[0], self.points[-1]
+        return max(0.0, (most - least) / (high - low)) if high > low else 0.0
 
     @property
     def gbit_per_s(self) -> float:
@@ -49,7 +74,7 @@ class Link:
         return 8e-9 / self.s_per_byte if self.s_per_byte > 0 else math.inf
 
     def slowed(self, factor: float) -> Link:
-        return Link(latency_s=self.latency_s * factor, s_per_byte=self.s_per_byte * factor)
+        return Link(tuple((size, seconds * factor) for size, seconds in self.points))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +96,16 @@ class Network:
 
 
 def of_ring(line: Link, ranks: int) -> Link:
-    """The link under a ring of so many ranks that took as long as `line` says."""
-    return Link(latency_s=line.latency_s / (ranks - 1), s_per_byte=line.s_per_byte / (2 * (ranks - 1) / ranks))
-
-
-def fit(points: Sequence[tuple[int, float]]) -> Link:
-    """The line through (bytes, seconds) with the least squares of relative errors, neither part of it negative."""
-    weighted = [(1 / seconds, size / seconds) for size, seconds in points]
-    aa, ab, bb = (sum(one[i] * one[j] for one in weighted) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ra, rb = (sum(one[i] for one in weighted) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if len(points) == 1 or determinant <= 0:
-        return Link(latency_s=min(seconds for _, seconds in points), s_per_byte=0.0)
-    latency, per_byte = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
-    if latency < 0:
-        return Link(latency_s=0.0, s_per_byte=rb / bb)
-    if per_byte < 0:
-        return Link(latency_s=ra / aa, s_per_byte=0.0)
-    return Link(latency_s=latency, s_per_byte=per_byte)
+    """What lies between two ranks, from the times of a ring of more: the same messages, of which it has fewer."""
+    return Link(tuple((2 * size / ranks, seconds / (ranks - 1)) for size, seconds in line.points))
 
 
 def ring(size: float, shape: Shape, network: Network) -> float:
     """2·(N - 1) messages of K/N bytes; the slowest link holds all up. Patarasuk and Yuan, JPDC 2009."""
     local, remote = network.between(shape)
     n = shape.ranks
-    latency = (n - 1) * max(local.latency_s if shape.per_host > 1 else 0.0, remote.latency_s)
-    per_byte = max(local.s_per_byte if shape.per_host > 1 else 0.0, remote.s_per_byte)
-    return latency + size * per_byte * 2 * (n - 1) / n
+    links = [remote, local] if shape.per_host > 1 else [remote]
+    return (n - 1) * max(link.seconds(2 * size / n) for link in links)
 
 
 def tree(size: float, shape: Shape, network: Network) -> float:
@@ -107,17 +115,21 @@ def tree(size: float, shape: Shape, network: Network) -> float:
     large halves first; what is left for the link between hosts is K/P of every rank, all P of them at the same time.
     """
     local, remote = network.between(shape)
-    inside = math.log2(shape.per_host) * local.latency_s + 2 * size * (1 - 1 / shape.per_host) * local.s_per_byte
-    across = math.log2(shape.hosts) * remote.latency_s + 2 * size * (1 - 1 / shape.hosts) * remote.s_per_byte
-    return inside + across
+    left, seconds = size, 0.0
+    for _ in range(math.ceil(math.log2(shape.per_host))):
+        seconds += local.seconds(left)
+        left /= 2
+    for _ in range(math.ceil(math.log2(shape.hosts))):
+        seconds += remote.seconds(left) + (shape.per_host - 1) * left * remote.s_per_byte
+        left /= 2
+    return seconds
 
 
 def hierarchical(size: float, shape: Shape, network: Network) -> float:
     """A ring within each host, one of the hosts, one within each again. Goyal et al., arXiv:1706.02677, section 4."""
     local, remote = network.between(shape)
     p, m = shape.per_host, shape.hosts
-    inside = (p - 1) * local.latency_s + 2 * size * (p - 1) / p * local.s_per_byte
-    return inside + (m - 1) * remote.latency_s + 2 * size * (m - 1) / m * remote.s_per_byte
+    return (p - 1) * local.seconds(2 * size / p) + (m - 1) * remote.seconds(2 * size / m)
 
 
 def parameter_server(size: float, shape: Shape, network: Network) -> float:
@@ -127,8 +139,8 @@ def parameter_server(size: float, shape: Shape, network: Network) -> float:
     """
     local, remote = network.between(shape)
     elsewhere = shape.ranks - shape.per_host
-    inside = local.latency_s + size * local.s_per_byte * shape.ranks / 2
-    across = remote.latency_s + size * remote.s_per_byte * elsewhere
+    inside = local.seconds(size) + size * local.s_per_byte * (shape.ranks / 2 - 1)
+    across = remote.seconds(size) + size * remote.s_per_byte * (elsewhere - 1)
     return max(inside, across) if elsewhere else inside
 
 

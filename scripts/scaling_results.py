@@ -148,7 +148,7 @@ class Results:
             row = max(weak, key=lambda one: (one.shape.ranks, one.shape.hosts))
             others = [one.measured for one in rows if one is not row and one.scaling in (row.scaling, "both")]
             link = self._slowest_link(row)
-            advice = advise(row.measured, others, link)
+            advice = advise(row.measured, others, self._halved(row))
             found.append((row, advice, sentence(row.measured, advice, link)))
         return found
 
@@ -198,6 +198,13 @@ class Results:
             input=timing["input"], compute=timing["compute"] + timing["exchange"], window=timing["window"],
             gradient_bytes=timing["gradient_bytes"],
         )  # fmt: skip
+
+    def _halved(self, row: Row) -> float | None:
+        if row.predicted is None:
+            return None
+        size, network = row.measured.gradient_bytes, self.network(row.strategy)
+        model = MODELS[OF_STRATEGY[row.strategy]]
+        return model(size / 2, row.shape, network) / model(size, row.shape, network)
 
     def _slowest_link(self, row: Row) -> Link | None:
         network = self.network(row.strategy)

@@ -16,19 +16,7 @@ import psutil
 import pytest
 from scaling_advice import Measured, advise, sentence
 from scaling_jobs import Host, Plan, parse_hosts, parse_shapes
-from scaling_models import (
-    MODELS,
-    Link,
-    Network,
-    Rank,
-    Shape,
-    fit,
-    hierarchical,
-    of_ring,
-    parameter_server,
-    predict,
-    ring,
-)
+from scaling_models import MODELS, Link, Network, Rank, Shape, hierarchical, of_ring, parameter_server, predict, ring
 from scaling_report import draw, show, tables, write_json, write_page
 from scaling_results import Promise, Results, Run
 
@@ -36,22 +24,28 @@ from tests.distributed.harness import BIN, ROOT
 from trainer.errors import TrainerError
 
 SCRIPT = "scripts/scaling_test.py"
-SLOW = Link(latency_s=1e-3, s_per_byte=8e-8)  # 100 Mbit/s
-FAST = Link(latency_s=1e-5, s_per_byte=1e-10)
+
+
+def line(latency_s: float, s_per_byte: float) -> Link:
+    return Link(((0, latency_s), (10**9, latency_s + 10**9 * s_per_byte)))
+
+
+SLOW, FAST = line(1e-3, 8e-8), line(1e-5, 1e-10)  # 100 Mbit/s, 80 Gbit/s
 PAIR, FOUR = Shape(hosts=2, per_host=1), Shape(hosts=2, per_host=2)
 SIZE = 25_000_000
 
 
-def test_a_line_through_measurements_is_found() -> None:
-    line = fit([(size, 1e-3 + size * 2e-9) for size in (4, 10**6, 10**8)])
-    assert line.latency_s == pytest.approx(1e-3)
-    assert line.s_per_byte == pytest.approx(2e-9)
-    assert line.gbit_per_s == pytest.approx(4.0)
-    assert fit([(4, 0.002)]) == Link(latency_s=0.002, s_per_byte=0.0)
-    falling = fit([(4, 2e-3), (10**6, 1e-3)])
-    assert falling.s_per_byte == 0.0
-    assert falling.latency_s > 0
-    assert fit([(10**6, 1e-6), (10**8, 1e-2)]).latency_s == 0.0
+def test_a_link_takes_what_was_measured_and_between_what_lies_between() -> None:
+    link = Link(((4, 1e-3), (1000, 2e-3), (2000, 10e-3)))
+    assert [link.seconds(size) for size in (1, 4, 502, 1000, 1500, 3000)] == pytest.approx(
+        [1e-3, 1e-3, 1.5e-3, 2e-3, 6e-3, 18e-3]
+    )
+    assert link.latency_s == 1e-3
+    assert link.s_per_byte == pytest.approx(9e-3 / 1996)
+    assert link.slowed(2).seconds(1500) == pytest.approx(12e-3)
+    assert SLOW.gbit_per_s == pytest.approx(0.1)
+    assert Link(((4, 0.002),)).seconds(10**6) == 0.002
+    assert Link(((4, 0.002), (8, 0.001))).gbit_per_s == float("inf")
 
 
 @pytest.mark.parametrize("model", ["ring", "tree", "hierarchical", "parameter server"])
@@ -63,7 +57,7 @@ def test_two_ranks_take_what_was_measured_between_two(model: str) -> None:
 
 
 def test_models_count_the_bytes_that_the_slow_link_carries() -> None:
-    network = Network(local=Link(latency_s=0, s_per_byte=0), remote=Link(latency_s=0, s_per_byte=1))
+    network = Network(local=line(0, 0), remote=line(0, 1))
     assert ring(1, FOUR, network) == pytest.approx(2 * 3 / 4)
     assert hierarchical(1, FOUR, network) == pytest.approx(2 * 1 / 2)
     assert parameter_server(1, FOUR, network) == 2  # one for each rank on the other host
@@ -72,10 +66,23 @@ def test_models_count_the_bytes_that_the_slow_link_carries() -> None:
 
 
 def test_the_ring_is_limited_by_latency_where_there_are_many() -> None:
-    network = Network(local=FAST, remote=Link(latency_s=1e-3, s_per_byte=0))
+    network = Network(local=FAST, remote=line(1e-3, 0))
     assert ring(4, Shape(hosts=64, per_host=1), network) == pytest.approx(63e-3)
     assert MODELS["tree"](4, Shape(hosts=64, per_host=1), network) == pytest.approx(6e-3)
-    assert of_ring(Link(latency_s=2e-3, s_per_byte=4 / 3), 3) == Link(latency_s=1e-3, s_per_byte=1.0)
+
+
+def test_a_ring_of_three_tells_what_lies_between_two() -> None:
+    shape, network = Shape(hosts=3, per_host=1), Network(remote=SLOW)
+    three = Link(tuple((size, ring(size, shape, network)) for size in (4, 10**6, 10**8)))
+    for size in (3, 10**5, 10**7):
+        assert of_ring(three, 3).seconds(size) == pytest.approx(SLOW.seconds(size), rel=1e-3)
+
+
+def test_messages_count_at_their_own_size() -> None:
+    """Up to 100 kB a message goes at once, larger ones are announced: what a line through both would blur."""
+    remote = Link(((4, 1e-3), (200_000, 1e-3), (200_001, 3e-3), (800_000, 3e-3)))
+    assert ring(400_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 1e-3)
+    assert ring(800_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 3e-3)
 
 
 def test_a_step_is_compute_and_what_nothing_hides() -> None:
@@ -112,11 +119,12 @@ def measured(**changes: Any) -> Measured:
 
 
 def test_advice_promises_what_the_arithmetic_gives() -> None:
-    accumulate, compress = advise(measured(), [], SLOW)
+    halved = SLOW.seconds(SIZE / 2) / SLOW.seconds(SIZE)
+    accumulate, compress = advise(measured(), [], halved)
     assert accumulate.options == ("--accumulate", "8")
     assert accumulate.gain == pytest.approx(0.5 / (0.1 + 0.4 / 8))
     assert compress.options == ("--compression", "fp16")
-    saved = 0.4 * (1 - SLOW.seconds(SIZE / 2) / SLOW.seconds(SIZE))
+    saved = 0.4 * (1 - halved)
     assert compress.gain == pytest.approx(0.5 / (0.5 - saved))
     text = sentence(measured(), [accumulate, compress], SLOW)
     assert "The link carries 0.1 Gbit/s, a small message takes 1 ms" in text
@@ -125,13 +133,12 @@ def test_advice_promises_what_the_arithmetic_gives() -> None:
 
 
 def test_compression_is_not_promised_where_latency_is_the_limit() -> None:
-    slow = Link(latency_s=0.4, s_per_byte=1e-12)
-    assert [one.options for one in advise(measured(), [], slow)] == [("--accumulate", "8")]
+    assert [one.options for one in advise(measured(), [], 1.0)] == [("--accumulate", "8")]
 
 
 def test_nothing_is_promised_where_nothing_is_lost() -> None:
     quick = measured(exchange=0.002, waiting=0.002)
-    assert advise(quick, [], SLOW) == []
+    assert advise(quick, [], 0.5) == []
     assert "nothing that is known here would make it a tenth faster" in sentence(quick, [], None)
     hungry = sentence(measured(exchange=0.002, input=0.2), [], None)
     assert re.search(r"input takes 66% of a step", hungry)

@@ -132,9 +132,12 @@ class StepTimer:
 
     def epoch(self, steps: Iterator[Step], plan: ShardPlan) -> Iterator[Step]:
         """The same steps, watched. Collective: ends with what all ranks have seen."""
+        # Whole updates: with a part of one, exchanges would count for more or less than they cost.
+        warm_up, wanted = (
+            -(-number // plan.accumulate) * plan.accumulate for number in (WARM_UP_STEPS, self._steps or 0)
+        )
         if self._steps is not None:
-            whole_updates = -(-(self._steps + WARM_UP_STEPS) // plan.accumulate)
-            steps = islice(steps, whole_updates * plan.accumulate)
+            steps = islice(steps, wanted + warm_up - min(self._warm, warm_up))
         seen = []
         while True:
             self._gradients, self._combined = [], None
@@ -145,7 +148,7 @@ class StepTimer:
                 break
             yield step
             seen.append((begins, ready, self._gradients, self._combined, self._now(), step.count))
-            if self._warm < WARM_UP_STEPS:
+            if self._warm < warm_up:
                 self._warm += 1
                 seen.clear()
                 if self._strategy is not None:
