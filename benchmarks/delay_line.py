@@ -33,6 +33,9 @@ _TAP = "longwire0"
 
 
 def main() -> int:
+    if len(sys.argv) != 3:
+        print("delay_line: it takes a process in the container's network, and milliseconds", file=sys.stderr)
+        return 2
     pid, delay_s = sys.argv[1], float(sys.argv[2]) / 1e3
     signal.signal(signal.SIGTERM, _end)
     cable = _cable_of(pid)

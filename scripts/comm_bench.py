@@ -60,6 +60,8 @@ def main() -> int:
     facts = describe(world, meeting.gather(world.host))
     if world.is_root:
         _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+        if options.json:
+            write_json(options.json, facts, rows)
     for name in options.only:
         for row in _measure(name, world, meeting, options):
             rows.append(row)

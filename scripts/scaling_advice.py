@@ -27,7 +27,8 @@ class Measured:
     hidden: float
     gradient_bytes: int
     samples_per_s: float
-    efficiency: float
+    efficiency: float | None
+    """None where a rank by itself was not measured so."""
     cores: int
     """Of all machines together."""
     threads: int
@@ -48,21 +49,24 @@ class Advice:
     """Of examples/mnist.py; a script of one's own has its own names for them. Empty where no option does it."""
 
 
-def advise(run: Measured, others: Sequence[Measured], halved: float | None) -> list[Advice]:
+def advise(run: Measured, others: Sequence[Measured], halved: float | None, busy: float = 0.0) -> list[Advice]:
     """What promises at least a tenth more samples/s, the best first.
 
     Args:
         others: everything else that was measured, with the same batch.
         halved: what part of its time an exchange of half the bytes takes on this shape; None where nobody knows.
+        busy: input and compute of a step while all ranks are at it, seconds. Ranks that share cores, and mostly wait,
+            are quicker than that in what they do in between.
     """
-    found = [*_accumulate(run), *_compress(run, halved), *_change(run, others)]
+    found = [*_accumulate(run, busy), *_compress(run, halved), *_change(run, others)]
     return sorted((one for one in found if one.gain >= _WORTH_IT), key=lambda one: -one.gain)
 
 
 def sentence(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
     """All of it, for a person."""
     lost = run.exchange + run.waiting
-    parts = [f"{run.shape} under {run.strategy}: efficiency {run.efficiency:.0%}."]
+    known = "not known" if run.efficiency is None else f"{run.efficiency:.0%}"
+    parts = [f"{run.shape} under {run.strategy}: efficiency {known}."]
     if run.threads > run.cores:
         parts.append(
             f"{run.threads} threads share {run.cores} cores, so that {run.cores / run.threads:.0%} is all there can be."
@@ -82,11 +86,11 @@ def sentence(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
     return " ".join(parts) + "; " + ", or ".join(listed) + "."
 
 
-def _accumulate(run: Measured) -> list[Advice]:
+def _accumulate(run: Measured, busy: float) -> list[Advice]:
     """One exchange for k steps. Unevenness of k steps adds up like independent noise, with the root of k."""
     found = []
     for steps in _ACCUMULATE:
-        step = run.input + run.compute + run.exchange / steps + run.waiting / math.sqrt(steps)
+        step = max(busy, run.input + run.compute) + run.exchange / steps + run.waiting / math.sqrt(steps)
         what = f"accumulate {steps} (a global batch {steps} times as large)"
         found.append(Advice(what=what, gain=run.step / step, options=("--accumulate", str(steps))))
     # The smallest that has most of what the largest has: a large global batch has a price of its own.

@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TRANSPORT_OF = {"horovod": "horovod", "ddp": "gloo", "ring": "ring", "parameter_server": "parameter_server"}
 """The transport of comm_bench.py over which each strategy's gradients meet; NCCL under ddp where there are GPUs."""
 _PARTS = (16, 8, 4, 2, 1)
-"""Of the gradients' size: as much as a message is smaller on more ranks, or with compression."""
+"""Of the gradients' size: messages are so much smaller on more ranks, or with compression."""
 _GRACE_S = 20.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""All of them end the sitting; a lost terminal is one of them."""
 _RANK_MARK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.MULTILINE)
 
 
@@ -75,8 +77,7 @@ def time_steps(
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "timing.jsonl")
         env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": str(plan.steps or "")}
-        if shape.ranks > 1:
-            env["TRAINER_STRATEGY"] = strategy
+        env["TRAINER_STRATEGY"] = strategy
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         said = run(plan.launch(shape, command), env, plan.timeout_s)
@@ -89,6 +90,8 @@ def time_steps(
         timing: dict[str, Any] = json.loads(lines[-1])
     if timing["world_size"] != shape.ranks:
         raise JobError(f"it trained on {timing['world_size']} ranks")
+    if timing["strategy"].lower() != strategy.replace("_", ""):
+        raise JobError(f"it trained under {timing['strategy']}; leave the script's own choice of strategy at auto")
     return timing
 
 
@@ -108,7 +111,7 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
     remote = _time_links(plan, f"{first.name}:1,{second.name}:1", strategies, size, device)
     found = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
     # Two ranks send both ways over one connection, which not every transport does at full speed; larger rings never do.
-    rings = [name for name in strategies if OF_STRATEGY[name] == "ring" and is_slow(found[name])]
+    rings = [name for name in strategies if OF_STRATEGY[name] == "ring" and is_slow(found[name], size)]
     if rings and first.slots > 1:
         three = _time_links(plan, f"{first.name}:2,{second.name}:1", rings, size, device)
         found |= {name: Network(local=local.get(name), remote=of_ring(line, 3)) for name, line in three.items()}
@@ -117,20 +120,29 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
 
 def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
     """The times of an all-reduce on the ranks of `place`, at the size that is exchanged and below it."""
+    # On three ranks as much more as makes the messages, K/N each, those of two.
     ranks = sum(host.slots for host in parse_hosts(place))
     transports = [("nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name]) for name in strategies]
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "links.json")
         command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, "--repeats", "2"]
-        command += ["--sizes", "4", *(str(max(16, size // part)) for part in _PARTS), "--max-seconds", "1e9"]
+        command += [
+            "--sizes",
+            "4",
+            *(str(max(16, size * ranks // 2 // part)) for part in _PARTS),
+            "--max-seconds",
+            "1e9",
+        ]
         command += ["--device", device, "--json", str(file)]
         run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
         rows = json.loads(file.read_text())["rows"]
     # Transports are told apart by the name that --only has for them.
-    by_key: dict[str, list[tuple[int, float]]] = {}
+    by_key: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         by_key.setdefault(row["key"], []).append((row["size"], row["in_place_s"]))
-    return {name: Link(tuple(by_key[key])) for name, key in zip(strategies, transports, strict=True) if key in by_key}
+    if missing := [name for name, key in zip(strategies, transports, strict=True) if key not in by_key]:
+        raise JobError(f"{missing[0]} has no transport on {place}; scripts/comm_bench.py says why")
+    return {name: Link(tuple(by_key[key])) for name, key in zip(strategies, transports, strict=True)}
 
 
 def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
@@ -143,7 +155,7 @@ def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str
     # In a session of its own, so that Ctrl-C reaches it from here, once, and in order.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True, cwd=ROOT, env={**os.environ, "PATH": path, **env},
+        errors="replace", start_new_session=True, env={**os.environ, "PATH": path, **env},
     )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=timeout_s)
@@ -161,12 +173,16 @@ def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Launchers end their ranks, those on other hosts too, when they are told to; a moment later nobody is asked."""
+    # Whoever is impatient and interrupts again must not keep us from it.
+    earlier = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
     process.send_signal(signal.SIGTERM)
     try:
         process.communicate(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
 
 
 def _last_line(said: str) -> str:

@@ -183,35 +183,33 @@ class Prediction:
         return self.compute + self.exposed
 
 
-def predict(
-    rank: Rank, shape: Shape, network: Network, model: str, *, crowd: float = 1.0, wire: float = 1.0
-) -> Prediction:
+def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: float = 1.0) -> Prediction:
     """A step on `shape`.
 
     Args:
         crowd: runnable ranks per core, at least 1: where several share one, each takes that much longer.
-        wire: bytes on the wire for a byte of gradients; 0.5 with fp16 compression.
     """
     compute = (rank.input + rank.compute) * crowd
     exchange = 0.0
     if shape.ranks > 1:
-        exchange = MODELS[model](rank.gradient_bytes * wire, shape, _crowded(network, crowd))
-    pieces = max(1, math.ceil(rank.gradient_bytes * wire / BUCKET_BYTES))
+        exchange = MODELS[model](rank.gradient_bytes, shape, _crowded(network, rank.gradient_bytes, crowd))
+    pieces = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
     # A link works beside the cores; an exchange that is itself work for the cores hides behind nothing there.
-    window = rank.window * crowd if pieces > 1 and (crowd == 1 or is_slow(network)) else 0.0
+    window = rank.window * crowd if pieces > 1 and (crowd == 1 or is_slow(network, rank.gradient_bytes)) else 0.0
     exposed = max(exchange / pieces, exchange - window)
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed)
 
 
-def is_slow(network: Network) -> bool:
+def is_slow(network: Network, size: float) -> bool:
+    """Whether, for so many bytes, the link between hosts is the limit itself, not the cores that feed it."""
     local, remote = network.local, network.remote
-    return bool(local and remote and remote.s_per_byte > LINK_IS_THE_LIMIT * local.s_per_byte)
+    return bool(local and remote and remote.seconds(size) > LINK_IS_THE_LIMIT * local.seconds(size))
 
 
-def _crowded(network: Network, crowd: float) -> Network:
+def _crowded(network: Network, size: float, crowd: float) -> Network:
     """The network as ranks see it that wait for a core: what is work for cores takes longer, a slow link does not."""
     local = network.local.slowed(crowd) if network.local else None
     remote = network.remote
-    if remote is not None and not is_slow(network):
+    if remote is not None and not is_slow(network, size):
         remote = remote.slowed(crowd)
     return Network(local=local, remote=remote)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from io import StringIO
@@ -42,6 +43,8 @@ def show(results: Results) -> str:
     problems = [f"{run}: {run.problem}" for run in results.runs if run.problem] + results.problems
     if problems:
         parts.append("\n".join(["What failed:", *problems]))
+    if not results.larger():
+        parts.append("No link between hosts was measured, so nothing is predicted for more of them.")
     if results.interrupted:
         parts.append("Interrupted: this is what was measured until then.")
     return "\n\n".join(parts)
@@ -101,11 +104,11 @@ def tried(results: Results) -> list[str]:
 def write_json(path: Path, results: Results) -> None:
     """Every run with all that it said, and what follows from them."""
     content = {
-        "where": results.facts() if any(run.timing for run in results.alone) else {},
+        "where": results.facts(),
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
-        "alone": [_entry(run) for run in results.alone],
+        "alone": [_entry(run) for run in results.alone.values()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
@@ -163,11 +166,9 @@ def _curves(results: Results) -> Any:
             (drawn,) = left.plot(
                 points, [row.measured.samples_per_s for row in line], style, marker="o", label=f"{strategy}, {scaling}"
             )
-            right.plot(
-                points, [100 * row.measured.efficiency for row in line], style, marker="o", color=drawn.get_color()
-            )
+            right.plot(points, [_percent(row) for row in line], style, marker="o", color=drawn.get_color())
             for row in own:
-                for axes, value in ((left, row.measured.samples_per_s), (right, 100 * row.measured.efficiency)):
+                for axes, value in ((left, row.measured.samples_per_s), (right, _percent(row))):
                     if row.scaling == own[0].scaling == "weak" and strategy == results.strategies()[0]:
                         axes.annotate(
                             str(row.shape), (row.shape.ranks, value), xytext=(5, 5), textcoords="offset points"
@@ -179,6 +180,10 @@ def _curves(results: Results) -> Any:
         axes.grid(alpha=0.3)
     left.legend()
     return figure
+
+
+def _percent(row: Row) -> float:
+    return math.nan if row.measured.efficiency is None else 100 * row.measured.efficiency
 
 
 def _bars(results: Results) -> Any:
@@ -235,7 +240,7 @@ def _run_cells(row: Row) -> Sequence[str]:
     return (
         str(row.shape), row.strategy, row.scaling, str(row.batch), f"{row.measured.samples_per_s:,.0f}",
         f"{row.least:,.0f}-{row.most:,.0f}", f"{row.epoch_s:.2f}", f"{row.speedup:.2f}" if row.speedup else "",
-        f"{row.measured.efficiency:.0%}",
+        "" if row.measured.efficiency is None else f"{row.measured.efficiency:.0%}",
     )  # fmt: skip
 
 

@@ -88,7 +88,8 @@ class Results:
     plan: Plan
     batch: int
     command: Sequence[str]
-    alone: list[Run] = field(default_factory=list)
+    alone: dict[tuple[int, int], Run] = field(default_factory=dict)
+    """One rank by itself, by batch and PyTorch threads."""
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
@@ -96,9 +97,13 @@ class Results:
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
 
+    def first(self) -> dict[str, Any]:
+        """What the first rank by itself said."""
+        return next(run.timing for run in self.alone.values() if run.timing)
+
     def facts(self) -> dict[str, str]:
         """Where this was measured."""
-        timing = self._timing()
+        timing = self.first()
         hosts = ", ".join(f"{host.name}: {host.slots}" for host in self.plan.hosts)
         seen = max((run.timing["machines"] for run in self.runs if run.timing), default=1)
         return {
@@ -123,8 +128,10 @@ class Results:
 
     def larger(self) -> list[tuple[str, Prediction, float]]:
         """For each model and each larger number of ranks: strategy measured over, prediction, efficiency."""
-        rank, found = self._rank(self.batch), []
-        per_host = max(run.shape.per_host for run in self.runs)
+        rank, found = self._rank(self.batch, self.first()["threads"]), []
+        room = max(run.shape.per_host for run in self.runs)
+        if rank is None:
+            return []
         for model in MODELS:
             own = [name for name in self.strategies() if OF_STRATEGY[name] == model] or self.strategies()[:1]
             for strategy in own[:1]:
@@ -132,7 +139,8 @@ class Results:
                 if network.remote is None:  # what one host does says nothing about others
                     continue
                 for ranks in LARGER:
-                    shape = Shape(hosts=max(1, ranks // per_host), per_host=min(per_host, ranks))
+                    per_host = max(count for count in range(1, min(room, ranks) + 1) if ranks % count == 0)
+                    shape = Shape(hosts=ranks // per_host, per_host=per_host)
                     guess = predict(rank, shape, network, model)
                     found.append((strategy, guess, (rank.input + rank.compute) / guess.step))
         return found
@@ -148,7 +156,8 @@ class Results:
             row = max(weak, key=lambda one: (one.shape.ranks, one.shape.hosts))
             others = [one.measured for one in rows if one is not row and one.scaling in (row.scaling, "both")]
             link = self._slowest_link(row)
-            advice = advise(row.measured, others, self._halved(row))
+            busy = row.predicted.compute if row.predicted else 0.0
+            advice = advise(row.measured, others, self._halved(row), busy)
             found.append((row, advice, sentence(row.measured, advice, link)))
         return found
 
@@ -169,31 +178,38 @@ class Results:
         cores, threads = timings[0]["cores"] * timings[0]["machines"], timings[0]["threads"] * shape.ranks
         measured = Measured(
             shape=str(shape), strategy=strategy, ranks=shape.ranks, samples_per_s=rate, cores=cores, threads=threads,
-            gradient_bytes=timings[0]["gradient_bytes"], efficiency=rate / self._ideal(threads),
-            **_medians(timings),
+            efficiency=self._efficiency(rate, shape, timings[0]["threads"]),
+            gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
         )  # fmt: skip
-        predicted = self._predict(shape, strategy, runs[0].batch, max(1.0, threads / cores))
+        batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
+        rank = self._rank(runs[0].batch, timings[0]["threads"])
+        predicted = self._predict(rank, shape, strategy, max(1.0, threads / cores))
         return Row(
-            shape=shape, strategy=strategy, scaling=scaling, batch=runs[0].batch, runs=len(runs), measured=measured,
+            shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
             least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
             speedup=rate / base if base else None, predicted=predicted,
-            predicted_samples_per_s=runs[0].batch * shape.ranks / predicted.step if predicted else None,
+            predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
         )  # fmt: skip
 
-    def _predict(self, shape: Shape, strategy: str, batch: int, crowd: float) -> Prediction | None:
+    def _predict(self, rank: Rank | None, shape: Shape, strategy: str, crowd: float) -> Prediction | None:
         network = self.network(strategy)
-        if shape.ranks == 1 or (network.local is None and network.remote is None):
+        if rank is None or shape.ranks == 1 or (network.local is None and network.remote is None):
             return None
-        on_gpu = self._timing()["device"] != "cpu"
-        return predict(self._rank(batch), shape, network, OF_STRATEGY[strategy], crowd=1.0 if on_gpu else crowd)
+        on_gpu = self.first()["device"] != "cpu"
+        return predict(rank, shape, network, OF_STRATEGY[strategy], crowd=1.0 if on_gpu else crowd)
 
-    def _ideal(self, threads: int) -> float:
-        """samples/s of so many threads that all were as fast as those of a rank by itself on its share of the cores."""
-        alone = next(run for run in self.alone if run.batch == self.batch)
-        return alone.samples_per_s * threads / float(self._timing()["threads"])
+    def _efficiency(self, rate: float, shape: Shape, threads: int) -> float | None:
+        """Of as many ranks by themselves, each with the whole batch and as many threads as it has here."""
+        alone = self.alone.get((self.batch, threads))
+        if shape.ranks == 1:
+            return 1.0
+        return rate / (shape.ranks * alone.samples_per_s) if alone and alone.timing else None
 
-    def _rank(self, batch: int) -> Rank:
-        timing = next(run.timing for run in self.alone if run.batch == batch and run.timing)
+    def _rank(self, batch: int, threads: int) -> Rank | None:
+        alone = self.alone.get((batch, threads))
+        if alone is None or alone.timing is None:
+            return None
+        timing = alone.timing
         return Rank(
             input=timing["input"], compute=timing["compute"] + timing["exchange"], window=timing["window"],
             gradient_bytes=timing["gradient_bytes"],
@@ -209,9 +225,6 @@ class Results:
     def _slowest_link(self, row: Row) -> Link | None:
         network = self.network(row.strategy)
         return network.remote if row.shape.hosts > 1 else network.local
-
-    def _timing(self) -> dict[str, Any]:
-        return next(run.timing for run in self.alone if run.timing)
 
 
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:

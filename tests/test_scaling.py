@@ -1,18 +1,12 @@
-"""The scaling test: its models, its advice, its figures, its page, its mistakes, and short runs of the real thing."""
+"""The scaling test: its models, its advice, its figures and its page."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from scaling_advice import Measured, advise, sentence
 from scaling_jobs import Host, Plan, parse_hosts, parse_shapes
@@ -20,10 +14,7 @@ from scaling_models import MODELS, Link, Network, Rank, Shape, hierarchical, of_
 from scaling_report import draw, show, tables, write_json, write_page
 from scaling_results import Promise, Results, Run
 
-from tests.distributed.harness import BIN, ROOT
 from trainer.errors import TrainerError
-
-SCRIPT = "scripts/scaling_test.py"
 
 
 def line(latency_s: float, s_per_byte: float) -> Link:
@@ -99,8 +90,6 @@ def test_a_step_is_compute_and_what_nothing_hides() -> None:
         2 * predict(rank, FOUR, alike, "ring").exchange
     )
     assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").exposed == 0
-    halved = predict(rank, FOUR, network, "ring", wire=0.5)
-    assert halved.exchange == pytest.approx(ring(SIZE / 2, FOUR, network))
 
 
 def test_one_message_hides_behind_nothing() -> None:
@@ -168,7 +157,7 @@ def results() -> Results:
     hosts = [Host(name="a", slots=2), Host(name="<b>", slots=2)]
     plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
     made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
-    made.alone.append(alone.ended(timing=timing(0.1, 100)))
+    made.alone[100, 1] = alone.ended(timing=timing(0.1, 100))
     made.networks["horovod"] = Network(local=FAST, remote=SLOW)
     for number, step in enumerate((2.0, 2.2, 9.0), 1):
         run = Run(shape=FOUR, strategy="horovod", scaling="weak", round=number, batch=100)
@@ -245,107 +234,3 @@ def test_hosts_and_shapes() -> None:
         parse_shapes("3x1", hosts)
     with pytest.raises(TrainerError, match="--shapes is '2by2'; valid is hosts x ranks on each"):
         parse_shapes("2by2", hosts)
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
-        # A shell that runs tests in the background has its children ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hosts", "a"], "--hosts is 'a'; valid is host:ranks,host:ranks, as in a:2,b:2"),
-        (["--hosts", "nobody:2"], "--hosts begins with nobody, and this is"),
-        (["--shapes", "9x9"], "--shapes has 9x9"),
-        (["--strategies", "horovod,gossip"], "--strategies has 'gossip'; valid are horovod, ddp"),
-        (["--scaling", "up"], "--scaling has 'up'; valid are weak, strong"),
-        (["--steps", "some"], "--steps is 'some'; valid is a positive number, or all"),
-        (["--repeats", "0"], "--repeats is 0; it must be positive"),
-        (["--batch-size", "3"], "--batch-size is 3, which 2 ranks cannot share in strong scaling"),
-        (["--batch-flag", ""], "strong scaling needs --batch-flag"),
-        (["nowhere.py"], "there is no script nowhere.py"),
-        (["--output", "/proc/nowhere"], "--output /proc/nowhere cannot be written"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
-    process = start("--hosts", "localhost:2", *arguments)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert words in said
-    assert "Traceback" not in said
-    assert len(said.splitlines()) == 1
-
-
-MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
-SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
-
-
-@pytest.mark.distributed
-def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
-    process = start(
-        *[*SHORT, "--batch-size", "40", "--strategies", "horovod,ddp,ring,parameter_server", "--try-advice"],
-        *["--output", str(tmp_path), *MNIST],
-    )
-    said, progress = process.communicate(timeout=280)
-    assert process.returncode == 0, said + progress
-    written = json.loads((tmp_path / "scaling.json").read_text())
-    names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
-    several = {
-        (2, name, kind) for name in ("horovod", "ddp", "ring", "parameter_server") for kind in ("weak", "strong")
-    }
-    assert names == {(1, "single", "both")} | several
-    for row in written["rows"]:
-        assert row["measured"]["samples_per_s"] > 0
-        assert (row["error"] is None) == (row["strategy"] == "single")
-        assert row["batch"] == (20 if row["scaling"] == "strong" else 40)
-    for run in written["runs"]:
-        expected = {"single": "Single", "parameter_server": "ParameterServer", "ddp": "DDP"}
-        assert run["timing"]["strategy"] == expected.get(run["strategy"], run["strategy"].capitalize())
-    assert set(written["networks"]) == {"horovod", "ddp", "ring", "parameter_server"}
-    assert len(written["advice"]) == 4
-    assert "1x2 under parameter_server: efficiency" in said
-    assert (tmp_path / "scaling.html").stat().st_size > 50_000
-
-
-@pytest.mark.distributed
-def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
-    output = ["--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
-    own = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "auto", "0", "0.001")
-    said, progress = own.communicate(timeout=120)
-    assert own.returncode == 0, said + progress
-    assert "| 1x2   | horovod  | weak" in said
-    failing = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "gossip", "0", "0")
-    said, progress = failing.communicate(timeout=120)
-    assert failing.returncode == 1
-    assert "one rank by itself cannot be measured: exit code 1: trainer: strategy is 'gossip'; valid are" in progress
-    silent = start(*SHORT, *output, "setup.py" if Path("setup.py").exists() else "scripts/gpu_links.py")
-    _, progress = silent.communicate(timeout=120)
-    assert silent.returncode == 1
-    assert "it left no timing" in progress
-
-
-@pytest.mark.distributed
-def test_interrupted_it_keeps_what_it_has_and_leaves_nobody(tmp_path: Path) -> None:
-    process = start(*SHORT, "--repeats", "50", "--output", str(tmp_path), *MNIST)
-    deadline = time.monotonic() + 120
-    while (
-        not (tmp_path / "scaling.json").exists() or len(json.loads((tmp_path / "scaling.json").read_text())["runs"]) < 2
-    ):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    time.sleep(2)  # into the next job
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    said, progress = process.communicate(timeout=60)
-    assert process.returncode == 130, said + progress
-    assert "Interrupted: this is what was measured until then." in said
-    assert json.loads((tmp_path / "scaling.json").read_text())["interrupted"] is True
-    assert (tmp_path / "scaling.html").exists()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive

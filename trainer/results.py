@@ -20,8 +20,11 @@ def cpu_model() -> str:
 
 def check_writable(path: Path) -> None:
     """Raises `TrainerError` where a result could not be written: before an hour of measuring, not after it."""
+    is_new = not path.exists()
     try:
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise TrainerError(f"{path} cannot be written: {error.strerror or error}") from None
 

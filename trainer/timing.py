@@ -115,6 +115,7 @@ class StepTimer:
         self._gradient_bytes = 0
         self._gradients: list[tuple[Any, int]] = []
         self._combined: Any = None
+        self._synchronized: Any = None
         self._warm = 0
 
     def watch_model(self, model: nn.Module) -> None:
@@ -127,6 +128,14 @@ class StepTimer:
     def watch_optimizer(self, strategy: Strategy, optimizer: Optimizer) -> None:
         """After the strategy has made it: the optimizer's own step begins when all hooks before it are done."""
         self._strategy = strategy
+        synchronize = strategy.synchronize
+
+        def noted(optimizer: Optimizer) -> None:
+            synchronize(optimizer)
+            self._synchronized = self._now()
+
+        # Where gradients are clipped or unscaled, the loop waits for them with this, and the rest is its own work.
+        strategy.synchronize = noted  # type: ignore[method-assign]
         # Horovod's optimizer is one around another one, and both call this; the inner one's call is the last.
         optimizer.register_step_pre_hook(lambda *_: self._on_combined())
 
@@ -140,14 +149,15 @@ class StepTimer:
             steps = islice(steps, wanted + warm_up - min(self._warm, warm_up))
         seen = []
         while True:
-            self._gradients, self._combined = [], None
+            self._gradients, self._combined, self._synchronized = [], None, None
             begins = self._now()
             step = next(steps, None)
             ready = self._now()
             if step is None:
                 break
             yield step
-            seen.append((begins, ready, self._gradients, self._combined, self._now(), step.count))
+            combined = self._synchronized or self._combined
+            seen.append((begins, ready, self._gradients, combined, self._now(), step.count))
             if self._warm < warm_up:
                 self._warm += 1
                 seen.clear()

@@ -3,8 +3,8 @@
 Horovod as it comes loses to DistributedDataParallel on small models. Why, and what is done about each:
 
 * Horovod looks at its queue once per HOROVOD_CYCLE_TIME, by default every millisecond. That sleep is nearly
-  the whole cost of a small all-reduce. Since patches/0011 a rank with nothing to exchange does not look at all,
-  so that a short cycle costs nothing.
+  the whole cost of a small all-reduce. With patches/0011 a rank that has nothing to exchange sleeps until it has,
+  so that a short cycle costs something only while an exchange is on its way (or where there are process sets).
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
   more threads than cores, the spinning takes the core from whoever is waited for.
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.

@@ -1,0 +1,131 @@
+"""The scaling test itself: its mistakes, short runs of the real thing, and an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.harness import BIN, ROOT
+
+SCRIPT = "scripts/scaling_test.py"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        # A shell that runs tests in the background has its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts", "a"], "--hosts is 'a'; valid is host:ranks,host:ranks, as in a:2,b:2"),
+        (["--hosts", "nobody:2"], "--hosts begins with nobody, and this is"),
+        (["--shapes", "9x9"], "--shapes has 9x9"),
+        (["--strategies", "horovod,gossip"], "--strategies has 'gossip'; valid are horovod, ddp"),
+        (["--scaling", "up"], "--scaling has 'up'; valid are weak, strong"),
+        (["--steps", "some"], "--steps is 'some'; valid is a positive number, or all"),
+        (["--repeats", "0"], "--repeats is 0; it must be positive"),
+        (["--batch-size", "3"], "--batch-size is 3, which 2 ranks cannot share in strong scaling"),
+        (["--batch-flag", ""], "strong scaling needs --batch-flag"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--output", "/proc/nowhere"], "--output /proc/nowhere cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
+    process = start("--hosts", "localhost:2", *arguments)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert words in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1
+
+
+MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
+SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
+
+
+@pytest.mark.distributed
+def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
+    process = start(
+        *[*SHORT, "--batch-size", "40", "--strategies", "horovod,ddp,ring,parameter_server", "--try-advice"],
+        *["--output", str(tmp_path), *MNIST],
+    )
+    said, progress = process.communicate(timeout=280)
+    assert process.returncode == 0, said + progress
+    written = json.loads((tmp_path / "scaling.json").read_text())
+    names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
+    several = {
+        (2, name, kind) for name in ("horovod", "ddp", "ring", "parameter_server") for kind in ("weak", "strong")
+    }
+    assert names == {(1, "single", "both")} | several
+    for row in written["rows"]:
+        assert row["measured"]["samples_per_s"] > 0
+        assert (row["error"] is None) == (row["strategy"] == "single")
+        assert row["batch"] == (20 if row["scaling"] == "strong" else 40)
+    for run in written["runs"]:
+        expected = {"single": "Single", "parameter_server": "ParameterServer", "ddp": "DDP"}
+        assert run["timing"]["strategy"] == expected.get(run["strategy"], run["strategy"].capitalize())
+    assert set(written["networks"]) == {"horovod", "ddp", "ring", "parameter_server"}
+    assert len(written["advice"]) == 4
+    assert "1x2 under parameter_server: efficiency" in said
+    assert (tmp_path / "scaling.html").stat().st_size > 50_000
+
+
+@pytest.mark.distributed
+def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
+    output = ["--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
+    own = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "auto", "0", "0.001")
+    said, progress = own.communicate(timeout=120)
+    assert own.returncode == 0, said + progress
+    own_rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert [(row["strategy"], row["batch"]) for row in own_rows] == [("single", 10), ("horovod", 10)]
+    assert abs(own_rows[1]["error"]) < 3
+    chosen = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "ddp", "0", "0")
+    said, progress = chosen.communicate(timeout=120)
+    assert chosen.returncode == 1
+    assert "it trained under DDP; leave the script's own choice of strategy at auto" in progress
+    failing = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "gossip", "0", "0")
+    said, progress = failing.communicate(timeout=120)
+    assert failing.returncode == 1
+    assert "one rank by itself cannot be measured: exit code 1: trainer: strategy is 'gossip'; valid are" in progress
+    silent = start(*SHORT, *output, "scripts/gpu_links.py")
+    _, progress = silent.communicate(timeout=120)
+    assert silent.returncode == 1
+    assert "it left no timing" in progress
+
+
+@pytest.mark.distributed
+def test_interrupted_it_keeps_what_it_has_and_leaves_nobody(tmp_path: Path) -> None:
+    process = start(*SHORT, "--repeats", "50", "--output", str(tmp_path), *MNIST)
+    file, deadline = tmp_path / "scaling.json", time.monotonic() + 120
+    try:
+        while not file.exists() or len(json.loads(file.read_text())["runs"]) < 2:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(2)  # into the next job
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)  # somebody is impatient
+        said, progress = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said + progress
+    assert "Interrupted: this is what was measured until then." in said
+    assert json.loads((tmp_path / "scaling.json").read_text())["interrupted"] is True
+    assert (tmp_path / "scaling.html").exists()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
