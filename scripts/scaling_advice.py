@@ -94,7 +94,8 @@ def _accumulate(run: Measured, busy: float) -> list[Advice]:
         what = f"accumulate {steps} (a global batch {steps} times as large)"
         found.append(Advice(what=what, gain=run.step / step, options=("--accumulate", str(steps))))
     # The smallest that has most of what the largest has: a large global batch has a price of its own.
-    return [next(one for one in found if one.gain - 1 >= 0.75 * (found[-1].gain - 1))]
+    enough = 1 + 0.75 * (max(one.gain for one in found) - 1)
+    return [one for one in found if one.gain >= enough][:1]
 
 
 def _compress(run: Measured, halved: float | None) -> list[Advice]:

@@ -129,7 +129,7 @@ class Results:
     def larger(self) -> list[tuple[str, Prediction, float]]:
         """For each model and each larger number of ranks: strategy measured over, prediction, efficiency."""
         rank, found = self._rank(self.batch, self.first()["threads"]), []
-        room = max(run.shape.per_host for run in self.runs)
+        room = min(host.slots for host in self.plan.hosts)
         if rank is None:
             return []
         for model in MODELS:

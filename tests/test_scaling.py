@@ -129,6 +129,7 @@ def test_nothing_is_promised_where_nothing_is_lost() -> None:
     quick = measured(exchange=0.002, waiting=0.002)
     assert advise(quick, [], 0.5) == []
     assert "nothing that is known here would make it a tenth faster" in sentence(quick, [], None)
+    assert advise(quick, [], 0.5, busy=0.2) == []
     hungry = sentence(measured(exchange=0.002, input=0.2), [], None)
     assert re.search(r"input takes 66% of a step", hungry)
 
