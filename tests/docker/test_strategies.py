@@ -85,9 +85,8 @@ def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
         "--try-advice",
     ]
     command += ["--scaling", "weak", "--steps", "8", "--repeats", "1", "--batch-size", "40", "--output", "runs/scaling"]
-    outcome = cluster.run(
-        "a", *command, "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"
-    )
+    script = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
+    outcome = cluster.run("a", *command, *script, timeout_s=280)
     assert outcome.code == 0, outcome.output
     written = json.loads(cluster.shell("a", "cat runs/scaling/scaling.json"))
     shapes = [(row["shape"]["hosts"], row["shape"]["per_host"], row["strategy"]) for row in written["rows"]]

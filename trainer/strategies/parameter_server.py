@@ -13,6 +13,7 @@ import pickle
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -124,6 +125,7 @@ class Link:
         self._error = grpc.RpcError
         self._place = place
         self._outbox: SimpleQueue[tuple[str, memoryview] | None] = SimpleQueue()
+        self._sender_has_left = threading.Event()
         self.bytes_sent = 0
         metadata = (("authorization", token), ("rank", str(world.rank)), ("channel", channel), ("host", world.host))
         self._connection = grpc.insecure_channel(place, options=OPTIONS)
@@ -153,11 +155,17 @@ class Link:
     def close(self) -> None:
         """Says farewell. A second call does nothing."""
         self._outbox.put(None)
+        # A tensor that gRPC's thread lets go of while Python is already shutting down aborts the process.
+        self._sender_has_left.wait(_FAREWELL_S)
         self._connection.close()
 
     def _messages(self) -> Iterator[bytes]:
-        while (chunk := self._outbox.get()) is not None:
-            yield encode(*chunk)
+        try:
+            while (chunk := self._outbox.get()) is not None:
+                yield encode(*chunk)
+                del chunk
+        finally:
+            self._sender_has_left.set()
 
 
 class ServerProcess:
