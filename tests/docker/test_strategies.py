@@ -90,8 +90,7 @@ def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
     assert outcome.code == 0, outcome.output
     written = json.loads(cluster.shell("a", "cat runs/scaling/scaling.json"))
     shapes = [(row["shape"]["hosts"], row["shape"]["per_host"], row["strategy"]) for row in written["rows"]]
-    several = [(hosts, ranks, name) for hosts, ranks in ((1, 2), (2, 1), (2, 2)) for name in ("horovod", "ring")]
-    assert shapes == [(1, 1, "single"), *several]
+    assert shapes == [(1, 1, "single"), (1, 2, "horovod"), (2, 1, "horovod"), (2, 2, "horovod")]
     hosts = {run["shape"]: run["timing"]["hosts"] for run in written["runs"]}
     assert hosts == {"1x1": ["a"], "1x2": ["a", "a"], "2x1": ["a", "b"], "2x2": ["a", "a", "b", "b"]}
     assert all(run["timing"]["machines"] == 1 for run in written["runs"])
@@ -100,5 +99,5 @@ def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
             assert len(link["points"]) == 6
             assert all(seconds > 0 for _, seconds in link["points"])
     assert {guess["shape"]["hosts"] for guess in written["larger"]} == {4, 8, 32}
-    assert "2x2 under ring: efficiency" in outcome.output
+    assert "2x2 under horovod: efficiency" in outcome.output
     assert "scaling.html" in cluster.shell("b", "ls runs/scaling")
