@@ -59,25 +59,23 @@ SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
 @pytest.mark.distributed
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
     process = start(
-        *[*SHORT, "--batch-size", "40", "--strategies", "ddp,parameter_server", "--try-advice"],
-        *["--output", str(tmp_path), *MNIST],
+        *[*SHORT, "--batch-size", "40", "--strategies", "ddp", "--try-advice"], *["--output", str(tmp_path), *MNIST]
     )
     said, progress = process.communicate(timeout=280)
     assert process.returncode == 0, said + progress
     written = json.loads((tmp_path / "scaling.json").read_text())
     names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
-    several = {(2, name, kind) for name in ("ddp", "parameter_server") for kind in ("weak", "strong")}
-    assert names == {(1, "single", "both")} | several
+    assert names == {(1, "single", "both"), (2, "ddp", "weak"), (2, "ddp", "strong")}
     for row in written["rows"]:
         assert row["measured"]["samples_per_s"] > 0
         assert (row["error"] is None) == (row["strategy"] == "single")
         assert row["batch"] == (20 if row["scaling"] == "strong" else 40)
     for run in written["runs"]:
-        expected = {"single": "Single", "parameter_server": "ParameterServer", "ddp": "DDP"}
+        expected = {"single": "Single", "ddp": "DDP"}
         assert run["timing"]["strategy"] == expected[run["strategy"]]
-    assert set(written["networks"]) == {"ddp", "parameter_server"}
-    assert len(written["advice"]) == 2
-    assert "1x2 under parameter_server: efficiency" in said
+    assert set(written["networks"]) == {"ddp"}
+    assert len(written["advice"]) == 1
+    assert "1x2 under ddp: efficiency" in said
     assert (tmp_path / "scaling.html").stat().st_size > 50_000
 
 
