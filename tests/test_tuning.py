@@ -20,7 +20,7 @@ from trainer.tuning import (
     tune_host,
 )
 
-CYCLE_TIME, IDLE = "HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"
+CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
 PMIX_SECURITY = "PMIX_MCA_psec"
 
@@ -159,13 +159,25 @@ def test_horovods_cycle_is_shortened_where_somebody_waits_for_it(host: Host) -> 
     assert host.environment[CYCLE_TIME] == "0.01"
 
 
+@pytest.mark.parametrize(
+    ("world", "copies"),
+    [(ranks(2), True), (World(size=4, local_size=2, launcher="mpirun"), False), (ranks(2, device="cuda:0"), False)],
+    ids=["one host", "two hosts", "gpus"],
+)
+def test_between_ranks_of_one_host_large_gradients_are_not_copied_together(
+    host: Host, world: World, copies: bool
+) -> None:
+    assert ("fusion" in tune_horovod(world)) == copies
+    assert host.environment.get(FUSION) == ("4194304" if copies else None)
+
+
 @pytest.mark.parametrize(("launcher", "expected"), [("srun", "native"), ("mpirun", None)])
 def test_under_slurm_pmix_is_told_to_do_without_munge(host: Host, launcher: str, expected: str | None) -> None:
     tune_horovod(ranks(2, launcher=launcher))
     assert host.environment.get(PMIX_SECURITY) == expected
 
 
-@pytest.mark.parametrize("name", [CYCLE_TIME, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
+@pytest.mark.parametrize("name", [CYCLE_TIME, FUSION, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
 def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(tuning, "single_copy_allowed", lambda: False)
     everything = tune_horovod(ranks(8, launcher="srun"))

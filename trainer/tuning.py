@@ -11,6 +11,8 @@ Horovod as it comes loses to DistributedDataParallel on small models. Why, and w
 * glibc gives large blocks back to the kernel when they are freed, until it has learnt better, and steps get
   their activations as fresh, zeroed pages again. It is told from the start.
 * Every gradient is negotiated by itself; as one group they are negotiated once.
+* Gradients are copied together into messages of up to 128 MB, which are sent when the copying is done. Between ranks
+  of one host a further message costs less than the copy, so that a large gradient is better sent from where it is.
 
 The figures behind the choices are in docs/performance.md.
 """
@@ -46,8 +48,13 @@ def tune_horovod(world: World) -> dict[str, str]:
     """Sets what Horovod and Open MPI read when they start; returns what it set, and why."""
     chosen = tune_mpi(world)
     # Horovod's own tuning would keep its hands off a value that is set.
-    if world.size > 1 and not user_set("HOROVOD_AUTOTUNE") and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+    if world.size == 1 or user_set("HOROVOD_AUTOTUNE"):
+        return chosen
+    if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
+    in_memory = world.device.type == "cpu" and world.size == world.local_size
+    if in_memory and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):
+        chosen["fusion"] = f"up to {ONE_GROUP_BYTES / 2**20:.0f} MB (ranks share memory, where copying is what costs)"
     return chosen
 
 
