@@ -8,8 +8,9 @@ Conventions of NVIDIA's nccl-tests (doc/PERFORMANCE.md): `size` is the payload o
 operation, averaged over the ranks, in a row of them between two barriers, after warming up; algorithm bandwidth is
 size / time; bus bandwidth is that times 2·(N - 1)/N, which can be held against the speed of the link whatever N is.
 `wrong` counts elements that are not the expected sum, over all ranks. Of several repeats, the median is shown.
-GB/s are 10^9 bytes a second. The JSON file is written anew after every row, so that an interruption loses
-one.
+GB/s are 10^9 bytes a second. What a rank sends is counted twice: by the transport, where it is ours, and by the kernel,
+which sees TCP alone: not the memory through which MPI's ranks of one host, or GPUs, exchange. The JSON file is written
+anew after every row, so that an interruption loses one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from comm_report import PICTURES, Row, describe, plot, table_head, table_line, write_json
 from comm_transports import TRANSPORTS, Transport
 from gpu_links import describe_links
+from tcp_bytes import tcp_bytes_sent
 
 from trainer.errors import ConfigError
 from trainer.failure import report_failures
@@ -44,6 +46,8 @@ _FEWEST, _MOST = 3, 1000
 _LONG_S = 1.0
 """An operation that takes so long is not made several times in a row: what disturbs it is averaged out by itself."""
 _WARM_UP = 3
+_SETTLE_S = 0.02
+"""After which what an operation has left in the sockets is on its way."""
 
 
 def main() -> int:
@@ -110,9 +114,7 @@ def _measure_size(
         lambda: transport.in_place(source),
     )
     source.zero_()  # sums of zeros stay zero, however often they are summed up
-    sent = transport.bytes_sent
-    transport.in_place(source)
-    sent = None if sent is None or transport.bytes_sent is None else transport.bytes_sent - sent
+    sent, over_tcp = _count_sent(transport, source)
     times: list[list[float]] = [[], []]
     for operation in operations:
         _time(operation, transport, _WARM_UP if size < 2**24 else 1)
@@ -134,8 +136,26 @@ def _measure_size(
         out_of_place_s=statistics.median(times[0]),
         in_place_s=statistics.median(times[1]),
         wrong=sum(int(one) for one in meeting.gather(str(wrong))),
-        bytes_sent=None if sent is None else statistics.mean(int(one) for one in meeting.gather(str(sent))),
+        bytes_sent=_mean(sent, meeting),
+        tcp_bytes=_mean(over_tcp, meeting),
     )
+
+
+def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int | None]:
+    """Bytes that this rank sends in one operation: by the transport's own count, and over TCP by the kernel's."""
+    before = (transport.bytes_sent, tcp_bytes_sent())
+    transport.in_place(source)
+    transport.wait()
+    time.sleep(_SETTLE_S)
+    after = (transport.bytes_sent, tcp_bytes_sent())
+    own, kernel = (None if a is None or b is None else b - a for a, b in zip(before, after, strict=True))
+    return own, kernel
+
+
+def _mean(count: int | None, meeting: Meeting) -> float | None:
+    """Over all ranks."""
+    counts = meeting.gather("" if count is None else str(count))
+    return statistics.mean(int(one) for one in counts) if all(counts) else None
 
 
 def _time(operation: Callable[[], None], transport: Transport, number: int) -> float:
