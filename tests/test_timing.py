@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from tests.distributed.harness import run_job
+from trainer import Trainer, TrainerConfig
 from trainer.config import timing_settings
 from trainer.errors import ConfigError
 from trainer.strategies import choose_strategy, make_strategy
-from trainer.timing import _Row, _row, _summary
+from trainer.timing import _Row, _row, _summary, step_timer
 from trainer.world import World
 
 SLOW_S, INPUT_S = 0.03, 0.01
@@ -66,6 +70,23 @@ def test_nobody_asks_nothing_is_timed() -> None:
     assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": ""}) == (Path("t"), None)
     with pytest.raises(ConfigError, match="TRAINER_TIMING_STEPS is 'few'; valid is a positive number of steps"):
         timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": "few"})
+
+
+def test_clipping_is_the_loops_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_TIMING", str(tmp_path / "timing.jsonl"))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: time.sleep(SLOW_S))
+    step_timer.cache_clear()
+    model = torch.nn.Linear(2, 2)
+    data = TensorDataset(torch.randn(80, 2), torch.zeros(80, dtype=torch.long))
+    config = TrainerConfig(batch_size=10, clip_norm=1.0)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Trainer(model, optimizer, torch.nn.functional.cross_entropy, config=config).fit(data, epochs=1)
+    finally:
+        step_timer.cache_clear()
+    (timing,) = map(json.loads, (tmp_path / "timing.jsonl").read_text().splitlines())
+    assert timing["compute"] > SLOW_S
+    assert timing["exchange"] < SLOW_S / 2
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

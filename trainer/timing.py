@@ -128,16 +128,12 @@ class StepTimer:
     def watch_optimizer(self, strategy: Strategy, optimizer: Optimizer) -> None:
         """After the strategy has made it: the optimizer's own step begins when all hooks before it are done."""
         self._strategy = strategy
-        synchronize = strategy.synchronize
-
-        def noted(optimizer: Optimizer) -> None:
-            synchronize(optimizer)
-            self._synchronized = self._now()
-
-        # Where gradients are clipped or unscaled, the loop waits for them with this, and the rest is its own work.
-        strategy.synchronize = noted  # type: ignore[method-assign]
         # Horovod's optimizer is one around another one, and both call this; the inner one's call is the last.
-        optimizer.register_step_pre_hook(lambda *_: self._on_combined())
+        optimizer.register_step_pre_hook(lambda *_: self._on_step())
+
+    def gradients_are_there(self) -> None:
+        """For a loop that waits for them itself, to clip or to unscale them: what follows is its own work."""
+        self._synchronized = self._now()
 
     def epoch(self, steps: Iterator[Step], plan: ShardPlan) -> Iterator[Step]:
         """The same steps, watched. Collective: ends with what all ranks have seen."""
@@ -169,7 +165,7 @@ class StepTimer:
     def _on_gradient(self, parameter: Tensor) -> None:
         self._gradients.append((self._now(), parameter.numel() * parameter.element_size()))
 
-    def _on_combined(self) -> None:
+    def _on_step(self) -> None:
         self._combined = self._now()
 
     def _now(self) -> Any:

@@ -27,6 +27,7 @@ from trainer.progress import Progress
 from trainer.record import RunRecord
 from trainer.schedule import LearningRate, make_schedule
 from trainer.strategies.base import SkipsExchange, Strategy
+from trainer.timing import step_timer
 
 # Often enough for a bar and for a loss that turns NaN; seldom enough to cost nothing on a GPU.
 _PULSE_S = 0.5
@@ -214,6 +215,8 @@ class Trainer:
             self.optimizer.step()
         else:
             self.strategy.synchronize(self.optimizer)
+            if timer := step_timer():
+                timer.gradients_are_there()
             if self._scaler:
                 self._scaler.unscale_(self.optimizer)
             if clip is not None:
