@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from processes import interrupt_on
+
 from benchmarks.common import mnist_folder
+from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
-from benchmarks.processes import end_on_sigterm, launch, run
 from trainer.failure import report_failures
 from trainer.results import check_writable
 
@@ -115,7 +119,7 @@ def summarise(outcomes: Sequence[Outcome], epochs: int, json_file: Path) -> bool
 def main() -> int:
     report_failures()
     args = parse_args()
-    end_on_sigterm()
+    interrupt_on(signal.SIGTERM)
     data_dir = args.data_dir.resolve()
     mnist_folder(data_dir)
     check_writable(args.json)

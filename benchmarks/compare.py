@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -21,14 +22,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from processes import interrupt_on
 
 from benchmarks import results
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
 from benchmarks.contestants import CONTESTANTS, Course, Run, differing_losses, start
+from benchmarks.launching import launch, on_one_core, run
 from benchmarks.machine import describe_machine, load
 from benchmarks.overhead import Overhead
-from benchmarks.processes import end_on_sigterm, launch, on_one_core, run
 from trainer.data.mnist import FILES
 from trainer.failure import report_failures
 from trainer.results import check_writable
@@ -159,7 +163,7 @@ def summarise(
 def main() -> int:
     report_failures()
     args = parse_args()
-    end_on_sigterm()
+    interrupt_on(signal.SIGTERM)
     folder = mnist_folder(args.data_dir.resolve())
     check_writable(args.json)
     settings = describe_sitting(args)

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import Finished
+
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, Report
-from benchmarks.processes import Finished, launch, on_one_core, run
+from benchmarks.launching import launch, on_one_core, run
 
 TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
 LEAST_ACCURACY = 0.90

@@ -20,7 +20,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from processes import interrupt_on
 
 # From linux/if_tun.h, linux/if_packet.h and linux/if_ether.h.
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -37,7 +40,7 @@ def main() -> int:
         print("delay_line: it takes a process in the container's network, and milliseconds", file=sys.stderr)
         return 2
     pid, delay_s = sys.argv[1], float(sys.argv[2]) / 1e3
-    signal.signal(signal.SIGTERM, _end)
+    interrupt_on(signal.SIGTERM)
     cable = _cable_of(pid)
     bridge = Path(f"/sys/class/net/{cable}/master").resolve().name
     tap = _open_tap()
@@ -116,10 +119,6 @@ def _cable_of(pid: str) -> str:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from processes import Finished, run
 from scaling_models import OF_STRATEGY, Link, Network, Shape, is_slow, of_ring
 
 from trainer.errors import TrainerError
@@ -23,10 +21,6 @@ TRANSPORT_OF = {"horovod": "horovod", "ddp": "gloo", "ring": "ring", "parameter_
 """The transport of comm_bench.py over which each strategy's gradients meet; NCCL under ddp where there are GPUs."""
 _PARTS = (16, 8, 4, 2, 1)
 """Of the gradients' size: messages are so much smaller on more ranks, or with compression."""
-_GRACE_S = 20.0
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""All of them end the sitting; a lost terminal is one of them."""
-_RANK_MARK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.MULTILINE)
 
 
 class JobError(Exception):
@@ -80,12 +74,12 @@ def time_steps(
         env["TRAINER_STRATEGY"] = strategy
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
-        said = run(plan.launch(shape, command), env, plan.timeout_s)
+        done = _run(plan.launch(shape, command), env, plan.timeout_s)
         lines = file.read_text().splitlines() if file.exists() else []
         if not lines:
             raise JobError(
                 "it left no timing: rank 0 has to run on this host, train through Trainer or trainer.prepare, and "
-                f"take more than 5 steps; it said: {_last_line(said)}"
+                f"take more than 5 steps; it said: {done.last_line}"
             )
         timing: dict[str, Any] = json.loads(lines[-1])
     if timing["world_size"] != shape.ranks:
@@ -120,75 +114,31 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
 
 def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
     """The times of an all-reduce on the ranks of `place`, at the size that is exchanged and below it."""
-    # On three ranks as much more as makes the messages, K/N each, those of two.
     ranks = sum(host.slots for host in parse_hosts(place))
-    transports = [("nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name]) for name in strategies]
+    # On three ranks as much more as makes the messages, K/N each, those of two.
+    sizes = [4, *(max(16, size * ranks // 2 // part) for part in _PARTS)]
+    keys = {name: "nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name] for name in strategies}
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "links.json")
-        command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, "--repeats", "2"]
-        command += [
-            "--sizes",
-            "4",
-            *(str(max(16, size * ranks // 2 // part)) for part in _PARTS),
-            "--max-seconds",
-            "1e9",
-        ]
-        command += ["--device", device, "--json", str(file)]
-        run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
+        command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *keys.values(), "--repeats", "2"]
+        command += ["--sizes", *map(str, sizes), "--max-seconds", "1e9", "--device", device, "--json", str(file)]
+        _run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
         rows = json.loads(file.read_text())["rows"]
-    # Transports are told apart by the name that --only has for them.
-    by_key: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        by_key.setdefault(row["key"], []).append((row["size"], row["in_place_s"]))
-    if missing := [name for name, key in zip(strategies, transports, strict=True) if key not in by_key]:
-        raise JobError(f"{missing[0]} has no transport on {place}; scripts/comm_bench.py says why")
-    return {name: Link(tuple(by_key[key])) for name, key in zip(strategies, transports, strict=True)}
+    links = {}
+    for name, key in keys.items():
+        points = tuple((row["size"], row["in_place_s"]) for row in rows if row["key"] == key)
+        if not points:
+            raise JobError(f"{name} has no transport on {place}; scripts/comm_bench.py says why")
+        links[name] = Link(points)
+    return links
 
 
-def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-    """Runs a job to its end, and returns what it said. Interrupted or out of time, all of it is ended.
-
-    Raises:
-        JobError: its exit code is not 0, or it took longer than `timeout_s`.
-    """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    # In a session of its own, so that Ctrl-C reaches it from here, once, and in order.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True, env={**os.environ, "PATH": path, **env},
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        raise JobError(f"it was ended after {timeout_s:g} s (--timeout)") from None
-    except BaseException:
-        _end(process)
-        raise
-    said = _RANK_MARK.sub("", said)
-    if process.returncode != 0:
-        raise JobError(f"exit code {process.returncode}: {_last_line(said)}")
-    return said
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Launchers end their ranks, those on other hosts too, when they are told to; a moment later nobody is asked."""
-    # Whoever is impatient and interrupts again must not keep us from it.
-    earlier = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    for number, handler in earlier.items():
-        signal.signal(number, handler)
-
-
-def _last_line(said: str) -> str:
-    lines = [line for line in said.splitlines() if any(letter.isalnum() for letter in line)]
-    ours = [line for line in lines if line.startswith("trainer: ") and "tuned:" not in line]
-    return (ours or lines or ["nothing"])[-1]
+def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Finished:
+    """Raises JobError where the exit code is not 0, or `timeout_s` are over."""
+    done = run(command, env={**os.environ, **env}, timeout_s=timeout_s)
+    if done.problem:
+        raise JobError(done.problem)
+    return done
 
 
 def parse_hosts(text: str) -> list[Host]:

@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.strategies.buckets import BUCKET_BYTES
+
 # A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
 LINK_IS_THE_LIMIT = 3.0
-BUCKET_BYTES = 4 * 2**20
-"""Below that all gradients travel as one message, which nothing can hide; see tuning.py and buckets.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +193,7 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: fl
     exchange = 0.0
     if shape.ranks > 1:
         exchange = MODELS[model](rank.gradient_bytes, shape, _crowded(network, rank.gradient_bytes, crowd))
+    # Up to there all gradients travel as one message, which nothing can hide.
     pieces = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
     # A link works beside the cores; an exchange that is itself work for the cores hides behind nothing there.
     window = rank.window * crowd if pieces > 1 and (crowd == 1 or is_slow(network, rank.gradient_bytes)) else 0.0

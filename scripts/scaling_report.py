@@ -18,17 +18,7 @@ from trainer.results import write_whole
 TEMPLATE = Path(__file__).resolve().parent / "scaling_page.html"
 PHASES = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
-_WHY_HEAD = (
-    "shape",
-    "strategy",
-    "scaling",
-    "step ms",
-    "input",
-    "compute",
-    "exchange",
-    "waiting",
-    "hidden beside compute",
-)
+_WHY_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
 _GUESS_HEAD = ("shape", "strategy", "scaling", "model", "exchange ms", "predicted samples/s", "measured", "error")
 
 
@@ -40,9 +30,8 @@ def show(results: Results) -> str:
             parts.append(f"{title}\n\n{_markdown(head, body)}")
     parts += [text for _, _, text in results.advice()]
     parts += tried(results)
-    problems = [f"{run}: {run.problem}" for run in results.runs if run.problem] + results.problems
-    if problems:
-        parts.append("\n".join(["What failed:", *problems]))
+    if results.problems():
+        parts.append("\n".join(["What failed:", *results.problems()]))
     if not results.larger():
         parts.append("No link between hosts was measured, so nothing is predicted for more of them.")
     if results.interrupted:
@@ -117,7 +106,7 @@ def write_json(path: Path, results: Results) -> None:
         ],
         "advice": [{"text": text, "found": [asdict(one) for one in found]} for _, found, text in results.advice()],
         "tried": [{**_entry(run), "promised": asdict(promise)} for run, promise in results.tried],
-        "problems": results.problems,
+        "problems": results.problems(),
     }
     write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
 
@@ -133,7 +122,7 @@ def write_page(path: Path, results: Results) -> None:
         tables=[one for one in tables(results) if one[2]],
         advice=[text for _, _, text in results.advice()],
         tried=tried(results),
-        problems=[f"{run}: {run.problem}" for run in results.runs if run.problem] + results.problems,
+        problems=results.problems(),
         interrupted=results.interrupted,
         pictures=[Markup(_svg(figure)) for figure in (_curves(results), _bars(results))],  # noqa: S704 (drawn here)
     )
@@ -149,30 +138,25 @@ def _curves(results: Results) -> Any:
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     rows = results.rows()
     ranks = sorted({row.shape.ranks for row in rows})
-    base = next((row.measured.samples_per_s for row in rows if row.shape.ranks == 1), None)
-    if base:
-        left.plot(ranks, [base * count for count in ranks], color="grey", linestyle=":", label="ideal")
+    alone = [row for row in rows if row.shape.ranks == 1]
+    if alone:
+        ideal = [alone[0].measured.samples_per_s * count for count in ranks]
+        left.plot(ranks, ideal, color="grey", linestyle=":", label="ideal")
     right.axhline(100, color="grey", linestyle=":")
-    for strategy in results.strategies():
-        for scaling, style in (("weak", "-"), ("strong", "--")):
-            own = [row for row in rows if row.strategy == strategy and row.scaling == scaling]
-            if not own:
-                continue
-            # One host's shapes first, so that the line goes through the fullest of each size.
-            line = sorted(
-                [row for row in rows if row.shape.ranks == 1] + own, key=lambda row: (row.shape.ranks, row.shape.hosts)
-            )
-            points = [row.shape.ranks for row in line]
-            (drawn,) = left.plot(
-                points, [row.measured.samples_per_s for row in line], style, marker="o", label=f"{strategy}, {scaling}"
-            )
-            right.plot(points, [_percent(row) for row in line], style, marker="o", color=drawn.get_color())
-            for row in own:
-                for axes, value in ((left, row.measured.samples_per_s), (right, _percent(row))):
-                    if row.scaling == own[0].scaling == "weak" and strategy == results.strategies()[0]:
-                        axes.annotate(
-                            str(row.shape), (row.shape.ranks, value), xytext=(5, 5), textcoords="offset points"
-                        )
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.shape.ranks > 1:
+            lines.setdefault((row.strategy, row.scaling), []).append(row)
+    for (strategy, scaling), own in lines.items():
+        # One host's shapes first, so that the line goes through the fullest of each size.
+        line = sorted([*alone, *own], key=lambda row: (row.shape.ranks, row.shape.hosts))
+        points, style = [row.shape.ranks for row in line], "-" if scaling == "weak" else "--"
+        rates = [row.measured.samples_per_s for row in line]
+        (drawn,) = left.plot(points, rates, style, marker="o", label=f"{strategy}, {scaling}")
+        right.plot(points, [_percent(row) for row in line], style, marker="o", color=drawn.get_color())
+    for row in next(iter(lines.values()), []):  # the shapes' names are those of all lines
+        for axes, value in ((left, row.measured.samples_per_s), (right, _percent(row))):
+            axes.annotate(str(row.shape), (row.shape.ranks, value), xytext=(5, 5), textcoords="offset points")
     left.set(title="Throughput (higher is better)", ylabel="samples/s", xlabel="ranks", ylim=(0, None))
     right.set(title="Efficiency: of as many ranks by themselves", ylabel="%", xlabel="ranks", ylim=(0, None))
     for axes in (left, right):

@@ -10,13 +10,13 @@ from typing import Any
 
 from scaling_advice import Advice, Measured, advise, sentence
 from scaling_jobs import Plan
-from scaling_models import BUCKET_BYTES, MODELS, OF_STRATEGY, Link, Network, Prediction, Rank, Shape, predict
+from scaling_models import MODELS, OF_STRATEGY, Link, Network, Prediction, Rank, Shape, predict
 
 from trainer.results import cpu_model
+from trainer.strategies.buckets import BUCKET_BYTES
 
 LARGER = (8, 16, 64)
 """Ranks for which everything is predicted, on hosts like these."""
-_PHASES = ("input", "compute", "exchange", "waiting", "hidden", "window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,8 @@ class Results:
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
     tried: list[tuple[Run, Promise]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    no_network: str | None = None
+    """Why it could not be measured."""
     interrupted: bool = False
 
     def first(self) -> dict[str, Any]:
@@ -114,6 +115,12 @@ class Results:
             "command": " ".join(self.command),
         }
 
+    def problems(self) -> list[str]:
+        """What failed, a line each."""
+        runs = [*self.runs, *(run for run, _ in self.tried)]
+        failed = [f"{run}: {run.problem}" for run in runs if run.problem]
+        return [*failed, f"the network cannot be measured: {self.no_network}"] if self.no_network else failed
+
     def rows(self) -> list[Row]:
         """In the order in which they were first measured."""
         keys = dict.fromkeys((run.shape, run.strategy, run.scaling) for run in self.runs if run.timing)
@@ -132,17 +139,15 @@ class Results:
         room = min(host.slots for host in self.plan.hosts)
         if rank is None:
             return []
-        for model in MODELS:
-            own = [name for name in self.strategies() if OF_STRATEGY[name] == model] or self.strategies()[:1]
-            for strategy in own[:1]:
-                network = self.network(strategy)
-                if network.remote is None:  # what one host does says nothing about others
-                    continue
-                for ranks in LARGER:
-                    per_host = max(count for count in range(1, min(room, ranks) + 1) if ranks % count == 0)
-                    shape = Shape(hosts=ranks // per_host, per_host=per_host)
-                    guess = predict(rank, shape, network, model)
-                    found.append((strategy, guess, (rank.input + rank.compute) / guess.step))
+        # What one host does says nothing about others.
+        measured = [name for name in self.strategies() if self.network(name).remote is not None]
+        for model in MODELS if measured else ():
+            strategy = next((name for name in measured if OF_STRATEGY[name] == model), measured[0])
+            for ranks in LARGER:
+                per_host = max(count for count in range(1, min(room, ranks) + 1) if ranks % count == 0)
+                shape = Shape(hosts=ranks // per_host, per_host=per_host)
+                guess = predict(rank, shape, self.network(strategy), model)
+                found.append((strategy, guess, (rank.input + rank.compute) / guess.step))
         return found
 
     def advice(self) -> list[tuple[Row, list[Advice], str]]:

@@ -21,15 +21,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scaling_jobs import INTERRUPTS, JobError, Plan, time_network, time_steps
+from processes import INTERRUPTS, interrupt_on
+from scaling_jobs import JobError, Plan, time_network, time_steps
 from scaling_models import Shape
 from scaling_options import parse_args
 from scaling_report import draw, show, write_json, write_page
@@ -46,8 +47,7 @@ _ALONE = Shape(hosts=1, per_host=1)
 def main() -> int:
     report_failures()
     options = parse_args(__doc__)
-    for number in INTERRUPTS:
-        signal.signal(number, _interrupt)
+    interrupt_on(*INTERRUPTS)
     plan = options.plan
     _make_folder(options.output)
     results = Results(plan=plan, batch=options.batch_size, command=sys.argv)
@@ -64,7 +64,7 @@ def main() -> int:
     bar.close()
     if any(run.timing for run in results.runs):
         _hand_over(results, options.output)
-    return code or int(any(run.problem for run in results.runs))
+    return code or int(bool(results.problems()))
 
 
 def _make_folder(folder: Path) -> None:
@@ -89,8 +89,8 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
             size, device = first.timing["gradient_bytes"], first.timing["device"]
             results.networks = time_network(plan, options.strategies, size, device)
         except JobError as error:
-            results.problems.append(f"the network cannot be measured: {error}")
-            _say(bar, results.problems[-1])
+            results.no_network = str(error)
+            _say(bar, f"the network cannot be measured: {error}")
     bar.update()
     for run in todo:
         done = _run_once(run, plan)
@@ -126,15 +126,13 @@ def _run_once(run: Run, plan: Plan, threads: int | None = None) -> Run:
 def _runs(options: argparse.Namespace) -> Iterator[Run]:
     """All runs, each round whole, so that what slows the machine down for a while slows all of them."""
     for number in range(1, options.repeats + 1):
-        for scaling in options.scaling:
-            for shape in options.shapes:
-                batch = options.batch_size if scaling == "weak" else options.batch_size // shape.ranks
-                if shape == _ALONE:
-                    if scaling == options.scaling[0]:  # is the same in both
-                        yield Run(shape=shape, strategy="single", scaling="both", round=number, batch=batch)
-                    continue
+        for scaling, shape in product(options.scaling, options.shapes):
+            batch = options.batch_size if scaling == "weak" else options.batch_size // shape.ranks
+            if shape != _ALONE:
                 for strategy in options.strategies:
                     yield Run(shape=shape, strategy=strategy, scaling=scaling, round=number, batch=batch)
+            elif scaling == options.scaling[0]:  # it is the same in both
+                yield Run(shape=shape, strategy="single", scaling="both", round=number, batch=batch)
 
 
 def _hand_over(results: Results, folder: Path) -> None:
@@ -156,10 +154,6 @@ def _tell(bar: Any, run: Run, *, counts: bool = True) -> None:
 
 def _say(bar: Any, text: str) -> None:
     bar.write(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

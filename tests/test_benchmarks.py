@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import Finished
 
-from benchmarks import accuracy, compare, processes, results
+from benchmarks import accuracy, compare, launching, results
 from benchmarks.common import REPORT_PREFIX, Report, learning_rate, mnist_folder
 from benchmarks.contestants import CONTESTANTS, Course, Run, check, differing_losses, read_report, start
 from benchmarks.overhead import Overhead
-from benchmarks.processes import Finished
 from trainer.config import TrainerConfig
 from trainer.data.mnist import FILES
 from trainer.errors import TrainerError
@@ -155,7 +155,7 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: P
         "time.sleep(60)\n"
     )
     started = time.monotonic()
-    done = processes.run([sys.executable, "-c", script], timeout_s=3.0)
+    done = launching.run([sys.executable, "-c", script], timeout_s=3.0)
     assert done.code is None
     assert done.problem is not None
     assert done.problem.startswith("killed after")
@@ -168,11 +168,11 @@ def test_a_run_does_not_see_the_users_tuning(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.1")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     script = "import os; print(os.environ.get('HOROVOD_CYCLE_TIME'), os.environ.get('OMP_NUM_THREADS'))"
-    assert processes.run([sys.executable, "-c", script], timeout_s=60, threads=1).stdout == "None 1\n"
+    assert launching.run([sys.executable, "-c", script], timeout_s=60, threads=1).stdout == "None 1\n"
 
 
 def test_a_failed_run_says_why() -> None:
-    done = processes.run([sys.executable, "-c", "raise SystemExit('no such thing')"], timeout_s=60)
+    done = launching.run([sys.executable, "-c", "raise SystemExit('no such thing')"], timeout_s=60)
     assert done.problem == "exit code 1: no such thing"
     boxed = "trainer: the loss turned nan\nERROR failed (exitcode: 1)\n=========\n"
     done = Finished(code=1, stdout="", stderr=boxed, seconds=1.0)

@@ -199,6 +199,8 @@ def test_everything_is_in_table_json_picture_and_page(results: Results, tmp_path
     results.runs.append(
         Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100).ended(problem="no <such> host")
     )
+    results.tried.append((run.ended(problem="the wire broke"), promise))
+    results.no_network = "no route"
     results.interrupted = True
     write_json(tmp_path / "s.json", results)
     written = json.loads((tmp_path / "s.json").read_text())
@@ -212,6 +214,10 @@ def test_everything_is_in_table_json_picture_and_page(results: Results, tmp_path
     for words in ("2x2 under horovod: efficiency 5%", "gave 2.00 ×", "Interrupted", "ring weak batch 100"):
         assert words in text
         assert words in page
+    for words in ("the wire broke", "the network cannot be measured: no route"):
+        assert words in text
+        assert words in page
+        assert any(words in problem for problem in written["problems"])
     for title, _, body in tables(results):
         assert title in page or not body
     assert "no <such> host" in text
