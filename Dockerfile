@@ -66,7 +66,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY ssh ssh
 COPY trainer trainer
 COPY examples examples
-COPY scripts/comm_*.py scripts/gpu_links.py scripts/scaling_* scripts/
+COPY scripts/comm_*.py scripts/gpu_links.py scripts/processes.py scripts/scaling_* scripts/tcp_bytes.py scripts/
 # A checkout made under a strict umask is readable here all the same.
 RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
     && chmod -R a+rX /trainer \

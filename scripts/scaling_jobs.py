@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import Finished, run
-from scaling_models import OF_STRATEGY, Link, Network, Shape, is_slow, of_ring
+from scaling_models import Link, Network, Shape, is_slow, model_of, of_ring
 
 from trainer.errors import TrainerError
 
@@ -105,7 +105,8 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
     remote = _time_links(plan, f"{first.name}:1,{second.name}:1", strategies, size, device)
     found = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
     # Two ranks send both ways over one connection, which not every transport does at full speed; larger rings never do.
-    rings = [name for name in strategies if OF_STRATEGY[name] == "ring" and is_slow(found[name], size)]
+    four = Shape(hosts=2, per_host=2)
+    rings = [name for name in strategies if model_of(name, size, four) == "ring" and is_slow(found[name], size)]
     if rings and first.slots > 1:
         three = _time_links(plan, f"{first.name}:2,{second.name}:1", rings, size, device)
         found |= {name: Network(local=local.get(name), remote=of_ring(line, 3)) for name, line in three.items()}

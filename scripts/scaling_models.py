@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.strategies.buckets import BUCKET_BYTES
+from trainer.tuning import ring_from_bytes
 
 # A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
 LINK_IS_THE_LIMIT = 3.0
@@ -150,8 +151,14 @@ MODELS: dict[str, Callable[[float, Shape, Network], float]] = {
     "hierarchical": hierarchical,
     "parameter server": parameter_server,
 }
-OF_STRATEGY = {"horovod": "tree", "ddp": "ring", "ring": "ring", "parameter_server": "parameter server"}
-"""What each strategy does with large tensors: Horovod leaves it to MPI (Rabenseifner's), Gloo has a ring."""
+_OF_STRATEGY = {"ddp": "ring", "ring": "ring", "parameter_server": "parameter server"}
+
+
+def model_of(strategy: str, size: float, shape: Shape) -> str:
+    """What a strategy does with so many bytes: Gloo has a ring, and Horovod leaves it to MPI, as we set that up."""
+    if strategy != "horovod":
+        return _OF_STRATEGY[strategy]
+    return "ring" if shape.hosts > 1 and shape.ranks > 2 and size >= ring_from_bytes(shape.ranks) else "tree"
 
 
 @dataclass(frozen=True, kw_only=True)

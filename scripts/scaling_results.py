@@ -10,7 +10,7 @@ from typing import Any
 
 from scaling_advice import Advice, Measured, advise, sentence
 from scaling_jobs import Plan
-from scaling_models import MODELS, OF_STRATEGY, Link, Network, Prediction, Rank, Shape, predict
+from scaling_models import MODELS, Link, Network, Prediction, Rank, Shape, model_of, predict
 
 from trainer.results import cpu_model
 from trainer.strategies.buckets import BUCKET_BYTES
@@ -142,7 +142,9 @@ class Results:
         # What one host does says nothing about others.
         measured = [name for name in self.strategies() if self.network(name).remote is not None]
         for model in MODELS if measured else ():
-            strategy = next((name for name in measured if OF_STRATEGY[name] == model), measured[0])
+            four = Shape(hosts=2, per_host=2)
+            fitting = [name for name in measured if model_of(name, rank.gradient_bytes, four) == model]
+            strategy = (fitting or measured)[0]
             for ranks in LARGER:
                 per_host = max(count for count in range(1, min(room, ranks) + 1) if ranks % count == 0)
                 shape = Shape(hosts=ranks // per_host, per_host=per_host)
@@ -201,7 +203,8 @@ class Results:
         if rank is None or shape.ranks == 1 or (network.local is None and network.remote is None):
             return None
         on_gpu = self.first()["device"] != "cpu"
-        return predict(rank, shape, network, OF_STRATEGY[strategy], crowd=1.0 if on_gpu else crowd)
+        model = model_of(strategy, rank.gradient_bytes, shape)
+        return predict(rank, shape, network, model, crowd=1.0 if on_gpu else crowd)
 
     def _efficiency(self, rate: float, shape: Shape, threads: int) -> float | None:
         """Of as many ranks by themselves, each with the whole batch and as many threads as it has here."""
@@ -224,8 +227,10 @@ class Results:
         if row.predicted is None:
             return None
         size, network = row.measured.gradient_bytes, self.network(row.strategy)
-        model = MODELS[OF_STRATEGY[row.strategy]]
-        return model(size / 2, row.shape, network) / model(size, row.shape, network)
+        half, whole = (
+            MODELS[model_of(row.strategy, part, row.shape)](part, row.shape, network) for part in (size / 2, size)
+        )
+        return half / whole
 
     def _slowest_link(self, row: Row) -> Link | None:
         network = self.network(row.strategy)

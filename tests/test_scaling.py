@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 from scaling_advice import Measured, advise, sentence
 from scaling_jobs import Host, Plan, parse_hosts, parse_shapes
-from scaling_models import MODELS, Link, Network, Rank, Shape, hierarchical, of_ring, parameter_server, predict, ring
+from scaling_models import (
+    MODELS,
+    Link,
+    Network,
+    Rank,
+    Shape,
+    hierarchical,
+    model_of,
+    of_ring,
+    parameter_server,
+    predict,
+    ring,
+)
 from scaling_report import draw, show, tables, write_json, write_page
 from scaling_results import Promise, Results, Run
 
@@ -74,6 +86,13 @@ def test_messages_count_at_their_own_size() -> None:
     remote = Link(((4, 1e-3), (200_000, 1e-3), (200_001, 3e-3), (800_000, 3e-3)))
     assert ring(400_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 1e-3)
     assert ring(800_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 3e-3)
+
+
+def test_horovod_does_what_mpi_is_told() -> None:
+    assert model_of("horovod", SIZE, FOUR) == "ring"
+    assert [model_of("horovod", size, FOUR) for size in (2**20 - 4, 2**20)] == ["tree", "ring"]
+    assert [model_of("horovod", size, Shape(hosts=3, per_host=2)) for size in (2**21 - 4, 2**21)] == ["tree", "ring"]
+    assert model_of("horovod", SIZE, PAIR) == model_of("horovod", SIZE, Shape(hosts=1, per_host=4)) == "tree"
 
 
 def test_a_step_is_compute_and_what_nothing_hides() -> None:

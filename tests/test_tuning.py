@@ -14,15 +14,18 @@ from trainer.tuning import (
     ONE_GROUP_BYTES,
     gradient_groups,
     host_cores,
+    ring_from_bytes,
     share_machine,
     single_copy_allowed,
     tune_horovod,
     tune_host,
+    tune_mpi,
 )
 
 CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
 PMIX_SECURITY = "PMIX_MCA_psec"
+RULES, USE_RULES = "OMPI_MCA_coll_tuned_dynamic_rules_filename", "OMPI_MCA_coll_tuned_use_dynamic_rules"
 
 
 class Host:
@@ -187,6 +190,34 @@ def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.M
     assert host.environment[name] == "the user's"
     # What was not done is not claimed either; what only makes things work is never spoken of.
     assert len(chosen) == len(everything) - (name not in (OPAL_PREFIX, PMIX_SECURITY))
+
+
+def test_between_hosts_mpi_reduces_large_messages_in_a_ring(host: Host) -> None:
+    tune_mpi(ranks(4))
+    tune_mpi(World(size=2, local_size=1, launcher="mpirun"))
+    assert RULES not in host.environment
+    chosen = tune_mpi(World(size=4, local_size=2, launcher="mpirun"))
+    assert chosen["MPI's all-reduce"] == "a ring from 1 MB up"
+    assert Path(host.environment[RULES]).is_file()
+    assert host.environment[USE_RULES] == "1"
+
+
+def test_the_users_choice_of_algorithm_stays(host: Host) -> None:
+    host.environment[USE_RULES] = "1"
+    assert "MPI's all-reduce" not in tune_mpi(World(size=4, local_size=2, launcher="mpirun"))
+    assert RULES not in host.environment
+
+
+def test_the_rules_say_what_is_said_of_them() -> None:
+    lines = [line.split("#")[0].split() for line in Path(tuning.__file__).with_name("open_mpi_rules.conf").open()]
+    numbers = [[int(number) for number in line] for line in lines if line]
+    assert numbers[:2] == [[1], [2]]  # one collective, the all-reduce
+    rules = [numbers[at : at + 4] for at in range(3, len(numbers), 4)]
+    assert numbers[2] == [len(rules)]
+    for (fewest,), count, first, (size, algorithm, *_) in rules:
+        assert (count, first, algorithm) == ([2], [0, 0, 0, 0], 4)
+        most = min([other for (other,), *_ in rules if other > fewest], default=10_000) - 1
+        assert {ring_from_bytes(fewest), ring_from_bytes(most)} == {size}
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -7,6 +7,8 @@ Horovod as it comes loses to DistributedDataParallel on small models. Why, and w
   so that a short cycle costs something only while an exchange is on its way (or where there are process sets).
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
   more threads than cores, the spinning takes the core from whoever is waited for.
+* For large messages Open MPI halves and doubles, and each pair of ranks sends both ways over one connection, which
+  its TCP does not do at full speed. A ring uses each connection one way (trainer/open_mpi_rules.conf).
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.
 * glibc gives large blocks back to the kernel when they are freed, until it has learnt better, and steps get
   their activations as fresh, zeroed pages again. It is told from the start.
@@ -37,6 +39,9 @@ from trainer.world import World
 # what each further negotiation costs.
 ONE_GROUP_BYTES = 4 * 1024 * 1024
 CYCLE_TIME_MS = "0.01"
+RING_CHUNK_BYTES = 256 * 1024
+"""What a rank passes on in a ring at least: a ring has more messages than other ways, and smaller ones."""
+_RULES = Path(__file__).with_name("open_mpi_rules.conf")
 
 # From glibc's malloc.h. 32 MiB is the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -71,9 +76,24 @@ def tune_mpi(world: World) -> dict[str, str]:
     ranks = world.size if in_container() else world.local_size
     if 2 * ranks > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
         chosen["idle"] = f"yield (2 threads × {ranks} ranks on {cores} cores)"
+    if 2 < world.size != world.local_size and _set_rules():
+        chosen["MPI's all-reduce"] = f"a ring from {ring_from_bytes(world.size) / 2**20:.0f} MB up"
     if not single_copy_allowed() and set_default("OMPI_MCA_btl_vader_single_copy_mechanism", "none"):
         chosen["single copy"] = "off (this container refuses process_vm_readv)"
     return chosen
+
+
+def ring_from_bytes(ranks: int) -> int:
+    """From which size on open_mpi_rules.conf has so many ranks on several hosts all-reduce in a ring."""
+    return RING_CHUNK_BYTES * min(128, max(4, 1 << (ranks - 1).bit_length()))
+
+
+def _set_rules() -> bool:
+    # Rules and an algorithm of the user's own stay; one without the other is no choice.
+    prefix = "OMPI_MCA_coll_tuned_"
+    if user_set(f"{prefix}use_dynamic_rules") or not set_default(f"{prefix}dynamic_rules_filename", str(_RULES)):
+        return False
+    return set_default(f"{prefix}use_dynamic_rules", "1")
 
 
 def tune_host(world: World) -> dict[str, str]:
