@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from processes import interrupt_on
+from processes import INTERRUPTS, interrupt_on
 
 from benchmarks.common import mnist_folder
 from benchmarks.launching import launch, run
@@ -119,7 +118,7 @@ def summarise(outcomes: Sequence[Outcome], epochs: int, json_file: Path) -> bool
 def main() -> int:
     report_failures()
     args = parse_args()
-    interrupt_on(signal.SIGTERM)
+    interrupt_on(*INTERRUPTS)
     data_dir = args.data_dir.resolve()
     mnist_folder(data_dir)
     check_writable(args.json)

@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from processes import interrupt_on
+from processes import INTERRUPTS, interrupt_on
 
 from benchmarks import results
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
@@ -163,7 +162,7 @@ def summarise(
 def main() -> int:
     report_failures()
     args = parse_args()
-    interrupt_on(signal.SIGTERM)
+    interrupt_on(*INTERRUPTS)
     folder = mnist_folder(args.data_dir.resolve())
     check_writable(args.json)
     settings = describe_sitting(args)

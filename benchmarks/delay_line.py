@@ -13,7 +13,6 @@ import fcntl
 import heapq
 import os
 import selectors
-import signal
 import socket
 import struct
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from processes import interrupt_on
+from processes import INTERRUPTS, interrupt_on
 
 # From linux/if_tun.h, linux/if_packet.h and linux/if_ether.h.
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -40,7 +39,7 @@ def main() -> int:
         print("delay_line: it takes a process in the container's network, and milliseconds", file=sys.stderr)
         return 2
     pid, delay_s = sys.argv[1], float(sys.argv[2]) / 1e3
-    interrupt_on(signal.SIGTERM)
+    interrupt_on(*INTERRUPTS)
     cable = _cable_of(pid)
     bridge = Path(f"/sys/class/net/{cable}/master").resolve().name
     tap = _open_tap()

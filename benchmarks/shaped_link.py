@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from processes import interrupt_on
+from processes import INTERRUPTS, interrupt_on
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.failure import report_failures
@@ -60,7 +59,7 @@ WIRES = {
 
 def main() -> int:
     report_failures()
-    interrupt_on(signal.SIGTERM)
+    interrupt_on(*INTERRUPTS)
     options = _parse_args()
     check_writable(options.json)
     found: dict[str, Any] = {}
@@ -91,11 +90,13 @@ def measure(name: str, one: Wire, options: argparse.Namespace) -> dict[str, Any]
     on_a = ["docker", "compose", "exec", "-T", "a"]
     _output(*on_a, "rm", "-rf", folder)  # what an earlier sitting found there is not what this one finds
     try:
-        subprocess.run([*on_a, *command], cwd=ROOT, check=False)  # a failed run is among its results
+        ended = subprocess.run([*on_a, *command], cwd=ROOT, check=False)
     except KeyboardInterrupt:  # which reaches the client alone
         _output(*on_a, "pkill", "-f", "scaling_test.py")
         raise
     result: dict[str, Any] = json.loads(_output(*on_a, "cat", f"{folder}/scaling.json"))
+    if ended.returncode and not result["problems"]:
+        result["problems"].append(f"scaling_test.py ended early, with code {ended.returncode}")
     return result
 
 

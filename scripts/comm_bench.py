@@ -47,7 +47,7 @@ _LONG_S = 1.0
 """An operation that takes so long is not made several times in a row: what disturbs it is averaged out by itself."""
 _WARM_UP = 3
 _SETTLE_S = 0.02
-"""After which what an operation has left in the sockets is on its way."""
+"""After which what an operation has left in the sockets is on its way, but for links below about 100 Mbit/s."""
 
 
 def main() -> int:
@@ -143,6 +143,8 @@ def _measure_size(
 
 def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int | None]:
     """Bytes that this rank sends in one operation: by the transport's own count, and over TCP by the kernel's."""
+    transport.wait()
+    time.sleep(_SETTLE_S)
     before = (transport.bytes_sent, tcp_bytes_sent())
     transport.in_place(source)
     transport.wait()

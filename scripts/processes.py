@@ -48,11 +48,14 @@ class Finished:
 
     @property
     def last_line(self) -> str:
-        """What it said last on stderr that means something, ours first."""
+        """What it said last that means something: ours first, then stderr."""
         # Launchers add boxes and advice of their own below what the rank said.
-        lines = [line for line in self.stderr.splitlines() if any(letter.isalnum() for letter in line)]
-        ours = [line for line in lines if line.startswith("trainer: ") and "tuned: " not in line]
-        return (ours or lines or ["no word on stderr"])[-1]
+        said, printed = (
+            [line for line in text.splitlines() if any(letter.isalnum() for letter in line)]
+            for text in (self.stderr, self.stdout)
+        )
+        ours = [line for line in said if line.startswith("trainer: ") and "tuned: " not in line]
+        return (ours or said or printed or ["no word"])[-1]
 
     @property
     def last_words(self) -> str:
@@ -107,7 +110,7 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_GRACE_S)
+                process.communicate(timeout=_GRACE_S)  # and reads, lest it wait for room to write
         left = _marked(mark)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,13 +120,16 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whoever is impatient and interrupts again must not keep us from it."""
-    earlier = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
+    """Whoever interrupts must not keep us from it, and is heard afterwards."""
+    came: list[int] = []
+    earlier = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
     try:
         yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -86,6 +86,9 @@ class Network:
     """On one host."""
     remote: Link | None = None
     """On two."""
+    one_way: Link | None = None
+    """On two, as larger rings see it, whose neighbours send over a connection in one direction; None where that has
+    not been measured apart."""
 
     def between(self, shape: Shape) -> tuple[Link, Link]:
         """The links of a shape: within a host and across, each standing in where the other has not been measured."""
@@ -105,6 +108,8 @@ def ring(size: float, shape: Shape, network: Network) -> float:
     """2·(N - 1) messages of K/N bytes; the slowest link holds all up. Patarasuk and Yuan, JPDC 2009."""
     local, remote = network.between(shape)
     n = shape.ranks
+    if shape.hosts > 1 and n > 2:
+        remote = network.one_way or remote
     links = [remote, local] if shape.per_host > 1 else [remote]
     return (n - 1) * max(link.seconds(2 * size / n) for link in links)
 
@@ -216,8 +221,9 @@ def is_slow(network: Network, size: float) -> bool:
 
 def _crowded(network: Network, size: float, crowd: float) -> Network:
     """The network as ranks see it that wait for a core: what is work for cores takes longer, a slow link does not."""
-    local = network.local.slowed(crowd) if network.local else None
-    remote = network.remote
-    if remote is not None and not is_slow(network, size):
-        remote = remote.slowed(crowd)
-    return Network(local=local, remote=remote)
+    across = 1.0 if is_slow(network, size) else crowd
+    local, remote, one_way = (
+        link.slowed(factor) if link else None
+        for link, factor in ((network.local, crowd), (network.remote, across), (network.one_way, across))
+    )
+    return Network(local=local, remote=remote, one_way=one_way)

@@ -51,7 +51,9 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
             [
                 _link_cells(where, name, link)
                 for name, network in results.networks.items()
-                for where, link in (("on one host", network.local), ("on two hosts", network.remote))
+                for where, link in (
+                    ("on one host", network.local), ("on two hosts", network.remote), ("in a ring", network.one_way),
+                )
                 if link is not None
             ],
         ),

@@ -234,7 +234,8 @@ class Results:
 
     def _slowest_link(self, row: Row) -> Link | None:
         network = self.network(row.strategy)
-        return network.remote if row.shape.hosts > 1 else network.local
+        across = network.one_way if row.shape.ranks > 2 and network.one_way else network.remote
+        return across if row.shape.hosts > 1 else network.local
 
 
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -88,6 +88,13 @@ def test_messages_count_at_their_own_size() -> None:
     assert ring(800_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 3e-3)
 
 
+def test_larger_rings_use_a_connection_one_way() -> None:
+    network = Network(local=FAST, remote=SLOW, one_way=line(1e-3, 4e-8))
+    assert ring(SIZE, FOUR, network) == pytest.approx(3 * network.one_way.seconds(SIZE / 2))  # type: ignore[union-attr]
+    assert ring(SIZE, PAIR, network) == pytest.approx(SLOW.seconds(SIZE))
+    assert MODELS["tree"](SIZE, PAIR, network) == pytest.approx(SLOW.seconds(SIZE))
+
+
 def test_horovod_does_what_mpi_is_told() -> None:
     assert model_of("horovod", SIZE, FOUR) == "ring"
     assert [model_of("horovod", size, FOUR) for size in (2**20 - 4, 2**20)] == ["tree", "ring"]

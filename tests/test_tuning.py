@@ -174,6 +174,13 @@ def test_between_ranks_of_one_host_large_gradients_are_not_copied_together(
     assert host.environment.get(FUSION) == ("4194304" if copies else None)
 
 
+def test_what_concerns_mpi_is_left_alone_under_gloo(host: Host) -> None:
+    host.environment["HOROVOD_CONTROLLER"] = "gloo"
+    assert "fusion" not in tune_horovod(ranks(2, launcher="horovodrun"))
+    assert "MPI's all-reduce" not in tune_horovod(World(size=4, local_size=2, launcher="horovodrun"))
+    assert not {FUSION, RULES, USE_RULES} & host.environment.keys()
+
+
 @pytest.mark.parametrize(("launcher", "expected"), [("srun", "native"), ("mpirun", None)])
 def test_under_slurm_pmix_is_told_to_do_without_munge(host: Host, launcher: str, expected: str | None) -> None:
     tune_horovod(ranks(2, launcher=launcher))
@@ -212,8 +219,10 @@ def test_the_rules_say_what_is_said_of_them() -> None:
     lines = [line.split("#")[0].split() for line in Path(tuning.__file__).with_name("open_mpi_rules.conf").open()]
     numbers = [[int(number) for number in line] for line in lines if line]
     assert numbers[:2] == [[1], [2]]  # one collective, the all-reduce
-    rules = [numbers[at : at + 4] for at in range(3, len(numbers), 4)]
-    assert numbers[2] == [len(rules)]
+    # Open MPI gives a smaller communicator the first rule: pairs have one of their own.
+    assert numbers[3:6] == [[2], [1], [0, 0, 0, 0]]
+    rules = [numbers[at : at + 4] for at in range(6, len(numbers), 4)]
+    assert numbers[2] == [1 + len(rules)]
     for (fewest,), count, first, (size, algorithm, *_) in rules:
         assert (count, first, algorithm) == ([2], [0, 0, 0, 0], 4)
         most = min([other for (other,), *_ in rules if other > fewest], default=10_000) - 1

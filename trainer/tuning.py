@@ -58,7 +58,7 @@ def tune_horovod(world: World) -> dict[str, str]:
     if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     in_memory = world.device.type == "cpu" and world.size == world.local_size
-    if in_memory and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):
+    if in_memory and not _is_gloo() and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):
         chosen["fusion"] = f"up to {ONE_GROUP_BYTES / 2**20:.0f} MB (ranks share memory, where copying is what costs)"
     return chosen
 
@@ -76,7 +76,7 @@ def tune_mpi(world: World) -> dict[str, str]:
     ranks = world.size if in_container() else world.local_size
     if 2 * ranks > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
         chosen["idle"] = f"yield (2 threads × {ranks} ranks on {cores} cores)"
-    if 2 < world.size != world.local_size and _set_rules():
+    if 2 < world.size != world.local_size and not _is_gloo() and _set_rules():
         chosen["MPI's all-reduce"] = f"a ring from {ring_from_bytes(world.size) / 2**20:.0f} MB up"
     if not single_copy_allowed() and set_default("OMPI_MCA_btl_vader_single_copy_mechanism", "none"):
         chosen["single copy"] = "off (this container refuses process_vm_readv)"
@@ -86,6 +86,11 @@ def tune_mpi(world: World) -> dict[str, str]:
 def ring_from_bytes(ranks: int) -> int:
     """From which size on open_mpi_rules.conf has so many ranks on several hosts all-reduce in a ring."""
     return RING_CHUNK_BYTES * min(128, max(4, 1 << (ranks - 1).bit_length()))
+
+
+def _is_gloo() -> bool:
+    """Whether `horovodrun --gloo` started this rank, which then has no MPI."""
+    return os.environ.get("HOROVOD_CONTROLLER") == "gloo"
 
 
 def _set_rules() -> bool:

@@ -68,6 +68,18 @@ def test_both_controllers_start_for_an_ordinary_user(controller: str) -> None:
     assert done.stdout.count("of 2 mpi=") == 2
 
 
+def test_ranks_meet_that_were_told_different_things_about_their_cores() -> None:
+    """Hosts differ: on one of them Open MPI is told to yield, on the other it is not."""
+    script = (
+        "import os; os.environ['OMPI_MCA_mpi_yield_when_idle'] = os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "import torch, horovod.torch as hvd; hvd.init()\n"
+        "print('sum', [hvd.allreduce(torch.ones(1), op=hvd.Sum, name='x').item() for _ in range(3)])"
+    )
+    outcome = run_job("mpirun", 2, ["-c", script], timeout_s=60)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("sum [2.0, 2.0, 2.0]") == 2
+
+
 def test_installed_horovod_is_the_one_with_our_patches() -> None:
     """The script's own options reach it, whatever they begin with."""
     show = "import sys, json; print('args ' + json.dumps(sys.argv[1:]))"
