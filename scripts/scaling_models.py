@@ -199,16 +199,19 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: fl
     """A step on `shape`.
 
     Args:
-        crowd: runnable ranks per core, at least 1: where several share one, each takes that much longer.
+        crowd: threads that compute for each core. Above 1 they share it, and each takes that much longer; below 1
+            there are cores to spare.
     """
-    compute = (rank.input + rank.compute) * crowd
+    slower = max(1.0, crowd)
+    compute = (rank.input + rank.compute) * slower
     exchange = 0.0
     if shape.ranks > 1:
-        exchange = MODELS[model](rank.gradient_bytes, shape, _crowded(network, rank.gradient_bytes, crowd))
+        exchange = MODELS[model](rank.gradient_bytes, shape, _crowded(network, rank.gradient_bytes, slower))
     # Up to there all gradients travel as one message, which nothing can hide.
     pieces = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
-    # A link works beside the cores; an exchange that is itself work for the cores hides behind nothing there.
-    window = rank.window * crowd if pieces > 1 and (crowd == 1 or is_slow(network, rank.gradient_bytes)) else 0.0
+    # A link works beside the cores; an exchange that is itself work for the cores hides where one of them is free.
+    hides = pieces > 1 and (crowd < 1 or is_slow(network, rank.gradient_bytes))
+    window = rank.window * slower if hides else 0.0
     exposed = max(exchange / pieces, exchange - window)
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed)
 

@@ -148,7 +148,7 @@ class Results:
             for ranks in LARGER:
                 per_host = max(count for count in range(1, min(room, ranks) + 1) if ranks % count == 0)
                 shape = Shape(hosts=ranks // per_host, per_host=per_host)
-                guess = predict(rank, shape, self.network(strategy), model)
+                guess = predict(rank, shape, self.network(strategy), model, crowd=0.0 if self._on_gpu() else 1.0)
                 found.append((strategy, guess, (rank.input + rank.compute) / guess.step))
         return found
 
@@ -190,7 +190,7 @@ class Results:
         )  # fmt: skip
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
         rank = self._rank(runs[0].batch, timings[0]["threads"])
-        predicted = self._predict(rank, shape, strategy, max(1.0, threads / cores))
+        predicted = self._predict(rank, shape, strategy, threads / cores)
         return Row(
             shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
             least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
@@ -202,9 +202,12 @@ class Results:
         network = self.network(strategy)
         if rank is None or shape.ranks == 1 or (network.local is None and network.remote is None):
             return None
-        on_gpu = self.first()["device"] != "cpu"
         model = model_of(strategy, rank.gradient_bytes, shape)
-        return predict(rank, shape, network, model, crowd=1.0 if on_gpu else crowd)
+        return predict(rank, shape, network, model, crowd=0.0 if self._on_gpu() else crowd)
+
+    def _on_gpu(self) -> bool:
+        """Whether the cores are free for the exchange."""
+        return bool(self.first()["device"] != "cpu")
 
     def _efficiency(self, rate: float, shape: Shape, threads: int) -> float | None:
         """Of as many ranks by themselves, each with the whole batch and as many threads as it has here."""

@@ -118,6 +118,15 @@ def test_a_step_is_compute_and_what_nothing_hides() -> None:
     assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").exposed == 0
 
 
+def test_an_exchange_that_is_work_for_cores_hides_where_one_is_free() -> None:
+    rank = Rank(input=0, compute=0.1, window=0.05, gradient_bytes=SIZE)
+    network, pair = Network(local=line(0, 1e-9)), Shape(hosts=1, per_host=2)
+    whole = network.local.seconds(SIZE)  # type: ignore[union-attr]
+    assert predict(rank, pair, network, "ring", crowd=1.0).exposed == pytest.approx(whole)
+    assert predict(rank, pair, network, "ring", crowd=0.5).exposed == pytest.approx(whole / 6)  # of six pieces the last
+    assert predict(rank, pair, network, "ring", crowd=0.5).compute == pytest.approx(0.1)
+
+
 def test_one_message_hides_behind_nothing() -> None:
     rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
     guess = predict(rank, PAIR, Network(remote=SLOW), "ring")
