@@ -79,13 +79,12 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd
     )  # fmt: skip
     code: int | None = None
     try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        _end(process, mark)
-        stdout, stderr = process.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=timeout_s)
+            code = process.returncode
     finally:
         _end(process, mark)
+    stdout, stderr = process.communicate()  # all of what has been read so far, once more
     seconds = time.monotonic() - started
     return Finished(code=code, stdout=_RANK_MARK.sub("", stdout), stderr=_RANK_MARK.sub("", stderr), seconds=seconds)
 
