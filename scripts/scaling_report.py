@@ -80,8 +80,7 @@ def tried(results: Results) -> list[str]:
     """A line for each advice that was followed."""
     lines = []
     for run, promise in results.tried:
-        if not run.timing:
-            lines.append(f"Tried {' '.join(run.options)}: {run.problem}")
+        if not run.timing:  # it is among the problems
             continue
         gain = run.samples_per_s / promise.base
         lines.append(
