@@ -94,7 +94,7 @@ def _is_gloo() -> bool:
 
 
 def _set_rules() -> bool:
-    # Rules and an algorithm of the user's own stay; one without the other is no choice.
+    # Whoever has set either of the two has chosen.
     prefix = "OMPI_MCA_coll_tuned_"
     if user_set(f"{prefix}use_dynamic_rules") or not set_default(f"{prefix}dynamic_rules_filename", str(_RULES)):
         return False
