@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning import ring_from_bytes
@@ -175,6 +177,21 @@ class Rank:
     window: float
     """Of the compute time, in which an exchange in pieces can go on beside it."""
     gradient_bytes: int
+    own: tuple[float, ...] = ()
+    """Its steps' seconds, in percentiles from the quickest to the slowest."""
+
+    def waiting(self, ranks: int) -> float:
+        """For the slowest of so many, mean: what the largest of N steps is expected to have above the mean.
+
+        The largest of N independent draws has the N-th power of their distribution function (David and Nagaraja, Order
+        Statistics, section 2.1).
+        """
+        pieces = len(self.own) - 1
+        if pieces < 1:
+            return 0.0
+        middles = [(low + high) / 2 for low, high in pairwise(self.own)]
+        chances = (((at + 1) / pieces) ** ranks - (at / pieces) ** ranks for at in range(pieces))
+        return sum(chance * middle for chance, middle in zip(chances, middles, strict=True)) - fmean(middles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +206,12 @@ class Prediction:
     """In all, seconds."""
     exposed: float
     """Of it, what nothing hides."""
+    waiting: float = 0.0
+    """For the slowest rank."""
 
     @property
     def step(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.waiting
 
 
 def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: float = 1.0) -> Prediction:
@@ -213,7 +232,9 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: fl
     hides = pieces > 1 and (crowd < 1 or is_slow(network, rank.gradient_bytes))
     window = rank.window * slower if hides else 0.0
     exposed = max(exchange / pieces, exchange - window)
-    return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed)
+    # Ranks that share a core are through together: fewer are waited for, and what is uneven in them adds up like noise.
+    waiting = math.sqrt(slower) * rank.waiting(max(1, round(shape.ranks / slower)))
+    return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
 
 
 def is_slow(network: Network, size: float) -> bool:

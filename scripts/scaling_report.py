@@ -19,7 +19,9 @@ TEMPLATE = Path(__file__).resolve().parent / "scaling_page.html"
 PHASES = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
 _WHY_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
-_GUESS_HEAD = ("shape", "strategy", "scaling", "model", "exchange ms", "predicted samples/s", "measured", "error")
+_GUESS_HEAD = (
+    "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
+)  # fmt: skip
 
 
 def show(results: Results) -> str:
@@ -98,7 +100,7 @@ def write_json(path: Path, results: Results) -> None:
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
-        "alone": [_entry(run) for run in results.alone.values()],
+        "alone": [_entry(run) for runs in results.alone.values() for run in runs],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
@@ -239,6 +241,7 @@ def _guess_cells(row: Row) -> Sequence[str]:
     assert row.predicted is not None  # noqa: S101 (the caller has looked)
     return (
         str(row.shape), row.strategy, row.scaling, row.predicted.model, f"{row.predicted.exchange * 1e3:.3g}",
+        f"{row.predicted.waiting * 1e3:.3g}",
         f"{row.predicted_samples_per_s:,.0f}", f"{row.measured.samples_per_s:,.0f}", f"{row.error:+.0%}",
     )  # fmt: skip
 

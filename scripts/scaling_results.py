@@ -17,6 +17,7 @@ from trainer.strategies.buckets import BUCKET_BYTES
 
 LARGER = (8, 16, 64)
 """Ranks for which everything is predicted, on hosts like these."""
+_PHASES = ("input", "compute", "exchange", "waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,8 @@ class Results:
     plan: Plan
     batch: int
     command: Sequence[str]
-    alone: dict[tuple[int, int], Run] = field(default_factory=dict)
-    """One rank by itself, by batch and PyTorch threads."""
+    alone: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
+    """One rank by itself in each round, by batch and PyTorch threads."""
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
@@ -100,7 +101,7 @@ class Results:
 
     def first(self) -> dict[str, Any]:
         """What the first rank by itself said."""
-        return next(run.timing for run in self.alone.values() if run.timing)
+        return next(run.timing for runs in self.alone.values() for run in runs if run.timing)
 
     def facts(self) -> dict[str, str]:
         """Where this was measured."""
@@ -211,19 +212,20 @@ class Results:
 
     def _efficiency(self, rate: float, shape: Shape, threads: int) -> float | None:
         """Of as many ranks by themselves, each with the whole batch and as many threads as it has here."""
-        alone = self.alone.get((self.batch, threads))
         if shape.ranks == 1:
             return 1.0
-        return rate / (shape.ranks * alone.samples_per_s) if alone and alone.timing else None
+        alone = [run.samples_per_s for run in self.alone.get((self.batch, threads), ()) if run.timing]
+        return rate / (shape.ranks * statistics.median(alone)) if alone else None
 
     def _rank(self, batch: int, threads: int) -> Rank | None:
-        alone = self.alone.get((batch, threads))
-        if alone is None or alone.timing is None:
+        timings = [run.timing for run in self.alone.get((batch, threads), ()) if run.timing]
+        if not timings:
             return None
-        timing = alone.timing
+        found = {name: statistics.median(timing[name] for timing in timings) for name in (*_PHASES, "window")}
         return Rank(
-            input=timing["input"], compute=timing["compute"] + timing["exchange"], window=timing["window"],
-            gradient_bytes=timing["gradient_bytes"],
+            input=found["input"], compute=found["compute"] + found["exchange"], window=found["window"],
+            gradient_bytes=timings[0]["gradient_bytes"],
+            own=tuple(map(statistics.median, zip(*(timing["own"] for timing in timings), strict=True))),
         )  # fmt: skip
 
     def _halved(self, row: Row) -> float | None:
@@ -242,9 +244,7 @@ class Results:
 
 
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
-    found = {}
-    for name in ("input", "compute", "exchange", "waiting"):
-        found[name] = statistics.median(timing[name] for timing in timings)
+    found = {name: statistics.median(timing[name] for timing in timings) for name in _PHASES}
     seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
     # Horovod does not say. Where several messages travel, and the last one is waited for, the others had the window.
     whole = timings[0]["gradient_bytes"] > BUCKET_BYTES and found["exchange"] > 0.1 * found["compute"]

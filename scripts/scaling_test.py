@@ -79,8 +79,7 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
     """One rank by itself, the network, then everything in turns."""
     plan, file = options.plan, options.output / "scaling.json"
     share = max(1, host_cores() // max(shape.per_host for shape in options.shapes))
-    _by_itself(results, options.batch_size, share, bar)
-    first = results.alone[options.batch_size, share]
+    first = _by_itself(results, 1, options.batch_size, share, bar)
     if first.timing is None:
         raise TrainerError(f"one rank by itself cannot be measured: {first.problem}")
     write_json(file, results)
@@ -98,7 +97,7 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
         _tell(bar, done)
         if done.timing is not None and done.shape != _ALONE:  # beside a rank that has as many threads
             for batch in dict.fromkeys((done.batch, options.batch_size)):
-                _by_itself(results, batch, done.timing["threads"], bar)
+                _by_itself(results, done.round, batch, done.timing["threads"], bar)
         write_json(file, results)
     for run, promise in results.promises() if options.try_advice else ():
         tried = _run_once(run, plan)
@@ -107,12 +106,14 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
         write_json(file, results)
 
 
-def _by_itself(results: Results, batch: int, threads: int, bar: Any) -> None:
-    """One rank, alone on its host, with so many threads; once for each batch."""
-    if (batch, threads) not in results.alone:
-        run = Run(shape=_ALONE, strategy="single", scaling="alone", round=1, batch=batch)
-        results.alone[batch, threads] = _run_once(run, results.plan, threads)
-        _tell(bar, results.alone[batch, threads], counts=False)
+def _by_itself(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:
+    """One rank, alone on its host, with so many threads; once in each round, like what it is held against."""
+    done = results.alone.setdefault((batch, threads), [])
+    if not any(run.round == number for run in done):
+        run = Run(shape=_ALONE, strategy="single", scaling="alone", round=number, batch=batch)
+        done.append(_run_once(run, results.plan, threads))
+        _tell(bar, done[-1], counts=False)
+    return done[-1]
 
 
 def _run_once(run: Run, plan: Plan, threads: int | None = None) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,19 @@ def test_an_exchange_that_is_work_for_cores_hides_where_one_is_free() -> None:
     assert predict(rank, pair, network, "ring", crowd=0.5).compute == pytest.approx(0.1)
 
 
+def test_ranks_wait_for_the_slowest_of_them() -> None:
+    even = tuple(percent / 100 for percent in range(101))  # as likely quick as slow: the largest of N is N/(N+1)
+    rank = Rank(input=0, compute=0.5, window=0, gradient_bytes=4, own=even)
+    assert [rank.waiting(count) for count in (1, 2, 4, 64)] == pytest.approx(
+        [0, 2 / 3 - 1 / 2, 4 / 5 - 1 / 2, 64 / 65 - 1 / 2], abs=1e-3
+    )
+    network = Network(local=line(0, 0), remote=line(0, 0))
+    assert predict(rank, FOUR, network, "ring").step == pytest.approx(0.8, abs=1e-3)
+    shared = predict(rank, FOUR, network, "ring", crowd=2)
+    assert shared.waiting == pytest.approx(math.sqrt(2) / 6, abs=1e-3)
+    assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").waiting == pytest.approx(0)
+
+
 def test_one_message_hides_behind_nothing() -> None:
     rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
     guess = predict(rank, PAIR, Network(remote=SLOW), "ring")
@@ -182,7 +196,7 @@ def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
         "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
         "gradient_bytes": SIZE, "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
         "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
-        "window": 0.0, "ranks": [],
+        "window": 0.0, "own": [0.1] * 101, "ranks": [],
     }  # fmt: skip
     return {**values, **changes}
 
@@ -193,7 +207,7 @@ def results() -> Results:
     hosts = [Host(name="a", slots=2), Host(name="<b>", slots=2)]
     plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
     made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
-    made.alone[100, 1] = alone.ended(timing=timing(0.1, 100))
+    made.alone[100, 1] = [alone.ended(timing=timing(step, 100)) for step in (0.1, 0.4, 0.1)]
     made.networks["horovod"] = Network(local=FAST, remote=SLOW)
     for number, step in enumerate((2.0, 2.2, 9.0), 1):
         run = Run(shape=FOUR, strategy="horovod", scaling="weak", round=number, batch=100)

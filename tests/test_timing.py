@@ -42,6 +42,8 @@ def test_the_rank_that_others_wait_for_tells_what_the_exchange_takes() -> None:
     assert timing.waiting == pytest.approx((0.4 + 0.0 + 0.0 + 0.2) / 4)
     assert timing.input + timing.compute + timing.exchange + timing.waiting == pytest.approx(1.0)
     assert (timing.samples, timing.steps, timing.updates, timing.seconds) == (40, 2, 2, 2.0)
+    assert [timing.own[percent] for percent in (0, 50, 100)] == pytest.approx([0.5, 0.7, 0.9])
+    assert len(timing.own) == 101
 
 
 def test_steps_without_an_exchange_count_as_steps() -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -91,6 +92,8 @@ class EpochTiming:
     """Of the exchange, beside the backward pass; None where the strategy cannot see it."""
     window: float
     """For how long a gradient waits for the last one, mean over their bytes: what an exchange in pieces can hide in."""
+    own: list[float]
+    """Percentiles, 0 to 100, of the seconds of a step in which its rank is not blocked, over steps and ranks."""
     ranks: list[Phases]
 
 
@@ -251,6 +254,7 @@ def _summary(everybody: list[dict[str, Any]], strategy: Strategy, gradient_bytes
         waiting=fmean(phase.blocked for phase in phases) - exchange,
         hidden=max(0.0, min(busy) / len(by_step) - exchange) if busy else None,
         window=fmean(row.window for rows in by_rank for row in rows) * len(by_step) / max(1, updates),
+        own=np.percentile([row.step - row.blocked for rows in by_rank for row in rows], range(101)).tolist(),
         ranks=phases,
     )
 
