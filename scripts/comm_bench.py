@@ -58,7 +58,6 @@ def main() -> int:
         check_writable(file)
     if world.launcher in ("mpirun", "srun"):
         tune_mpi(world)
-    torch.set_num_threads(1)
     meeting = Meeting(world)
     rows: list[Row] = []
     facts = describe(world, meeting.gather(world.host))
@@ -92,6 +91,9 @@ def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namesp
         if transport is not None:
             transport.abandon()
         return
+    # A strategy has just taken its share of the cores of what may be one of several containers on a machine; threads
+    # that wait for each other to be given one would be all that is measured.
+    torch.set_num_threads(1)
     for size in options.sizes:
         row = _measure_size(name, transport, size, world, meeting, options)
         if world.is_root:

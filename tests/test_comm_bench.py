@@ -7,14 +7,21 @@ import re
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
+from comm_bench import _measure
 from comm_report import Row, plot, table_line, write_json
+from comm_transports import TRANSPORTS, Transport
 from gpu_links import parse_topology, rdma
 from tcp_bytes import tcp_bytes_sent
+from torch import Tensor
 
 from tests.distributed.harness import ROOT, run_job
+from trainer.meeting import Meeting
+from trainer.world import World
 
 SCRIPT = "scripts/comm_bench.py"
 TOPOLOGY = """\
@@ -40,6 +47,31 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert " ".join(cells[:9]) == "MPI 1000000000 500000.0 2.000 3.000 250000.0 4.000 6.000 0"
     assert " ".join(cells[9:]) == "not counted not counted"
     assert table_line(row(bytes_sent=7.0, tcp_bytes=9.0)).split()[-2:] == ["7", "9"]
+
+
+def test_a_transport_is_measured_with_one_thread_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    class Greedy(Transport):
+        name = "greedy"
+
+        def __init__(self, *_: object) -> None:
+            torch.set_num_threads(2)
+
+        def in_place(self, tensor: Tensor) -> None:
+            seen.add(torch.get_num_threads())
+
+        def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+            result.copy_(tensor)
+
+    monkeypatch.setitem(TRANSPORTS, "greedy", Greedy)
+    threads, world = torch.get_num_threads(), World()
+    try:
+        options = Namespace(sizes=[4], repeats=1, max_seconds=1.0)
+        (measured,) = _measure("greedy", world, Meeting(world), options)
+    finally:
+        torch.set_num_threads(threads)
+    assert (measured.wrong, seen) == (0, {1})
 
 
 def test_the_kernel_counts_what_goes_over_tcp() -> None:

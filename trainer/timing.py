@@ -254,7 +254,7 @@ def _summary(everybody: list[dict[str, Any]], strategy: Strategy, gradient_bytes
         waiting=fmean(phase.blocked for phase in phases) - exchange,
         hidden=max(0.0, min(busy) / len(by_step) - exchange) if busy else None,
         window=fmean(row.window for rows in by_rank for row in rows) * len(by_step) / max(1, updates),
-        own=np.percentile([row.step - row.blocked for rows in by_rank for row in rows], range(101)).tolist(),
+        own=np.percentile([row.step - row.blocked for rows in by_rank for row in rows], range(101)).round(6).tolist(),
         ranks=phases,
     )
 
