@@ -37,7 +37,7 @@ from trainer.errors import ConfigError
 from trainer.failure import report_failures
 from trainer.meeting import Meeting
 from trainer.results import check_writable
-from trainer.tuning import tune_mpi
+from trainer.tuning import machine, share_machine, tune_mpi
 from trainer.world import World, current_world
 
 # A row of operations shall last this long, within these numbers of them.
@@ -58,7 +58,9 @@ def main() -> int:
         check_writable(file)
     if world.launcher in ("mpirun", "srun"):
         tune_mpi(world)
+    torch.set_num_threads(1)
     meeting = Meeting(world)
+    on_this_machine = sum(other == machine() for other in meeting.gather(machine()))
     rows: list[Row] = []
     facts = describe(world, meeting.gather(world.host))
     if world.is_root:
@@ -66,7 +68,7 @@ def main() -> int:
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
-        for row in _measure(name, world, meeting, options):
+        for row in _measure(name, world, meeting, options, on_this_machine):
             rows.append(row)
             if world.is_root and options.json:
                 write_json(options.json, facts, rows)
@@ -77,8 +79,14 @@ def main() -> int:
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namespace) -> Iterator[Row]:
-    """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had."""
+def _measure(
+    name: str, world: World, meeting: Meeting, options: argparse.Namespace, on_this_machine: int
+) -> Iterator[Row]:
+    """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had.
+
+    Args:
+        on_this_machine: ranks, those in other containers included.
+    """
     transport, problem = None, ""
     try:
         transport = TRANSPORTS[name](world, meeting)
@@ -91,9 +99,9 @@ def _measure(name: str, world: World, meeting: Meeting, options: argparse.Namesp
         if transport is not None:
             transport.abandon()
         return
-    # A strategy has just taken its share of the cores of what may be one of several containers on a machine; threads
-    # that wait for each other to be given one would be all that is measured.
-    torch.set_num_threads(1)
+    # As in training: what has just taken its share of a host's cores may be one of several containers on a machine,
+    # and threads that wait for each other to be given a core would be all that is measured.
+    share_machine(world, on_this_machine)
     for size in options.sizes:
         row = _measure_size(name, transport, size, world, meeting, options)
         if world.is_root:

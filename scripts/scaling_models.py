@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 
 from trainer.strategies.buckets import BUCKET_BYTES
@@ -178,20 +177,21 @@ class Rank:
     """Of the compute time, in which an exchange in pieces can go on beside it."""
     gradient_bytes: int
     own: tuple[float, ...] = ()
-    """Its steps' seconds, in percentiles from the quickest to the slowest."""
+    """Its steps' seconds, from the quickest to the slowest: means of equally many."""
+    accumulate: float = 1.0
+    """Steps for each exchange."""
 
     def waiting(self, ranks: int) -> float:
         """For the slowest of so many, mean: what the largest of N steps is expected to have above the mean.
 
         The largest of N independent draws has the N-th power of their distribution function (David and Nagaraja, Order
-        Statistics, section 2.1).
+        Statistics, section 2.1). What slows down all ranks of a host at once is not independent, and counts too much.
         """
-        pieces = len(self.own) - 1
-        if pieces < 1:
+        if not self.own:
             return 0.0
-        middles = [(low + high) / 2 for low, high in pairwise(self.own)]
+        pieces = len(self.own)
         chances = (((at + 1) / pieces) ** ranks - (at / pieces) ** ranks for at in range(pieces))
-        return sum(chance * middle for chance, middle in zip(chances, middles, strict=True)) - fmean(middles)
+        return sum(chance * seconds for chance, seconds in zip(chances, self.own, strict=True)) - fmean(self.own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +231,10 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: fl
     # A link works beside the cores; an exchange that is itself work for the cores hides where one of them is free.
     hides = pieces > 1 and (crowd < 1 or is_slow(network, rank.gradient_bytes))
     window = rank.window * slower if hides else 0.0
-    exposed = max(exchange / pieces, exchange - window)
-    # Ranks that share a core are through together: fewer are waited for, and what is uneven in them adds up like noise.
+    exposed = max(exchange / pieces, exchange - window) / rank.accumulate
+    exchange /= rank.accumulate
+    # As if ranks that share a core were through together: fewer to wait for, whose unevenness adds up like noise. What
+    # they wait for a time slice of the core comes on top, and is not known.
     waiting = math.sqrt(slower) * rank.waiting(max(1, round(shape.ranks / slower)))
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
 

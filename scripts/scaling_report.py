@@ -66,11 +66,11 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         ),
         (
             "Predicted for more hosts like these",
-            ("ranks", "shape", "model", "over the links of", "exchange ms", "step ms", "efficiency"),
+            ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
             [
                 (
                     str(guess.shape.ranks), str(guess.shape), guess.model, strategy, f"{guess.exchange * 1e3:.3g}",
-                    f"{guess.step * 1e3:.3g}", f"{efficiency:.0%}",
+                    f"{guess.waiting * 1e3:.3g}", f"{guess.step * 1e3:.3g}", f"{efficiency:.0%}",
                 )
                 for strategy, guess, efficiency in results.larger()
             ],

@@ -118,7 +118,8 @@ class Results:
 
     def problems(self) -> list[str]:
         """What failed, a line each."""
-        runs = [*self.runs, *(run for run, _ in self.tried)]
+        alone = (run for runs in self.alone.values() for run in runs)
+        runs = [*alone, *self.runs, *(run for run, _ in self.tried)]
         failed = [f"{run}: {run.problem}" for run in runs if run.problem]
         return [*failed, f"the network cannot be measured: {self.no_network}"] if self.no_network else failed
 
@@ -221,11 +222,13 @@ class Results:
         timings = [run.timing for run in self.alone.get((batch, threads), ()) if run.timing]
         if not timings:
             return None
+        rounds = zip(*(timing["own"] for timing in timings), strict=False)  # all of as many steps
         found = {name: statistics.median(timing[name] for timing in timings) for name in (*_PHASES, "window")}
         return Rank(
             input=found["input"], compute=found["compute"] + found["exchange"], window=found["window"],
             gradient_bytes=timings[0]["gradient_bytes"],
-            own=tuple(map(statistics.median, zip(*(timing["own"] for timing in timings), strict=True))),
+            own=tuple(map(statistics.median, rounds)),
+            accumulate=timings[0]["steps"] / max(1, timings[0]["updates"]),
         )  # fmt: skip
 
     def _halved(self, row: Row) -> float | None:

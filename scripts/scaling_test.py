@@ -92,6 +92,7 @@ def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace,
             _say(bar, f"the network cannot be measured: {error}")
     bar.update()
     for run in todo:
+        _by_itself(results, run.round, options.batch_size, share, bar)
         done = _run_once(run, plan)
         results.runs.append(done)
         _tell(bar, done)

@@ -49,8 +49,12 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert table_line(row(bytes_sent=7.0, tcp_bytes=9.0)).split()[-2:] == ["7", "9"]
 
 
-def test_a_transport_is_measured_with_one_thread_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_several_containers_are_measured_with_their_share_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = set()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
 
     class Greedy(Transport):
         name = "greedy"
@@ -68,7 +72,7 @@ def test_a_transport_is_measured_with_one_thread_whatever_it_takes(monkeypatch: 
     threads, world = torch.get_num_threads(), World()
     try:
         options = Namespace(sizes=[4], repeats=1, max_seconds=1.0)
-        (measured,) = _measure("greedy", world, Meeting(world), options)
+        (measured,) = _measure("greedy", world, Meeting(world), options, on_this_machine=2)
     finally:
         torch.set_num_threads(threads)
     assert (measured.wrong, seen) == (0, {1})

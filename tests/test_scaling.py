@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scaling_test
 from scaling_advice import Measured, advise, sentence
 from scaling_jobs import Host, Plan, parse_hosts, parse_shapes
 from scaling_models import (
@@ -26,6 +28,7 @@ from scaling_models import (
 )
 from scaling_report import draw, show, tables, write_json, write_page
 from scaling_results import Promise, Results, Run
+from tqdm import tqdm
 
 from trainer.errors import TrainerError
 
@@ -129,7 +132,7 @@ def test_an_exchange_that_is_work_for_cores_hides_where_one_is_free() -> None:
 
 
 def test_ranks_wait_for_the_slowest_of_them() -> None:
-    even = tuple(percent / 100 for percent in range(101))  # as likely quick as slow: the largest of N is N/(N+1)
+    even = tuple((at + 0.5) / 100 for at in range(100))  # as likely quick as slow: the largest of N is N/(N+1)
     rank = Rank(input=0, compute=0.5, window=0, gradient_bytes=4, own=even)
     assert [rank.waiting(count) for count in (1, 2, 4, 64)] == pytest.approx(
         [0, 2 / 3 - 1 / 2, 4 / 5 - 1 / 2, 64 / 65 - 1 / 2], abs=1e-3
@@ -196,7 +199,7 @@ def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
         "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
         "gradient_bytes": SIZE, "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
         "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
-        "window": 0.0, "own": [0.1] * 101, "ranks": [],
+        "window": 0.0, "own": [0.1], "ranks": [],
     }  # fmt: skip
     return {**values, **changes}
 
@@ -207,7 +210,10 @@ def results() -> Results:
     hosts = [Host(name="a", slots=2), Host(name="<b>", slots=2)]
     plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
     made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
-    made.alone[100, 1] = [alone.ended(timing=timing(step, 100)) for step in (0.1, 0.4, 0.1)]
+    spreads = ((0.1, [0.05, 0.15]), (0.4, [0.0, 0.9]), (0.1, [0.05, 0.15]))
+    made.alone[100, 1] = [
+        replace(alone, round=number, timing=timing(step, 100, own=own)) for number, (step, own) in enumerate(spreads, 1)
+    ]
     made.networks["horovod"] = Network(local=FAST, remote=SLOW)
     for number, step in enumerate((2.0, 2.2, 9.0), 1):
         run = Run(shape=FOUR, strategy="horovod", scaling="weak", round=number, batch=100)
@@ -231,9 +237,26 @@ def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) ->
     assert four.predicted is not None
     assert four.predicted_samples_per_s is not None
     assert four.predicted.compute == pytest.approx(0.2)  # four ranks on two cores
+    assert four.predicted.waiting == pytest.approx(math.sqrt(2) * 0.025)  # of two, three in four times for the slow one
+    assert re.search(r"\|\s+35\.4 \|", show(results))
     assert four.error == pytest.approx(four.predicted_samples_per_s / (400 / 2.2) - 1)
     assert one.predicted is None
     assert {guess.shape.ranks for _, guess, _ in results.larger()} == {8, 16, 64}
+
+
+def test_a_rank_by_itself_is_measured_once_in_each_round(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_test, "_run_once", lambda run, *_: run.ended(problem="it fell over"))
+    results.alone.clear()
+    for number in (1, 1, 2):
+        scaling_test._by_itself(results, number, 100, 1, tqdm(disable=True))
+    assert [run.round for run in results.alone[100, 1]] == [1, 2]
+    assert len([problem for problem in results.problems() if "it fell over" in problem]) == 2
+
+
+def test_an_accumulated_step_has_its_part_of_an_exchange() -> None:
+    rank = Rank(input=0, compute=0.1, window=0, gradient_bytes=4, accumulate=4)
+    network = Network(remote=line(0.2, 0))
+    assert predict(rank, PAIR, network, "ring").step == pytest.approx(0.1 + 0.2 / 4)
 
 
 def test_promises_are_what_can_be_tried(results: Results) -> None:
@@ -250,6 +273,7 @@ def test_everything_is_in_table_json_picture_and_page(results: Results, tmp_path
     )
     results.tried.append((run.ended(problem="the wire broke"), promise))
     results.no_network = "no route"
+    results.alone[50, 1] = []  # interrupted there
     results.interrupted = True
     write_json(tmp_path / "s.json", results)
     written = json.loads((tmp_path / "s.json").read_text())

@@ -42,8 +42,9 @@ def test_the_rank_that_others_wait_for_tells_what_the_exchange_takes() -> None:
     assert timing.waiting == pytest.approx((0.4 + 0.0 + 0.0 + 0.2) / 4)
     assert timing.input + timing.compute + timing.exchange + timing.waiting == pytest.approx(1.0)
     assert (timing.samples, timing.steps, timing.updates, timing.seconds) == (40, 2, 2, 2.0)
-    assert [timing.own[percent] for percent in (0, 50, 100)] == pytest.approx([0.5, 0.7, 0.9])
-    assert len(timing.own) == 101
+    assert timing.own == pytest.approx([0.5, 0.6, 0.8, 0.9])
+    many = summary(rank(*((1.0 + number, 0.0, 1.0) for number in range(400))))
+    assert (len(many.own), many.own[0], many.own[-1]) == (100, pytest.approx(1.5), pytest.approx(397.5))
 
 
 def test_steps_without_an_exchange_count_as_steps() -> None:
@@ -52,6 +53,7 @@ def test_steps_without_an_exchange_count_as_steps() -> None:
     assert timing.exchange == pytest.approx(0.25)
     assert timing.compute == pytest.approx(1.0)
     assert timing.window == pytest.approx(0.004)  # of an update
+    assert timing.own == pytest.approx([1.0])  # ranks meet once in an update
 
 
 def test_what_nobody_waits_for_was_hidden() -> None:

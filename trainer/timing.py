@@ -93,7 +93,8 @@ class EpochTiming:
     window: float
     """For how long a gradient waits for the last one, mean over their bytes: what an exchange in pieces can hide in."""
     own: list[float]
-    """Percentiles, 0 to 100, of the seconds of a step in which its rank is not blocked, over steps and ranks."""
+    """Seconds of a step in which its rank is not blocked, from the quickest steps to the slowest: the means of up to
+    100 groups of equally many. The steps of one update count as one, their mean."""
     ranks: list[Phases]
 
 
@@ -254,9 +255,24 @@ def _summary(everybody: list[dict[str, Any]], strategy: Strategy, gradient_bytes
         waiting=fmean(phase.blocked for phase in phases) - exchange,
         hidden=max(0.0, min(busy) / len(by_step) - exchange) if busy else None,
         window=fmean(row.window for rows in by_rank for row in rows) * len(by_step) / max(1, updates),
-        own=np.percentile([row.step - row.blocked for rows in by_rank for row in rows], range(101)).round(6).tolist(),
+        own=_spread([one for rows in by_rank for one in _own(rows)]),
         ranks=phases,
     )
+
+
+def _own(rows: Sequence[_Row]) -> Iterator[float]:
+    """Seconds by itself of one rank, mean over the steps of each update, since the ranks meet once in an update."""
+    taken: list[float] = []
+    for row in rows:
+        taken.append(row.step - row.blocked)
+        if row.is_update:
+            yield fmean(taken)
+            taken = []
+
+
+def _spread(seconds: Sequence[float]) -> list[float]:
+    groups = np.array_split(np.sort(seconds), min(100, len(seconds))) if seconds else []
+    return [round(float(group.mean()), 6) for group in groups]
 
 
 def _phases(rows: Sequence[_Row]) -> Phases:
