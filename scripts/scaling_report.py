@@ -100,7 +100,7 @@ def write_json(path: Path, results: Results) -> None:
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
-        "alone": [_entry(run) for runs in results.alone.values() for run in runs],
+        "alone": [_entry(run) for run in results.lone_runs()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [

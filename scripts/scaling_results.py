@@ -101,7 +101,11 @@ class Results:
 
     def first(self) -> dict[str, Any]:
         """What the first rank by itself said."""
-        return next(run.timing for runs in self.alone.values() for run in runs if run.timing)
+        return next(run.timing for run in self.lone_runs() if run.timing)
+
+    def lone_runs(self) -> list[Run]:
+        """All of one rank by itself."""
+        return [run for runs in self.alone.values() for run in runs]
 
     def facts(self) -> dict[str, str]:
         """Where this was measured."""
@@ -118,8 +122,7 @@ class Results:
 
     def problems(self) -> list[str]:
         """What failed, a line each."""
-        alone = (run for runs in self.alone.values() for run in runs)
-        runs = [*alone, *self.runs, *(run for run, _ in self.tried)]
+        runs = [*self.lone_runs(), *self.runs, *(run for run, _ in self.tried)]
         failed = [f"{run}: {run.problem}" for run in runs if run.problem]
         return [*failed, f"the network cannot be measured: {self.no_network}"] if self.no_network else failed
 
@@ -222,7 +225,8 @@ class Results:
         timings = [run.timing for run in self.alone.get((batch, threads), ()) if run.timing]
         if not timings:
             return None
-        rounds = zip(*(timing["own"] for timing in timings), strict=False)  # all of as many steps
+        # Not strict: a round of fewer than a hundred updates has fewer groups, should a script's rounds differ.
+        rounds = zip(*(timing["own"] for timing in timings), strict=False)
         found = {name: statistics.median(timing[name] for timing in timings) for name in (*_PHASES, "window")}
         return Rank(
             input=found["input"], compute=found["compute"] + found["exchange"], window=found["window"],
