@@ -60,7 +60,7 @@ def main() -> int:
         tune_mpi(world)
     torch.set_num_threads(1)
     meeting = Meeting(world)
-    on_this_machine = sum(other == machine() for other in meeting.gather(machine()))
+    machines = meeting.gather(machine())
     rows: list[Row] = []
     facts = describe(world, meeting.gather(world.host))
     if world.is_root:
@@ -68,7 +68,7 @@ def main() -> int:
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
-        for row in _measure(name, world, meeting, options, on_this_machine):
+        for row in _measure(name, world, meeting, options, machines):
             rows.append(row)
             if world.is_root and options.json:
                 write_json(options.json, facts, rows)
@@ -80,12 +80,12 @@ def main() -> int:
 
 
 def _measure(
-    name: str, world: World, meeting: Meeting, options: argparse.Namespace, on_this_machine: int
+    name: str, world: World, meeting: Meeting, options: argparse.Namespace, machines: list[str]
 ) -> Iterator[Row]:
     """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had.
 
     Args:
-        on_this_machine: ranks, those in other containers included.
+        machines: of each rank; several containers may be on one.
     """
     transport, problem = None, ""
     try:
@@ -101,7 +101,7 @@ def _measure(
         return
     # As in training: what has just taken its share of a host's cores may be one of several containers on a machine,
     # and threads that wait for each other to be given a core would be all that is measured.
-    share_machine(world, on_this_machine)
+    share_machine(world, machines)
     for size in options.sizes:
         row = _measure_size(name, transport, size, world, meeting, options)
         if world.is_root:

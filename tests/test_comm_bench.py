@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.distributed.harness import ROOT, run_job
 from trainer.meeting import Meeting
+from trainer.tuning import machine
 from trainer.world import World
 
 SCRIPT = "scripts/comm_bench.py"
@@ -72,7 +73,7 @@ def test_ranks_in_several_containers_are_measured_with_their_share_of_the_machin
     threads, world = torch.get_num_threads(), World()
     try:
         options = Namespace(sizes=[4], repeats=1, max_seconds=1.0)
-        (measured,) = _measure("greedy", world, Meeting(world), options, on_this_machine=2)
+        (measured,) = _measure("greedy", world, Meeting(world), options, [machine()] * 2)
     finally:
         torch.set_num_threads(threads)
     assert (measured.wrong, seen) == (0, {1})

@@ -128,13 +128,14 @@ def test_in_a_container_the_ranks_of_other_hosts_may_be_on_this_machine(
 def test_ranks_in_several_containers_share_their_machines_cores(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(tuning, "machine", lambda: "this")
     one_of_two_hosts = World(size=4, local_size=2, launcher="mpirun")
-    assert share_machine(one_of_two_hosts, ranks_here=2) == {}
+    assert share_machine(one_of_two_hosts, ["this", "this", "other", "other"]) == {}
     assert host.threads == []
-    assert "threads" in share_machine(one_of_two_hosts, ranks_here=4)
+    assert "threads" in share_machine(one_of_two_hosts, ["this"] * 4)
     assert host.threads == [2]
     host.environment["OMP_NUM_THREADS"] = "8"
-    assert share_machine(one_of_two_hosts, ranks_here=4) == {}
+    assert share_machine(one_of_two_hosts, ["this"] * 4) == {}
 
 
 @pytest.mark.parametrize(("local_size", "yields"), [(1, False), (4, False), (5, True), (8, True), (16, True)])

@@ -58,7 +58,7 @@ def join(strategy: str | Strategy, config: TrainerConfig) -> Strategy:
         torch.cuda.set_device(world.device)
     joined = make_strategy(strategy, world)
     places = joined.all_gather_object((world.host, machine()))
-    tuning = dict(joined.tuning) | share_machine(world, sum(other == machine() for _, other in places))
+    tuning = dict(joined.tuning) | share_machine(world, [one for _, one in places])
     if joined.world.is_root:
         tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
         place = f"{world.size} ranks on {_per_host(places)}; " if world.size > 1 else ""

@@ -25,6 +25,7 @@ import ctypes
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -137,14 +138,15 @@ def machine() -> str:
     return socket.gethostname()
 
 
-def share_machine(world: World, ranks_here: int) -> dict[str, str]:
+def share_machine(world: World, machines: Sequence[str]) -> dict[str, str]:
     """Shares the cores of a machine among all ranks on it, those of other containers included.
 
     Args:
         world: this rank's.
-        ranks_here: ranks whose `machine` is this one.
+        machines: what `machine` is on each rank.
     """
     cores = os.cpu_count() or 1
+    ranks_here = sum(one == machine() for one in machines)
     threads = max(1, cores // ranks_here)
     if ranks_here == world.local_size or user_set("OMP_NUM_THREADS") or torch.get_num_threads() <= threads:
         return {}
