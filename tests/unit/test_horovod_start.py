@@ -1,0 +1,90 @@
+"""What horovodrun and a rank load before they start to work, as patches/0014 changes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import horovod
+import pytest
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+ASK = """
+from horovod.common import util
+util._check_extension_lambda = lambda *_: "asked"
+print(util.mpi_built(), util.gloo_built(), util.mpi_built(verbose=True))
+"""
+RANK = """
+import sys, horovod.torch as hvd
+early = "horovod.torch.elastic" in sys.modules
+print(early, hvd.elastic.TorchState.__name__, hasattr(hvd, "no_such_name"))
+"""
+
+
+def built_with(folder: Path, **notes: bool) -> dict[str, str]:
+    """The environment in which the installed Horovod has another metadata.json: with these notes of the build alone."""
+    package = folder / "horovod"
+    package.mkdir()
+    for entry in Path(horovod.__file__).parent.iterdir():
+        if entry.name != "metadata.json":
+            (package / entry.name).symlink_to(entry)
+    (package / "metadata.json").write_text(json.dumps(notes))
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=60)
+
+
+def imported(stderr: str) -> set[str]:
+    """The names in the report of `python -X importtime`, whichever process wrote it."""
+    return set(re.findall(r"import time: .*\| +([\w.]+)$", stderr, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("controller", "unwanted"),
+    [
+        (
+            "--mpi",
+            {"torch", "yaml", "multiprocessing.spawn", "horovod.runner.gloo_run", "horovod.runner.elastic.driver"},
+        ),
+        ("--gloo", {"torch", "yaml"}),
+    ],
+)
+def test_the_launcher_loads_no_more_than_it_needs(tmp_path: Path, controller: str, unwanted: set[str]) -> None:
+    env = built_with(tmp_path, mpi=True, gloo=True) | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = run(env, str(HOROVODRUN), controller, "-np", "1", "echo", "started")
+    assert "started" in done.stdout
+    assert "horovod.runner.launch" in imported(done.stderr)
+    assert imported(done.stderr) & unwanted == set()
+
+
+@pytest.mark.parametrize(
+    ("notes", "answers"), [({"mpi": True, "gloo": False}, "True False asked"), ({}, "asked asked asked")]
+)
+def test_the_library_is_asked_only_where_the_build_noted_nothing(
+    tmp_path: Path, notes: dict[str, bool], answers: str
+) -> None:
+    assert run(built_with(tmp_path, **notes), "-c", ASK).stdout == f"{answers}\n"
+
+
+def test_the_controller_is_chosen_by_what_the_build_noted(tmp_path: Path) -> None:
+    done = run(
+        built_with(tmp_path, mpi=False, gloo=True), str(HOROVODRUN), "-np", "1", "printenv", "HOROVOD_CONTROLLER"
+    )
+    assert done.stdout == "[0]<stdout>:gloo\n"
+
+
+def test_a_build_without_controllers_is_said(tmp_path: Path) -> None:
+    done = run(built_with(tmp_path, mpi=False, gloo=False), str(HOROVODRUN), "-np", "1", "true")
+    assert done.returncode == 1
+    assert done.stderr.startswith("horovodrun: Neither MPI nor Gloo support has been built.")
+
+
+def test_a_rank_loads_what_elastic_jobs_need_when_it_is_asked_for() -> None:
+    done = run(dict(os.environ), "-c", RANK)
+    assert done.stdout == "False TorchState False\n"
