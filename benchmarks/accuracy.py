@@ -15,16 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import INTERRUPTS, interrupt_on
-
 from benchmarks.common import mnist_folder
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
-from trainer.failure import report_failures
-from trainer.results import check_writable
+from trainer.files import check_writable
+from trainer.launch.failure import report_failures
+from trainer.launch.processes import INTERRUPTS, interrupt_on
 
 TARGET_PERCENT = 99.0
 _LAST_LINE = re.compile(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from examples.datasets.mnist import find_mnist, normalize, read_mnist
 from examples.mnist import TutorialNetwork
 from trainer.data.loader import InMemory
-from trainer.data.mnist import find_mnist, normalize, read_mnist
-from trainer.data.sharding import ShardPlan, mix_seeds, permutation
+from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
 from trainer.errors import DataError
 
 BATCH_SIZE = 100
@@ -82,12 +80,6 @@ def mnist_folder(data_dir: Path) -> Path:
     return folder
 
 
-def find_open_mpi() -> None:
-    """The PyPI wheel of Open MPI looks for itself where it was built; only its own mpirun tells it better."""
-    if Path(sys.prefix, "lib", "libmpi.so.40").exists():
-        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
-
-
 def make_network(seed: int) -> nn.Module:
     """The tutorial network with weights from `seed`."""
     torch.manual_seed(seed)
@@ -99,7 +91,7 @@ def train_batches(data: InMemory, *, epoch: int, seed: int, place: Place) -> Ite
     order = permutation(len(data), epoch=epoch, seed=seed)
     plan = ShardPlan(samples=len(data), world_size=place.size, batch_size=BATCH_SIZE)
     for step in range(plan.steps):
-        index = order[plan.piece(step, place.rank)]
+        index = order[plan.shard(step, place.rank)]
         yield normalize(data.inputs.index_select(0, index)), data.targets.index_select(0, index)
 
 

@@ -21,20 +21,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import INTERRUPTS, interrupt_on
-
 from benchmarks import results
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
 from benchmarks.contestants import CONTESTANTS, Course, Run, differing_losses, start
 from benchmarks.launching import launch, on_one_core, run
 from benchmarks.machine import describe_machine, load
 from benchmarks.overhead import Overhead
-from trainer.data.mnist import FILES
-from trainer.failure import report_failures
-from trainer.results import check_writable
+from examples.datasets.mnist import FILES
+from trainer.files import check_writable
+from trainer.launch.failure import report_failures
+from trainer.launch.processes import INTERRUPTS, interrupt_on
 
 SETTINGS = {
     "network": "tutorial",

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import Finished
-
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, Report
 from benchmarks.launching import launch, on_one_core, run
+from trainer.launch.processes import Finished
 
 TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
 LEAST_ACCURACY = 0.90
@@ -98,7 +97,7 @@ def start(name: str, ranks: int, round: int, course: Course) -> Run:
     if problem is None:
         report = read_report(finished, record)
         problem = check(report, course.epochs, exact=contestant.exact)
-    words = finished.last_words if problem else ""
+    words = finished.stderr_tail if problem else ""
     return Run(
         contestant=name, ranks=ranks, round=round, command=command, report=report, problem=problem, last_words=words
     )

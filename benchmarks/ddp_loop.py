@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import common
-from trainer.failure import report_failures
+from trainer.launch.failure import report_failures
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

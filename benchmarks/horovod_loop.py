@@ -7,19 +7,16 @@ horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data --tuned    # 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import common
-from trainer.failure import report_failures
-from trainer.tuning import tune_horovod
-from trainer.world import current_world
+from trainer.launch.failure import report_failures
+from trainer.launch.mpi import locate_open_mpi
+from trainer.launch.world import current_world
+from trainer.tuning import tune
 
 
 def main() -> None:
@@ -28,8 +25,8 @@ def main() -> None:
     parser.add_argument("--tuned", action="store_true", help="tuning and grouping as the library chooses them")
     args = parser.parse_args()
     if args.tuned:
-        tune_horovod(current_world("cpu"))
-    common.find_open_mpi()
+        tune(current_world("cpu"), horovod=True)
+    locate_open_mpi()
     import horovod.torch as hvd
 
     hvd.init()

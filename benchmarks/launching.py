@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import processes
-from processes import Finished
+from trainer.launch import processes
+from trainer.launch.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 # What would set up "Horovod as it comes" after all, or give the ranks a GPU.

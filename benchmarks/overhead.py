@@ -18,22 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import trainer
 from benchmarks.common import REPORT_PREFIX
 from trainer.data.loader import InMemory
-from trainer.data.sharding import mix_seeds, permutation
+from trainer.data.shard_plan import mix_seeds, permutation
 
 BATCH_SIZE = 10
 SEED = 0

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import trainer
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM
+from examples.datasets.mnist import normalize
 from examples.mnist import TutorialNetwork
-from trainer.data.mnist import normalize
 
 WARM_UP_STEPS, STEPS = 30, 200
 

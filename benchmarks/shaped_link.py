@@ -23,14 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import INTERRUPTS, interrupt_on
-
 from trainer.errors import ConfigError, TrainerError
-from trainer.failure import report_failures
-from trainer.results import check_writable, write_whole
+from trainer.files import check_writable, write_atomically
+from trainer.launch.failure import report_failures
+from trainer.launch.processes import INTERRUPTS, interrupt_on
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = ("a", "b")
@@ -66,7 +62,7 @@ def main() -> int:
     for name in options.only:
         with wire(WIRES[name]):
             found[name] = measure(name, WIRES[name], options)
-        write_whole(options.json, json.dumps(found, indent=1) + "\n")
+        write_atomically(options.json, json.dumps(found, indent=1) + "\n")
     compared = [one for name, result in found.items() for one in compare(name, result)]
     print("\n".join(["", "| link | strategy | what | promised | measured | off by |", "|---|---|---|---|---|---|"]))
     print("\n".join(map(str, compared)))

@@ -1,4 +1,4 @@
-"""The collectives and the point-to-point calls, each with small numbers that can be followed, and each checked.
+"""Every collective and point-to-point call, with numbers small enough to follow, and each checked.
 
     horovodrun -np 4 python examples/collectives.py
     torchrun --nproc-per-node 2 examples/collectives.py
@@ -17,12 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer import TrainerError
-from trainer.errors import ConfigError
-from trainer.failure import report_failures
-from trainer.meeting import Meeting, start_process_group
-from trainer.tuning import tune_mpi
-from trainer.world import World, current_world
+from trainer import ConfigError, TrainerError, World, current_world, report_failures
+from trainer.launch.mpi import import_mpi
+from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.tuning import tune
 
 
 class Calls(Protocol):
@@ -42,12 +40,12 @@ class Calls(Protocol):
 class OverTorch:
     """torch.distributed."""
 
-    def __init__(self, backend: str, world: World, meeting: Meeting) -> None:
+    def __init__(self, backend: str, world: World, rendezvous: Rendezvous) -> None:
         import torch.distributed as dist
 
         self._dist: Any = dist
         self._rank, self._size = world.rank, world.size
-        start_process_group(backend, world, meeting)
+        init_process_group(backend, world, rendezvous)
 
     def broadcast(self, own: Tensor) -> Tensor:
         self._dist.broadcast(own, src=0)
@@ -79,7 +77,7 @@ class OverTorch:
     def send_receive(self, own: Tensor) -> Tensor:
         result = torch.empty_like(own)
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        # Who only sends first waits for a receiver that only sends, too: even ranks begin with sending.
+        # If all ranks sent first, each would wait for a receiver: even ranks send first, odd ranks receive first.
         first, second = (
             (self._dist.send, self._dist.recv) if self._rank % 2 == 0 else (self._dist.recv, self._dist.send)
         )
@@ -103,12 +101,9 @@ class OverMPI:
     """mpi4py, on the memory of the tensors."""
 
     def __init__(self, world: World) -> None:
-        if world.launcher not in ("mpirun", "srun"):
-            raise ConfigError("these ranks were not started by MPI")
-        tune_mpi(world)
-        from mpi4py import MPI
-
-        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+        tune(world)
+        self._mpi = import_mpi(world, for_what="this part")
+        self._comm = self._mpi.COMM_WORLD
         self._rank, self._size = world.rank, world.size
 
     def broadcast(self, own: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ class OverMPI:
         self._comm.Barrier()
 
 
-# Each call: what it does, and what rank r of n has afterwards.
+# Each call: its meaning, and the result on rank r of n.
 MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
     "broadcast": ("rank 0's values, on every rank", lambda r, n: start(0, n)),
     "reduce": ("the sum of all ranks' values, on rank 0 alone", lambda r, n: total(n)),
@@ -164,22 +159,22 @@ MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
     "reduce_scatter": ("element r of the sum, on rank r: the first half of a ring", lambda r, n: total(n)[r : r + 1]),
     "all_to_all": ("element r of every rank's, on rank r: a transpose", lambda r, n: torch.stack(starts(n))[:, r]),
     "send_receive": ("the left neighbour's values: one message from rank to rank", lambda r, n: start((r - 1) % n, n)),
-    "grouped": ("the same, sending and receiving at once, so that nobody waits", lambda r, n: start((r - 1) % n, n)),
+    "grouped": ("the same, sending and receiving at once, so that no rank waits", lambda r, n: start((r - 1) % n, n)),
 }  # fmt: skip
 
 
 def start(rank: int, size: int) -> Tensor:
-    """What a rank begins with: float32, shape (size,)."""
+    """Return a rank's initial values: float32, shape (size,)."""
     return 10.0 * rank + torch.arange(size, dtype=torch.float32)
 
 
 def starts(size: int) -> list[Tensor]:
-    """What every rank begins with."""
+    """Return every rank's initial values."""
     return [start(rank, size) for rank in range(size)]
 
 
 def total(size: int) -> Tensor:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     return torch.stack(starts(size)).sum(0)
 
 
@@ -191,11 +186,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     world = current_world(parser.parse_args().device)
     if world.size < 2:
-        raise ConfigError("one rank has nobody to talk to; start with horovodrun -np 2, mpirun -np 2 or torchrun")
-    meeting = Meeting(world)
+        raise ConfigError("collectives need two ranks or more; start with horovodrun -np 2, mpirun -np 2 or torchrun")
+    rendezvous = Rendezvous(world)
     on_gpu = world.device.type == "cuda"
     makers: dict[str, Callable[[], Calls]] = {"MPI": lambda: OverMPI(world)}
-    makers["NCCL" if on_gpu else "Gloo"] = lambda: OverTorch("nccl" if on_gpu else "gloo", world, meeting)
+    makers["NCCL" if on_gpu else "Gloo"] = lambda: OverTorch("nccl" if on_gpu else "gloo", world, rendezvous)
     for name, make in makers.items():
         device = world.device if name == "NCCL" else torch.device("cpu")
         try:
@@ -204,19 +199,19 @@ def main() -> int:
             _say(world, f"{name}: left out: {error}")
             continue
         for call in MEANINGS:
-            _show(name, call, calls, device, world, meeting)
+            _show(name, call, calls, device, world, rendezvous)
         calls.close()
-    meeting.close()
+    rendezvous.close()
     return 0
 
 
-def _show(name: str, call: str, calls: Calls, device: torch.device, world: World, meeting: Meeting) -> None:
-    """Makes one call on every rank, checks what each has, and prints rank 0's."""
+def _show(name: str, call: str, calls: Calls, device: torch.device, world: World, rendezvous: Rendezvous) -> None:
+    """Make one call on every rank, check each rank's result, and print rank 0's."""
     meaning, expected = MEANINGS[call]
     result = getattr(calls, call)(start(world.rank, world.size).to(device)).cpu()
     matters = world.is_root or call != "reduce"
     right = not matters or torch.equal(result, expected(world.rank, world.size))
-    wrong = [str(rank) for rank, answer in enumerate(meeting.gather(str(right))) if answer != "True"]
+    wrong = [str(rank) for rank, answer in enumerate(rendezvous.all_gather(str(right))) if answer != "True"]
     if wrong:
         raise TrainerError(f"{call} over {name} gave something else than {meaning} on rank {', '.join(wrong)}")
     shown = " ".join(f"{value:g}" for value in result[:8].tolist())

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer
+from examples.datasets import DATASETS, load_dataset
 from trainer.config import COMPRESSIONS, DECAYS, DEVICES, PRECISIONS, REDUCTIONS
-from trainer.data.choose import DATASETS, load_dataset
 from trainer.preparation import join
 from trainer.strategies import NAMES as STRATEGIES
 
@@ -66,7 +66,7 @@ class TutorialNetwork(nn.Module):
 
 
 class LargeNetwork(nn.Sequential):
-    """Three linear layers, 6.35 million parameters, 25 MB of gradients: where the exchange is what counts."""
+    """Three linear layers, 6.35 million parameters, 25 MB of gradients, so that the all-reduce dominates."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -100,7 +100,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="steps whose gradients make one update (default: %(default)s)",
+        help="steps whose gradients form one update (default: %(default)s)",
     )
     group.add_argument(
         "--lr",
@@ -153,7 +153,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         default="auto",
         metavar="|".join(STRATEGIES),
-        help="how gradients meet; auto goes by the launcher (default: %(default)s)",
+        help="gradient synchronization; auto chooses by launcher (default: %(default)s)",
     )
     group.add_argument(
         "--device",
@@ -168,7 +168,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "--compression",
         default="none",
         metavar="|".join(COMPRESSIONS),
-        help="of gradients on the wire (default: %(default)s)",
+        help="of the gradients that are sent (default: %(default)s)",
     )
     group.add_argument(
         "--reduction",
@@ -176,9 +176,9 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(REDUCTIONS),
         help="of gradients over ranks (default: %(default)s)",
     )
-    group.add_argument("--sync-batch-norm", action="store_true", help="normalise over the global batch")
+    group.add_argument("--sync-batch-norm", action="store_true", help="normalize over the global batch")
     group.add_argument("--compile", action="store_true", help="run the network through torch.compile")
-    group.add_argument("--channels-last", action="store_true", help="keep images in NHWC order")
+    group.add_argument("--channels-last", action="store_true", help="pass images in NHWC order")
 
 
 def _add_result(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +206,7 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
 
 
 def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
-    """The library's settings from the command line's."""
+    """Convert the command line to the library's settings."""
     return trainer.TrainerConfig(
         batch_size=args.batch_size,
         eval_batch_size=max(1000, args.batch_size),

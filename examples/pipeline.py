@@ -1,4 +1,4 @@
-"""Model parallelism: a network cut into stages, one rank each, with micro-batches so that no stage idles for long.
+"""Pipeline parallelism: a network divided into stages, one rank each, with micro-batches that keep the stages busy.
 
     horovodrun -np 2 python examples/pipeline.py               # 2 stages
     horovodrun -np 4 python examples/pipeline.py               # 4 stages
@@ -25,18 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
 
-from trainer import InMemory, ShardedLoader
-from trainer.config import set_default
-from trainer.data.choose import DATASETS, load_dataset
-from trainer.errors import ConfigError
-from trainer.failure import report_failures
-from trainer.meeting import Meeting, start_process_group
-from trainer.tuning import tune_host, tune_mpi
-from trainer.world import World, current_world
+from examples.datasets import DATASETS, load_dataset
+from trainer import ConfigError, InMemory, ShardedLoader, World, current_world, report_failures
+from trainer.launch.environment import set_default
+from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.tuning import tune
 
 
 def make_layers() -> list[nn.Module]:
-    """A network for MNIST as a list, to be cut anywhere: images (samples, 1, 28, 28) to logits (samples, 10)."""
+    """Return a network for MNIST as a list of layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
     torch.manual_seed(0)
     return [
         nn.Conv2d(1, 16, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(),
@@ -45,17 +42,17 @@ def make_layers() -> list[nn.Module]:
     ]  # fmt: skip
 
 
-# Where the list is cut for so many stages; what is before the second convolution is the most work.
+# First layer of each stage but the first, by number of stages; the first convolution takes the most time.
 CUTS = {1: (), 2: (3,), 4: (3, 6, 8)}
 
 
 class Pipeline:
-    """This rank's stage, and the ranks it works with.
+    """This rank's stage of the network, and its process groups.
 
     Args:
         world: ranks are numbered replica by replica: with 2 stages, ranks 0 and 1 are the first replica.
-        stages: into how many the network is cut; a key of `CUTS`.
-        microbatches: pieces of a batch that are in different stages at the same time.
+        stages: number of stages; a key of `CUTS`.
+        microbatches: parts of a batch that are in different stages at the same time.
     """
 
     def __init__(self, world: World, stages: int, microbatches: int) -> None:
@@ -64,7 +61,7 @@ class Pipeline:
         self._layers, cuts = make_layers(), [0, *CUTS[stages], None]
         self.part = nn.Sequential(*self._layers[cuts[self.stage] : cuts[self.stage + 1]]).to(world.device)
         self._numbers = range(len(self._layers))[cuts[self.stage] : cuts[self.stage + 1]]
-        # Every rank makes every group, in the same order.
+        # torch.distributed requires every rank to create every group, in the same order.
         own: dict[str, Any] = {}
         for replica in range(self.replicas):
             group = dist.new_group([replica * stages + stage for stage in range(stages)])
@@ -80,7 +77,7 @@ class Pipeline:
             self._schedule = ScheduleGPipe(runner, microbatches, loss_fn=F.cross_entropy)
 
     def backward(self, images: Tensor, targets: Tensor) -> float | None:
-        """Leaves the gradients of the mean loss over all replicas' batches in this stage; the last one's loss."""
+        """Compute the gradients of the mean loss over all replicas' batches; return the loss on the last stage."""
         loss = self._one_replica(images, targets)
         if self.replicas > 1:
             for parameter in self.part.parameters():
@@ -100,7 +97,7 @@ class Pipeline:
         return float(torch.stack(losses).mean().detach()) if last else None
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole network's weights, on every rank: each stage of the first replica contributes its own."""
+        """Return the whole network's weights on every rank, gathered from the stages of the first replica."""
         own = {
             f"{number}.{name}": value.detach().cpu()
             for number, layer in zip(self._numbers, self.part, strict=True)
@@ -112,7 +109,7 @@ class Pipeline:
 
 
 def train(pipeline: Pipeline, data: InMemory, options: argparse.Namespace, world: World) -> None:
-    """Plain SGD over whole global batches; what is left over of the dataset at the end of an epoch is said."""
+    """Train by SGD over whole global batches; print how many samples of an epoch form no whole batch."""
     optimizer = torch.optim.SGD(pipeline.part.parameters(), lr=options.lr, momentum=0.9)
     shard = World(rank=pipeline.replica, size=pipeline.replicas, device=world.device)
     loader = ShardedLoader(data, options.batch_size, world=shard)
@@ -131,7 +128,7 @@ def train(pipeline: Pipeline, data: InMemory, options: argparse.Namespace, world
 
 
 def accuracy(weights: dict[str, Tensor], data: InMemory) -> float:
-    """Of the whole network put together again, in one process; 0 to 1."""
+    """Return the accuracy of the whole network in one process, 0 to 1."""
     network = nn.Sequential(*make_layers())
     network.load_state_dict(weights)
     loader = ShardedLoader(data, 1000, shuffle=False, world=World())
@@ -152,14 +149,14 @@ def main() -> int:
         raise ConfigError(
             f"--batch-size is {options.batch_size}; it must be a multiple of --microbatches, {options.microbatches}"
         )
-    (tune_mpi if world.launcher in ("mpirun", "srun") else tune_host)(world)
+    tune(world)
     set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
-    meeting = Meeting(world)
-    start_process_group("nccl" if world.device.type == "cuda" else "gloo", world, meeting)
+    rendezvous = Rendezvous(world)
+    init_process_group("nccl" if world.device.type == "cuda" else "gloo", world, rendezvous)
     pipeline = Pipeline(world, stages, options.microbatches)
     if world.is_root:
         _say(f"{stages} stages × {pipeline.replicas} replicas, global batch {options.batch_size * pipeline.replicas}")
-    training, test = load_dataset(options.dataset, options.data_dir, world, lambda word: _gather(word, world))
+    training, test = load_dataset(options.dataset, options.data_dir, world, lambda text: _all_gather(text, world))
     train(pipeline, training, options, world)
     weights = pipeline.weights()
     if world.is_root:
@@ -168,14 +165,14 @@ def main() -> int:
         _say(f"test accuracy {100 * accuracy(weights, test):.2f} % (evaluated {len(test)}/{len(test)})")
     dist.barrier()
     dist.destroy_process_group()
-    meeting.close()
+    rendezvous.close()
     return 0
 
 
-def _gather(word: str | None, world: World) -> list[str | None]:
-    words: list[str | None] = [None] * world.size
-    dist.all_gather_object(words, word)
-    return words
+def _all_gather(text: str | None, world: World) -> list[str | None]:
+    texts: list[str | None] = [None] * world.size
+    dist.all_gather_object(texts, text)
+    return texts
 
 
 def _say(line: str) -> None:

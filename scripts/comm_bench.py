@@ -24,21 +24,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from comm.gpu_links import describe_links
+from comm.report import PICTURES, Row, describe, plot, table_head, table_line, write_json
+from comm.tcp_bytes import tcp_bytes_sent
+from comm.transports import TRANSPORTS, Transport
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from comm_report import PICTURES, Row, describe, plot, table_head, table_line, write_json
-from comm_transports import TRANSPORTS, Transport
-from gpu_links import describe_links
-from tcp_bytes import tcp_bytes_sent
-
 from trainer.errors import ConfigError
-from trainer.failure import report_failures
-from trainer.meeting import Meeting
-from trainer.results import check_writable
-from trainer.tuning import machine, share_machine, tune_mpi
-from trainer.world import World, current_world
+from trainer.files import check_writable
+from trainer.launch.failure import report_failures
+from trainer.launch.network import machine_id
+from trainer.launch.rendezvous import Rendezvous
+from trainer.launch.world import World, current_world
+from trainer.tuning import tune
+from trainer.tuning.host import share_machine
 
 # A row of operations shall last this long, within these numbers of them.
 _ROW_S = 0.2
@@ -56,43 +55,42 @@ def main() -> int:
     world = current_world(options.device)
     for file in filter(None, (options.json, options.plot) if world.is_root else ()):
         check_writable(file)
-    if world.launcher in ("mpirun", "srun"):
-        tune_mpi(world)
+    tune(world)
     torch.set_num_threads(1)
-    meeting = Meeting(world)
-    machines = meeting.gather(machine())
+    rendezvous = Rendezvous(world)
+    machine_ids = rendezvous.all_gather(machine_id())
     rows: list[Row] = []
-    facts = describe(world, meeting.gather(world.host))
+    facts = describe(world, rendezvous.all_gather(world.host))
     if world.is_root:
         _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
-        for row in _measure(name, world, meeting, options, machines):
+        for row in _measure(name, world, rendezvous, options, machine_ids):
             rows.append(row)
             if world.is_root and options.json:
                 write_json(options.json, facts, rows)
     if world.is_root and options.plot and rows:
         plot(options.plot, facts, rows)
-    meeting.gather("done")
-    meeting.close()
+    rendezvous.all_gather("done")
+    rendezvous.close()
     return 1 if any(row.wrong for row in rows) else 0
 
 
 def _measure(
-    name: str, world: World, meeting: Meeting, options: argparse.Namespace, machines: list[str]
+    name: str, world: World, rendezvous: Rendezvous, options: argparse.Namespace, machine_ids: list[str]
 ) -> Iterator[Row]:
     """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had.
 
     Args:
-        machines: of each rank; several containers may be on one.
+        machine_ids: of each rank; several containers may be on one.
     """
     transport, problem = None, ""
     try:
-        transport = TRANSPORTS[name](world, meeting)
+        transport = TRANSPORTS[name](world, rendezvous)
     except (ConfigError, ImportError) as error:
         problem = str(error) or type(error).__name__
-    problems = [one for one in meeting.gather(problem) if one]
+    problems = [one for one in rendezvous.all_gather(problem) if one]
     if transport is None or problems:
         if world.is_root:
             _say(f"# {name}: left out: {problems[0]}")
@@ -101,9 +99,9 @@ def _measure(
         return
     # As in training: what has just taken its share of a host's cores may be one of several containers on a machine,
     # and threads that wait for each other to be given a core would be all that is measured.
-    share_machine(world, machines)
+    share_machine(world, machine_ids)
     for size in options.sizes:
-        row = _measure_size(name, transport, size, world, meeting, options)
+        row = _measure_size(name, transport, size, world, rendezvous, options)
         if world.is_root:
             _say(table_line(row))
         yield row
@@ -113,7 +111,7 @@ def _measure(
 
 
 def _measure_size(
-    name: str, transport: Transport, size: int, world: World, meeting: Meeting, options: argparse.Namespace
+    name: str, transport: Transport, size: int, world: World, rendezvous: Rendezvous, options: argparse.Namespace
 ) -> Row:
     count = size // 4
     source = torch.zeros(count, device=transport.device)
@@ -129,14 +127,14 @@ def _measure_size(
     for operation in operations:
         _time(operation, transport, _WARM_UP if size < 2**24 else 1)
     trials = [_time(operation, transport, 1) for operation in operations]
-    longest = max(float(one) for one in meeting.gather(str(max(trials))))
+    longest = max(float(one) for one in rendezvous.all_gather(str(max(trials))))
     fewest = _FEWEST if longest < _LONG_S else 1
     number = max(fewest, min(_MOST, int(_ROW_S / max(longest, 1e-7))))
     for _ in range(options.repeats):
         for kind, operation in enumerate(operations):
-            meeting.gather("ready")
+            rendezvous.all_gather("ready")
             own = _time(operation, transport, number)
-            times[kind].append(statistics.mean(float(one) for one in meeting.gather(str(own))))
+            times[kind].append(statistics.mean(float(one) for one in rendezvous.all_gather(str(own))))
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # each names itself
         key=name,
@@ -145,9 +143,9 @@ def _measure_size(
         operations=number,
         out_of_place_s=statistics.median(times[0]),
         in_place_s=statistics.median(times[1]),
-        wrong=sum(int(one) for one in meeting.gather(str(wrong))),
-        bytes_sent=_mean(sent, meeting),
-        tcp_bytes=_mean(over_tcp, meeting),
+        wrong=sum(int(one) for one in rendezvous.all_gather(str(wrong))),
+        bytes_sent=_mean(sent, rendezvous),
+        tcp_bytes=_mean(over_tcp, rendezvous),
     )
 
 
@@ -164,9 +162,9 @@ def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int |
     return own, kernel
 
 
-def _mean(count: int | None, meeting: Meeting) -> float | None:
+def _mean(count: int | None, rendezvous: Rendezvous) -> float | None:
     """Over all ranks."""
-    counts = meeting.gather("" if count is None else str(count))
+    counts = rendezvous.all_gather("" if count is None else str(count))
     return statistics.mean(int(one) for one in counts) if all(counts) else None
 
 

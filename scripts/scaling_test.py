@@ -25,21 +25,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scaling.jobs import JobError, Plan, time_network, time_steps
+from scaling.models import Shape
+from scaling.options import parse_args
+from scaling.report import draw, show, write_json, write_page
+from scaling.results import Results, Run
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import INTERRUPTS, interrupt_on
-from scaling_jobs import JobError, Plan, time_network, time_steps
-from scaling_models import Shape
-from scaling_options import parse_args
-from scaling_report import draw, show, write_json, write_page
-from scaling_results import Results, Run
-
 from trainer.errors import TrainerError
-from trainer.failure import report_failures
-from trainer.results import check_writable
-from trainer.tuning import host_cores
+from trainer.files import check_writable
+from trainer.launch.failure import report_failures
+from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.tuning.host import host_cores
 
 _ALONE = Shape(hosts=1, per_host=1)
 

@@ -1,17 +1,38 @@
-"""Trains a PyTorch model on many processes, correctly and fast.
+"""trainer: trains a PyTorch model across processes, correctly and fast, through Horovod or DistributedDataParallel.
 
-`Trainer` for who hands the loop over; `prepare` and `ShardedLoader` for who keeps it.
+`Trainer` runs the training loop. `prepare` and `ShardedLoader` are for a loop of your own.
+
+Names are imported on first use, so that tools which need no PyTorch start without it.
 """
 
-from trainer.callbacks import Callback, EpochRecord, Evaluation, Pulse
-from trainer.config import TrainerConfig
-from trainer.data.loader import InMemory, ShardedLoader
-from trainer.errors import ConfigError, DataError, TrainerError
-from trainer.failure import report_failures
-from trainer.metrics import accuracy
-from trainer.preparation import prepare
-from trainer.trainer import Trainer
-from trainer.world import World, current_world
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
+    from trainer.config import TrainerConfig
+    from trainer.data.loader import InMemory, ShardedLoader
+    from trainer.errors import ConfigError, DataError, TrainerError
+    from trainer.launch.failure import report_failures
+    from trainer.launch.world import World, current_world
+    from trainer.metrics import accuracy
+    from trainer.preparation import prepare
+    from trainer.trainer import Trainer
+
+_MODULES = {
+    "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent"),
+    "config": ("TrainerConfig",),
+    "data.loader": ("InMemory", "ShardedLoader"),
+    "errors": ("ConfigError", "DataError", "TrainerError"),
+    "launch.failure": ("report_failures",),
+    "launch.world": ("World", "current_world"),
+    "metrics": ("accuracy",),
+    "preparation": ("prepare",),
+    "trainer": ("Trainer",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Callback",
@@ -19,8 +40,9 @@ __all__ = [
     "DataError",
     "EpochRecord",
     "Evaluation",
+    "FitContext",
     "InMemory",
-    "Pulse",
+    "ProgressEvent",
     "ShardedLoader",
     "Trainer",
     "TrainerConfig",
@@ -31,3 +53,15 @@ __all__ = [
     "prepare",
     "report_failures",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"trainer.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

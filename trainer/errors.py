@@ -1,8 +1,8 @@
-"""The errors that a user can mend; each one's text is the whole message."""
+"""Errors that a user can mend; the text of each is the whole message."""
 
 
 class TrainerError(Exception):
-    """A mistake or mishap that its one line explains; shown without a traceback."""
+    """A mistake or failure that its one line explains; shown without a traceback."""
 
 
 class ConfigError(TrainerError, ValueError):

@@ -1,4 +1,4 @@
-"""Metrics as sums and counts, so that their mean over ranks is exact whatever each rank had."""
+"""Metrics as sums and counts, so that their mean over ranks is exact however many samples each rank had."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Correct predictions in a batch: outputs (samples, classes), targets (samples,) with class numbers."""
+    """Count the correct predictions in a batch: outputs (samples, classes), targets (samples,) with class numbers."""
     return (outputs.argmax(dim=1) == targets).sum()
 
 
 class Sums:
-    """Running sums of a few values and the number of samples behind them, on one rank.
+    """Running sums of a few values, and the number of samples in them, on one rank.
 
-    They stay on the device, in float64 (exact for counts up to 2^53), and cost no synchronisation per batch.
+    They stay on the device, in float64 (exact for counts up to 2^53), so that no batch waits for the device.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -28,17 +28,17 @@ class Sums:
         self._sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
 
     def add(self, values: tuple[Tensor, ...], count: int) -> None:
-        """Adds one batch: a sum for each name, in their order, over `count` samples."""
+        """Add one batch: a sum for each name, in their order, over `count` samples."""
         for total, value in zip(self._sums, values, strict=True):
             total += value.detach() if isinstance(value, Tensor) else value
         self.count += count
 
     def local_mean(self, name: str) -> float:
-        """The mean over this rank's samples so far; 0.0 where it has none. Waits for the device."""
+        """Return the mean over this rank's samples so far; 0.0 where it has none. Waits for the device."""
         return float(self._sums[self.names.index(name)]) / max(self.count, 1)
 
     def mean(self, all_reduce: Callable[[Tensor], Tensor]) -> tuple[Mapping[str, float], int]:
-        """The means over the samples of all ranks, and how many samples these were. Collective.
+        """Return the means over the samples of all ranks, and the number of these samples. Collective.
 
         Args:
             all_reduce: sums a tensor over the ranks in place, as `Strategy.all_reduce` does.

@@ -1,4 +1,4 @@
-"""From a model and an optimizer to ones that train with all other ranks."""
+"""Preparation: joins the job and wraps a model and an optimizer for training across its ranks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.agreement import check_agreement, check_devices, describe_model, describe_optimizer
-from trainer.batch_norm import globalize
 from trainer.config import TrainerConfig
+from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.errors import ConfigError
-from trainer.failure import report_failures
+from trainer.launch.failure import report_failures
+from trainer.launch.network import machine_id
+from trainer.launch.world import World, current_world
+from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy
-from trainer.timing import step_timer
-from trainer.tuning import machine, share_machine
-from trainer.world import World, current_world
+from trainer.sync_batch_norm import convert_sync_batch_norm
+from trainer.tuning.host import share_machine
 
 
 def prepare(
     model: nn.Module, optimizer: Optimizer, *, strategy: str | Strategy = "auto", config: TrainerConfig | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """For who keeps the loop: the same model and optimizer, training with all other ranks.
+    """Wrap model and optimizer for your own training loop. Collective.
 
-    Afterwards the model is on this rank's device with rank 0's weights, and `optimizer.step()` applies the
-    mean of all ranks' gradients. The learning rate is left alone; `trainer.schedule` scales and warms it up.
+    Afterwards the model is on this rank's device with rank 0's weights, and `optimizer.step()` applies the gradient
+    averaged over all ranks. The learning rate is not changed; `trainer.lr_schedule` scales it and warms it up.
 
     Args:
         model: its parameters are moved in place.
         optimizer: over the model's parameters.
-        strategy: a name out of `trainer.strategies.NAMES`; "auto" goes by how the process was launched.
-        config: what concerns the exchange: compression, reduction, sync_batch_norm, device and the like.
+        strategy: a name out of `trainer.strategies.NAMES`; "auto" chooses by launcher.
+        config: compression, reduction, sync_batch_norm, compile, dynamic_graph and device are used here.
 
     Returns:
         The model to call and the optimizer to step.
 
     Raises:
-        ConfigError: the strategy cannot be had, or the ranks disagree about the model.
+        ConfigError: the strategy is not available here, or the ranks' models, optimizers or settings differ.
     """
     config = config or TrainerConfig()
     joined = join(strategy, config)
@@ -48,32 +49,32 @@ def prepare(
 
 
 def join(strategy: str | Strategy, config: TrainerConfig) -> Strategy:
-    """Joins the job that this process was launched into, and says on rank 0 what was tuned. Collective."""
+    """Join the job that this process was launched into; print on rank 0 what was tuned. Collective."""
     report_failures()
     if isinstance(strategy, Strategy):
         return strategy
     world = _with_usable_device(strategy, current_world(config.device), config)
     if world.device.type == "cuda":
-        # What user code calls plain "cuda" is this rank's GPU, not everybody's first.
+        # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
     joined = make_strategy(strategy, world)
-    places = joined.all_gather_object((world.host, machine()))
-    tuning = dict(joined.tuning) | share_machine(world, [one for _, one in places])
+    hosts = joined.all_gather_object((world.host, machine_id()))
+    tuning = dict(joined.tuning) | share_machine(world, [one for _, one in hosts])
     if joined.world.is_root:
         tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
-        place = f"{world.size} ranks on {_per_host(places)}; " if world.size > 1 else ""
-        line = f"{place}{joined.description}{'; tuned: ' + tuned if tuned else ''}"
+        ranks = f"{world.size} ranks on {_per_host(hosts)}; " if world.size > 1 else ""
+        line = f"{ranks}{joined.description}{'; tuned: ' + tuned if tuned else ''}"
         print(f"trainer: {line}", file=sys.stderr, flush=True)
     return joined
 
 
-def _per_host(places: list[tuple[str, str]]) -> str:
-    """Ranks per host, as in "a: 2, b: 2", in the order of the ranks."""
-    return ", ".join(f"{host}: {ranks}" for host, ranks in Counter(host for host, _ in places).items())
+def _per_host(hosts: list[tuple[str, str]]) -> str:
+    """Format the ranks per host, as in "a: 2, b: 2", in the order of the ranks."""
+    return ", ".join(f"{host}: {ranks}" for host, ranks in Counter(host for host, _ in hosts).items())
 
 
 def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> World:
-    """The world on its CPU where device "auto" found GPUs that these ranks cannot use; says so on rank 0."""
+    """Return the world on the CPU where device "auto" has found GPUs that these ranks cannot use; warn on rank 0."""
     gpus = torch.cuda.device_count()
     if config.device != "auto" or gpus == 0:
         return world
@@ -82,7 +83,8 @@ def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> W
         reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks"
     elif choose_strategy(strategy, world) == "horovod" and not has_nccl():
         reason = (
-            "this Horovod was built without NCCL (`python scripts/build_horovod.py --gpu nccl`, with nvcc on the PATH)"
+            "this Horovod was built without NCCL (rebuild it with nvcc on the PATH: "
+            "`python scripts/install/build_horovod.py --gpu nccl`)"
         )
     if reason is None:
         return world
@@ -94,10 +96,10 @@ def _with_usable_device(strategy: str, world: World, config: TrainerConfig) -> W
 def wrap(
     strategy: Strategy, model: nn.Module, optimizer: Optimizer, config: TrainerConfig
 ) -> tuple[nn.Module, Optimizer]:
-    """Compares the model on all ranks, then hands it to the strategy. Collective."""
+    """Run the consistency checks, then let the strategy prepare the model. Collective."""
     _check_parameters(model, optimizer)
     check_devices(strategy)
-    check_agreement(
+    check_consistency(
         strategy,
         {
             **describe_model(model),
@@ -109,10 +111,10 @@ def wrap(
     )
     model.to(strategy.world.device)
     if optimizer.state:
-        # State loaded from a checkpoint follows its parameters to the device.
+        # Moves state that was loaded from a checkpoint to its parameters' device.
         optimizer.load_state_dict(optimizer.state_dict())
     if config.sync_batch_norm:
-        globalize(model, strategy.all_reduce)
+        convert_sync_batch_norm(model, strategy.all_reduce)
     if config.compile:
         model.compile()
     timer = step_timer()
@@ -129,12 +131,12 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     strangers = len(held - {id(parameter) for parameter in model.parameters()})
     if strangers:
         raise ConfigError(
-            f"the optimizer holds {strangers} parameters that the model does not; they would not be "
-            "exchanged: make them part of the model"
+            f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
+            "not be all-reduced: make them part of the model"
         )
 
 
 def _settings(config: TrainerConfig) -> dict[str, object]:
-    # How often a rank prints and how many processes load for it is its own affair.
+    # A rank's interval of output and number of loader processes may differ.
     private = ("log_every_s", "workers")
     return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}

@@ -1,4 +1,4 @@
-"""Trainer: fit and evaluate, the one loop."""
+"""Trainer: fit and evaluate."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from trainer.agreement import check_agreement
-from trainer.batch_norm import stand_in
-from trainer.callbacks import Callback, EpochRecord, Evaluation, Pulse
+from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
+from trainer.callbacks.progress import Progress
+from trainer.callbacks.run_record import RunRecord
 from trainer.config import TrainerConfig
+from trainer.consistency import check_consistency
 from trainer.data.loader import ShardedLoader, Step
-from trainer.data.sharding import mix_seeds
+from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
+from trainer.lr_schedule import LearningRate, make_schedule
 from trainer.metrics import Metric, Sums
 from trainer.preparation import join, wrap
-from trainer.progress import Progress
-from trainer.record import RunRecord
-from trainer.schedule import LearningRate, make_schedule
-from trainer.strategies.base import SkipsExchange, Strategy
-from trainer.timing import step_timer
+from trainer.profiling.step_timer import step_timer
+from trainer.strategies.base import Strategy, SupportsNoSync
+from trainer.sync_batch_norm import exclude_padding
 
 # Often enough for a bar and for a loss that turns NaN; seldom enough to cost nothing on a GPU.
-_PULSE_S = 0.5
+_PROGRESS_INTERVAL_S = 0.5
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
-    """Trains a model on however many processes the script was launched with.
+    """Trains a model across all ranks of the job that the script was launched into.
 
     Args:
-        model: any module; it is moved to this rank's device and given rank 0's weights.
+        model: any module; it is moved to this rank's device and gets rank 0's weights.
         optimizer: over the model's parameters, with the learning rate for one rank.
         loss: takes the model's outputs and the targets, returns the mean over the batch.
         strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
-        config: everything else; see `TrainerConfig`.
+        config: see `TrainerConfig`.
         metrics: further values for the evaluation, by name; each returns a sum over the batch.
         callbacks: see `Callback`.
         output: the folder of this run's record, which must not hold one yet; "auto" makes a new one under runs/,
@@ -51,7 +51,7 @@ class Trainer:
         progress: show a bar on a terminal, lines elsewhere.
 
     Raises:
-        ConfigError: a setting is not valid, the strategy cannot be had, or the ranks disagree.
+        ConfigError: a setting is not valid, the strategy is not available here, or the ranks' settings differ.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Trainer:
         self.strategy = join(strategy, self.config)
         self.world = self.strategy.world
         self.model = model
-        """The model itself, never a wrapper: what a checkpoint keeps."""
+        """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
         self.callbacks: list[Callback] = [*callbacks]
         if output is not None:
             self.callbacks.insert(0, RunRecord(output, tensorboard=tensorboard))
@@ -88,7 +88,7 @@ class Trainer:
         self._updates = 0
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
-        """Trains for `epochs` epochs, evaluating on `validation` after each. Collective.
+        """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
 
         Args:
             train: `InMemory`, or any map-style dataset of (input, target) pairs.
@@ -98,7 +98,7 @@ class Trainer:
             One record per epoch, the same on every rank.
 
         Raises:
-            ConfigError: `epochs` is not positive, a dataset is empty, or the ranks disagree about them.
+            ConfigError: `epochs` is not positive, a dataset is empty, or they differ between ranks.
             TrainerError: the loss is no longer a finite number.
         """
         if epochs < 1:
@@ -107,31 +107,32 @@ class Trainer:
         loader = self._loader(train, shuffle=True)
         validator = self._loader(validation, shuffle=False) if validation is not None else None
         lengths = [one.plan.samples for one in (loader, validator) if one is not None]
-        check_agreement(self.strategy, {"epochs": epochs, "samples to train and validate on": lengths})
+        check_consistency(self.strategy, {"epochs": epochs, "samples to train and validate on": lengths})
         torch.manual_seed(mix_seeds(config.seed, self.world.rank))
         schedule = make_schedule(
             config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
         )
         learning_rate = LearningRate(self.optimizer, schedule)
         self._updates = 0
-        self._tell("on_fit_start", epochs)
+        context = self._context(epochs)
+        self._notify("on_fit_start", context)
         records = []
         try:
             for epoch in range(1, epochs + 1):
-                record = self._train_epoch(loader, learning_rate, epoch, epochs, validator)
-                self._tell("on_epoch_end", record)
+                record = self._train_epoch(loader, learning_rate, epoch, context, validator)
+                self._notify("on_epoch_end", context, record)
                 records.append(record)
         finally:
             learning_rate.restore()
-        self._tell("on_fit_end", records)
+        self._notify("on_fit_end", context, records)
         return records
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
-        """Means of the loss and of every metric over `data`, each sample counted once. Collective."""
+        """Return the means of the loss and of every metric over `data`, each sample counted once. Collective."""
         return self._evaluate(self._loader(data, shuffle=False))
 
     def _evaluate(self, loader: ShardedLoader) -> Evaluation:
-        self.strategy.share_buffers(self.model)
+        self.strategy.broadcast_buffers(self.model)
         sums = Sums(("loss", *self.metrics), self.world.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -141,7 +142,7 @@ class Trainer:
                 values = [self.loss(outputs, step.targets).double() * step.count]
                 values += [metric(outputs, step.targets) for metric in self.metrics.values()]
                 sums.add(tuple(values), step.count)
-        for module, training in modes:  # each as it was: parts of it may be frozen
+        for module, training in modes:  # as before: the user may have set some to eval
             module.training = training
         means, counted = sums.mean(self.strategy.all_reduce)
         return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
@@ -163,14 +164,14 @@ class Trainer:
         loader: ShardedLoader,
         learning_rate: LearningRate,
         epoch: int,
-        epochs: int,
+        context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
         self.model.train()
         self.optimizer.zero_grad()
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
-        next_pulse = started + _PULSE_S
+        next_event = started + _PROGRESS_INTERVAL_S
         opens_update = True
         for number, step in enumerate(loader.steps()):
             if opens_update:
@@ -181,15 +182,15 @@ class Trainer:
                 self._update()
             if step.count:
                 sums.add((loss.detach().double() * step.count,), step.count)
-            if time.perf_counter() >= next_pulse:
-                self._pulse(sums, loader, number, epoch, epochs, time.perf_counter() - started)
-                next_pulse = time.perf_counter() + _PULSE_S
+            if time.perf_counter() >= next_event:
+                self._report_progress(context, sums, loader, number, epoch, time.perf_counter() - started)
+                next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
         self._finite(sums, epoch, len(loader))
         means, samples = sums.mean(self.strategy.all_reduce)
         seconds = time.perf_counter() - started
         return EpochRecord(
             epoch=epoch,
-            epochs=epochs,
+            epochs=context.epochs,
             train_loss=means["loss"],
             samples=samples,
             seconds=seconds,
@@ -199,24 +200,24 @@ class Trainer:
         )
 
     def _step(self, step: Step) -> Tensor:
-        """Forward and backward; returns the local mean loss."""
-        with self._exchange_only(step.closes_update), nullcontext() if step.count else stand_in(self.model):
+        """Run the forward and the backward pass; return the local mean loss."""
+        with self._no_sync_unless(step.closes_update), nullcontext() if step.count else exclude_padding(self.model):
             with self._autocast():
                 loss = self.loss(self._forward(self._layout(step.inputs)), step.targets)
-            # A weight of exactly 1 is left out: the step is then the very one of a loop written by hand.
+            # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
             weighted = loss if step.weight == 1.0 else loss * step.weight
             (self._scaler.scale(weighted) if self._scaler else weighted).backward()
         return loss
 
     def _update(self) -> None:
-        """Applies the exchanged gradients and forgets them."""
+        """Apply the all-reduced gradients and reset them."""
         clip = self.config.clip_norm
         if self._scaler is None and clip is None:
             self.optimizer.step()
         else:
             self.strategy.synchronize(self.optimizer)
             if timer := step_timer():
-                timer.gradients_are_there()
+                timer.mark_synchronized()
             if self._scaler:
                 self._scaler.unscale_(self.optimizer)
             if clip is not None:
@@ -229,11 +230,11 @@ class Trainer:
         self.optimizer.zero_grad()
         self._updates += 1
 
-    def _exchange_only(self, last: bool) -> AbstractContextManager[None]:
-        """Keeps gradients on this rank until the last micro-batch of an update."""
-        if last or not isinstance(self.strategy, SkipsExchange):
+    def _no_sync_unless(self, last: bool) -> AbstractContextManager[None]:
+        """Keep gradients on this rank until the last micro-batch of an update."""
+        if last or not isinstance(self.strategy, SupportsNoSync):
             return nullcontext()
-        return self.strategy.no_exchange(self._forward, self.optimizer)
+        return self.strategy.no_sync(self._forward, self.optimizer)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self.config.precision)
@@ -244,16 +245,19 @@ class Trainer:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
 
-    def _pulse(self, sums: Sums, loader: ShardedLoader, step: int, epoch: int, epochs: int, seconds: float) -> None:
+    def _report_progress(
+        self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, seconds: float
+    ) -> None:
         loss = self._finite(sums, epoch, step + 1)
         samples = loader.plan.samples
         done = min(samples, (step + 1) * loader.plan.step_size)
-        self._tell(
-            "on_pulse", Pulse(epoch=epoch, epochs=epochs, done=done, samples=samples, loss=loss, seconds=seconds)
+        event = ProgressEvent(
+            epoch=epoch, epochs=context.epochs, done=done, samples=samples, loss=loss, seconds=seconds
         )
+        self._notify("on_progress", context, event)
 
     def _finite(self, sums: Sums, epoch: int, step: int) -> float:
-        """This rank's mean loss so far, if it is one."""
+        """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
         loss = sums.local_mean("loss")
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
@@ -263,6 +267,19 @@ class Trainer:
             )
         return loss
 
-    def _tell(self, event: str, *facts: Any) -> None:
+    def _context(self, epochs: int) -> FitContext:
+        return FitContext(
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            epochs=epochs,
+            config=self.config,
+            strategy=type(self.strategy).__name__,
+            description=self.strategy.description,
+            tuning=self.strategy.tuning,
+            broadcast_object=self.strategy.broadcast_object,
+        )
+
+    def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self, *facts)
+            getattr(callback, event)(*arguments)

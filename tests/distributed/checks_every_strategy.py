@@ -20,9 +20,9 @@ from tests.distributed.reference import (
     train_alone,
 )
 from trainer import ConfigError, InMemory, ShardedLoader, Trainer, TrainerConfig, accuracy, prepare
-from trainer.strategies.base import SkipsExchange, Strategy
+from trainer.launch.world import World
+from trainer.strategies.base import Strategy, SupportsNoSync
 from trainer.strategies.single import SingleStrategy
-from trainer.world import World
 
 BATCH = 4
 
@@ -108,12 +108,12 @@ def check_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
         assert_same_on_all_ranks(strategy, model)
 
 
-def check_no_exchange_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
-    assert isinstance(strategy, SkipsExchange)
+def check_no_sync_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
+    assert isinstance(strategy, SupportsNoSync)
     model = make_model()
     wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
     inputs = torch.full((2, 1, 6, 6), float(strategy.world.rank + 1), dtype=torch.float64)
-    with strategy.no_exchange(wrapped, optimizer):
+    with strategy.no_sync(wrapped, optimizer):
         wrapped(inputs).sum().backward()
     alone = make_model()
     alone(inputs).sum().backward()

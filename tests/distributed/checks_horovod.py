@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import fingerprint, make_data, make_model, sgd
 from trainer import ConfigError, InMemory, TrainerConfig, prepare
-from trainer.data.sharding import mix_seeds, permutation
+from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.strategies.base import Strategy
 
 BATCH, STEPS = 4, 15

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.reference import make_data, make_model, sgd
 from tests.distributed.worker import dump_stacks_before_the_deadline
 from trainer import Callback, Trainer, TrainerConfig, TrainerError
-from trainer.config import read_launch
+from trainer.launch.environment import read_launch
 
 
 class Mishap(Callback):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.loader import InMemory
-from trainer.data.sharding import permutation
+from trainer.data.shard_plan import permutation
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 # What 20 steps in another order of summation may differ by.

@@ -63,7 +63,7 @@ def test_a_rank_that_fails_under_a_strategy_of_ours_ends_the_job(strategy: str, 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     script = [*SCRIPT, "hang", "1", "parameter_server"]
-    outcome = run_job(launcher, 2, script, timeout_s=100, env={"TRAINER_PATIENCE_S": "5"})
+    outcome = run_job(launcher, 2, script, timeout_s=100, env={"TRAINER_TIMEOUT_S": "5"})
     assert outcome.code not in (0, 124), outcome.output
     assert outcome.seconds < BOUND_S
     assert any("rank 1 on host" in line and "did not bring their part" in line for line in our_lines(outcome))
@@ -130,7 +130,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
     outcome = run_job("mpirun", 2, [*EXAMPLE, "--dataset", "digits"], env={"PYTHONPATH": str(tmp_path)})
     assert outcome.code not in (0, 124)
     assert "strategy 'horovod' needs Horovod" in outcome.output
-    assert "scripts/build_horovod.py" in outcome.output
+    assert "scripts/install/build_horovod.py" in outcome.output
     assert "Traceback" not in outcome.output
 
 

@@ -101,7 +101,7 @@ def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
     said, progress = failing.communicate(timeout=120)
     assert failing.returncode == 1
     assert "one rank by itself cannot be measured: exit code 1: trainer: strategy is 'gossip'; valid are" in progress
-    silent = start(*SHORT, *output, "scripts/gpu_links.py")
+    silent = start(*SHORT, *output, "scripts/comm/gpu_links.py")
     _, progress = silent.communicate(timeout=120)
     assert silent.returncode == 1
     assert "it left no timing" in progress

@@ -20,7 +20,8 @@ def dump_stacks_before_the_deadline(rank: int) -> None:
 
 
 def main() -> int:
-    from trainer.config import TrainerConfig, read_launch
+    from trainer.config import TrainerConfig
+    from trainer.launch.environment import read_launch
     from trainer.preparation import join
 
     module, name, folder = sys.argv[1:]

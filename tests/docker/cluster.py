@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.mnist import find_mnist
+from examples.datasets.mnist import find_mnist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 IMAGE = "trainer:cpu"

@@ -1,4 +1,4 @@
-"""Batches for one rank: cut from tensors in memory, or through torch's DataLoader, with the same sharding."""
+"""Sharded loader: batches for one rank, cut from tensors in memory or through torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.sharding import ShardPlan, mix_seeds, permutation
+from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
 from trainer.errors import ConfigError
-from trainer.timing import step_timer
-from trainer.world import World, current_world
+from trainer.launch.world import World, current_world
+from trainer.profiling.step_timer import step_timer
 
 Batch = tuple[Any, Any]
 
@@ -45,7 +45,7 @@ class InMemory(Dataset[Batch]):
         return (self.transform(inputs) if self.transform else inputs), self.targets[index]
 
     def to(self, device: torch.device) -> InMemory:
-        """The same dataset with its tensors on `device`; they are moved once, not batch by batch."""
+        """Return the same dataset with its tensors on `device`, moved once instead of batch by batch."""
         return InMemory(self.inputs.to(device), self.targets.to(device), self.transform)
 
 
@@ -56,25 +56,25 @@ class Step:
     inputs: Any
     targets: Any
     count: int
-    """Samples of this rank in this step. 0: the batch holds a stand-in, so that this rank can take part."""
+    """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce."""
     weight: float
-    """What the local mean loss is multiplied by; see `ShardPlan.weight`."""
+    """Factor on the local mean loss; see `ShardPlan.weight`."""
     closes_update: bool
-    """Whether the gradients are exchanged and applied after this step."""
+    """Whether the gradients are all-reduced and applied after this step."""
 
 
 class ShardedLoader:
-    """This rank's batches, epoch after epoch; iterating yields `(inputs, targets)` on the rank's device.
+    """Loader of this rank's shards; iterating yields an epoch of `(inputs, targets)` on the rank's device.
 
-    Every rank takes the same number of steps. Multiply the local mean loss by `weight`, which belongs to
-    the batch that was yielded last: with that, N ranks compute exactly what one process would with an N times
-    larger batch, whatever the size of the dataset.
+    Every rank takes the same number of steps. Multiply the local mean loss by `weight`, which belongs to the batch
+    that was yielded last: N ranks then compute exactly what one process computes with an N times larger batch,
+    whatever the size of the dataset.
 
     Args:
         dataset: `InMemory`, or any map-style dataset of (input, target) pairs.
         batch_size: samples per rank and step.
         shuffle: a new order in every epoch, from `seed`; without it the dataset's own order.
-        world: whom to share with; by default the world that this process was launched into.
+        world: the ranks that share the dataset; by default the world that this process was launched into.
         workers: processes per rank that load samples, for a dataset that is not in memory.
     """
 
@@ -98,12 +98,12 @@ class ShardedLoader:
         self.seed = seed
         self.workers = workers
         self.epoch = 0
-        """The epoch that the next iteration goes through, from 0; set it to continue an interrupted run."""
+        """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self.weight = 1.0
         self._order: Tensor | None = None
 
     def __len__(self) -> int:
-        """Steps in an epoch, the same on every rank."""
+        """Return the steps in an epoch, the same on every rank."""
         return self.plan.steps
 
     def __iter__(self) -> Iterator[Batch]:
@@ -112,30 +112,30 @@ class ShardedLoader:
             yield step.inputs, step.targets
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the next epoch, stand-ins included, so that every rank takes part in every exchange."""
+        """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
         timer = step_timer() if self.shuffle else None
         return timer.epoch(self._all_steps(), self.plan) if timer else self._all_steps()
 
     def _all_steps(self) -> Iterator[Step]:
-        pieces = [self.plan.piece(step, self.world.rank) for step in range(self.plan.steps)]
-        # A rank that has run out computes on the epoch's first samples, with weight 0. Two of them, because
-        # BatchNorm over vectors cannot normalise one.
-        places = [piece if piece.stop > piece.start else slice(0, 2) for piece in pieces]
-        for step, (piece, (inputs, targets)) in enumerate(zip(pieces, self._batches(places), strict=True)):
+        shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
+        # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
+        # cannot normalize a single one.
+        places = [shard if shard.stop > shard.start else slice(0, 2) for shard in shards]
+        for step, (shard, (inputs, targets)) in enumerate(zip(shards, self._batches(places), strict=True)):
             yield Step(
                 inputs,
                 targets,
-                piece.stop - piece.start,
+                shard.stop - shard.start,
                 self.plan.weight(step, self.world.rank),
                 self.plan.closes_update(step),
             )
 
     def own_samples(self) -> Iterator[Step]:
-        """The steps of the next epoch in which this rank has samples: for evaluation, where nothing is exchanged."""
-        pieces = [self.plan.piece(step, self.world.rank) for step in range(self.plan.steps)]
-        pieces = [piece for piece in pieces if piece.stop > piece.start]
-        for piece, (inputs, targets) in zip(pieces, self._batches(pieces), strict=True):
-            yield Step(inputs, targets, piece.stop - piece.start, 1.0, True)
+        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
+        shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
+        shards = [shard for shard in shards if shard.stop > shard.start]
+        for shard, (inputs, targets) in zip(shards, self._batches(shards), strict=True):
+            yield Step(inputs, targets, shard.stop - shard.start, 1.0, True)
 
     def _batches(self, places: Sequence[slice]) -> Iterator[Batch]:
         order = self._next_order()
@@ -164,7 +164,7 @@ class ShardedLoader:
             self.dataset,
             batch_sampler=[order[place].tolist() for place in places],
             num_workers=self.workers,
-            # One of its own: torch's would be drawn from, and dropout with it, by every look at the data.
+            # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
             generator=torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank)),
             pin_memory=pinned,
         )
@@ -174,7 +174,7 @@ class ShardedLoader:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it (in tuples, lists and dicts) on `device`."""
+    """Return `value` with every tensor in it (in tuples, lists and dicts) on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):

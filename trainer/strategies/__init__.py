@@ -1,13 +1,13 @@
-"""Strategies by name. A strategy's file is imported when it is chosen, not before."""
+"""Strategies by name. A strategy's module is imported when it is chosen, not before."""
 
 from __future__ import annotations
 
 import importlib
+import os
 
-from trainer.config import chosen_strategy
 from trainer.errors import ConfigError
+from trainer.launch.world import World
 from trainer.strategies.base import Strategy
-from trainer.world import World
 
 _REGISTRY = {
     "single": ("trainer.strategies.single", "SingleStrategy"),
@@ -15,24 +15,24 @@ _REGISTRY = {
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "ring": ("trainer.strategies.ring", "RingStrategy"),
     "data_parallel": ("trainer.strategies.data_parallel", "DataParallelStrategy"),
-    "parameter_server": ("trainer.strategies.parameter_server", "ParameterServerStrategy"),
+    "parameter_server": ("trainer.strategies.parameter_server.strategy", "ParameterServerStrategy"),
 }
-# Which strategy belongs to a launcher; whatever is not named here speaks MPI, or Horovod's own protocol.
+# The default strategy of a launcher. All others connect their ranks by MPI, or by Horovod over Gloo.
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
 
 NAMES = ("auto", *_REGISTRY)
 
 
 def choose_strategy(name: str, world: World) -> str:
-    """The strategy that `name` stands for: "auto" goes by TRAINER_STRATEGY, then by how the process was launched.
+    """Return the strategy that `name` stands for: "auto" is TRAINER_STRATEGY if that is set, else chosen by launcher.
 
     Raises:
         ConfigError: there is no such strategy; the text lists those that there are.
     """
-    if name == "auto" and (chosen := chosen_strategy()) is not None:
-        name = chosen
     if name == "auto":
-        # `srun -n 1` needs no PMIx, which Horovod would ask for.
+        name = os.environ.get("TRAINER_STRATEGY") or name
+    if name == "auto":
+        # `srun -n 1` needs no PMIx, which Horovod would require.
         alone = world.launcher == "srun" and world.size == 1
         return "single" if alone else _BY_LAUNCHER.get(world.launcher, "horovod")
     if name not in _REGISTRY:
@@ -41,7 +41,7 @@ def choose_strategy(name: str, world: World) -> str:
 
 
 def has_nccl() -> bool:
-    """Whether the installed Horovod, if there is one, was built with NCCL; starts nothing."""
+    """Return whether the installed Horovod, if there is one, was built with NCCL. Starts nothing."""
     try:
         import horovod.torch as hvd
     except ImportError:
@@ -50,7 +50,7 @@ def has_nccl() -> bool:
 
 
 def make_strategy(name: str, world: World) -> Strategy:
-    """Joins the job with the strategy of that name. Collective.
+    """Join the job with the strategy of that name. Collective.
 
     Raises:
         ConfigError: there is no such strategy, its package is missing, or it does not fit the launcher.

@@ -1,4 +1,4 @@
-"""One process, several GPUs: torch's DataParallel, for the comparison. DistributedDataParallel and Horovod beat it."""
+"""torch's DataParallel, one process with several GPUs, for comparison. All other strategies are faster."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+from trainer.launch.world import World
 from trainer.strategies.single import SingleStrategy
-from trainer.world import World
 
 
 class DataParallelStrategy(SingleStrategy):
-    """A world of one rank that cuts each of its batches into as many pieces as this host has GPUs.
+    """A world of one rank that divides each of its batches among the GPUs of this host.
 
     Every step copies the model to all GPUs, and all gradients to the first one. PyTorch's own documentation advises
     against it: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html

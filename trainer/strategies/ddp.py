@@ -1,4 +1,4 @@
-"""Gradients meet in torch's DistributedDataParallel: NCCL between GPUs, Gloo between CPUs."""
+"""Gradient synchronization by torch's DistributedDataParallel, over NCCL between GPUs and Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer import tuning
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.meeting import Meeting, start_process_group
-from trainer.strategies.base import Strategy, share_optimizer_state
-from trainer.world import World
+from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.launch.world import World
+from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.tuning import tune
 
-# How long a rank waits for another before it gives up with an error.
 _TIMEOUT = timedelta(minutes=10)
-_LET_GO_S = 0.05
+_GLOO_SHUTDOWN_S = 0.05
 
 
 class DDPStrategy(Strategy):
-    """torch.distributed, usually under torchrun; under other launchers the ranks meet as these let them.
+    """torch.distributed, usually under torchrun; under other launchers with a rendezvous over their own channel.
 
     Raises:
-        ConfigError: there are several ranks, and their launcher lets nobody meet.
+        ConfigError: there are several ranks, and their launcher provides no rendezvous.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.tuning = tuning.tune_mpi(world) if world.launcher in ("mpirun", "srun") else tuning.tune_host(world)
+        self.tuning = tune(world)
         backend = "gloo"
         if world.device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"  # objects travel over Gloo, gradients over NCCL
+            backend = "cpu:gloo,cuda:nccl"  # objects are sent over Gloo, gradients over NCCL
             torch.cuda.set_device(world.device)
         transport = "NCCL" if world.device.type == "cuda" else "Gloo"
         self.description = f"DistributedDataParallel over {transport}, {world}"
@@ -54,14 +53,14 @@ class DDPStrategy(Strategy):
         elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
             dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
         else:  # under any launcher but torchrun
-            meeting = Meeting(world)
-            start_process_group(backend, world, meeting, timeout=_TIMEOUT)
-            meeting.close()
+            rendezvous = Rendezvous(world)
+            init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
+            rendezvous.close()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
         if config.reduction == "adasum":
             raise ConfigError("reduction is 'adasum', which strategy 'ddp' does not have; valid there is average")
-        # Buffers are shared before they are used for evaluation, not in every forward pass.
+        # Buffers are broadcast before an evaluation, not in every forward pass.
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
@@ -71,7 +70,7 @@ class DDPStrategy(Strategy):
         )
         if config.compression == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
-        share_optimizer_state(self, optimizer)
+        broadcast_optimizer_state(self, optimizer)
         self._wrapped = wrapped
         return wrapped, optimizer
 
@@ -97,7 +96,7 @@ class DDPStrategy(Strategy):
         dist.barrier()
 
     def exchange_seconds(self) -> float | None:
-        # DDP times every hundredth exchange, unless it is told to time each; the mean counts all that it has timed.
+        # DDP times every hundredth iteration unless it is told to time each; its mean is over those it has timed.
         if self._wrapped is None:
             return None
         self._wrapped._set_ddp_runtime_logging_sample_rate(1)
@@ -109,10 +108,10 @@ class DDPStrategy(Strategy):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-            # Gloo's threads let go of their last tensor a moment after it is there, and need Python for it.
-            # Where Python is already shutting down by then, they abort the process (1 run in 6, measured).
-            time.sleep(_LET_GO_S)
+            # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
+            # already shutting down by then, they abort the process (1 run in 6, measured).
+            time.sleep(_GLOO_SHUTDOWN_S)
 
-    def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
         no_sync: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]  # DDP's
         return no_sync

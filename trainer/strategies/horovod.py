@@ -1,4 +1,4 @@
-"""Gradients meet in Horovod's DistributedOptimizer: NCCL between GPUs, MPI or Gloo between CPUs."""
+"""Gradient synchronization by Horovod's DistributedOptimizer, over NCCL between GPUs and MPI or Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer import tuning
-from trainer.config import TrainerConfig, user_set
+from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import Strategy, share_optimizer_state
-from trainer.world import World
+from trainer.launch.environment import user_set
+from trainer.launch.world import World
+from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.tuning import tune
+from trainer.tuning.horovod import gradient_groups
 
 _REDUCIBLE = (torch.float16, torch.float32, torch.float64)
 
@@ -31,11 +33,11 @@ class HorovodStrategy(Strategy):
         super().__init__(world)
         if world.launcher == "srun" and not user_set("PMIX_RANK"):
             raise ConfigError(
-                "srun gave its ranks no way to find each other; start with `srun --mpi=pmix`, "
+                "srun started these ranks without PMIx, so MPI cannot connect them; start with `srun --mpi=pmix`, "
                 "or take horovodrun inside the allocation"
             )
         # Horovod and Open MPI read these when they start, so they are set before they are imported.
-        self.tuning = tuning.tune_horovod(world)
+        self.tuning = tune(world, horovod=True)
         self._hvd = _import_horovod()
         self._check_build()
         self._hvd.init()
@@ -51,7 +53,7 @@ class HorovodStrategy(Strategy):
         if self.world.device.type == "cuda" and not self._hvd.nccl_built():
             raise ConfigError(
                 "this Horovod was built without NCCL, but this host has a GPU; rebuild it with "
-                "`python scripts/build_horovod.py --gpu nccl`, or train on the CPU (device 'cpu')"
+                "`python scripts/install/build_horovod.py --gpu nccl`, or train on the CPU (device 'cpu')"
             )
 
     def _check_world(self) -> None:
@@ -73,7 +75,7 @@ class HorovodStrategy(Strategy):
         self._check_types(model, config)
         for tensor in (*model.parameters(), *model.buffers()):
             self.broadcast(tensor.data)
-        share_optimizer_state(self, optimizer)
+        broadcast_optimizer_state(self, optimizer)
         wrapped = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=_names_of(model, optimizer),
@@ -81,7 +83,7 @@ class HorovodStrategy(Strategy):
             op=hvd.Adasum if config.reduction == "adasum" else hvd.Average,
             groups=self._groups(model, config),
         )
-        # Horovod makes a new optimizer out of the old one's settings, and leaves its state behind.
+        # Horovod makes a new optimizer from the old one's settings, without its state.
         wrapped.state.update(optimizer.state)
         return model, wrapped
 
@@ -98,19 +100,19 @@ class HorovodStrategy(Strategy):
             )
 
     def _groups(self, model: nn.Module, config: TrainerConfig) -> int | None:
-        # A group is sent when its last gradient is there. Where ranks may leave different parameters
-        # without one, it would wait for ever; and Adasum's optimizer and sparse gradients know no groups.
+        # A group is sent when its last gradient is there. It would hang where ranks leave different parameters
+        # without a gradient. Adasum's optimizer and sparse gradients support no groups.
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
         if config.dynamic_graph or sparse or config.reduction == "adasum":
             return None
-        return tuning.gradient_groups(model, self.world)
+        return gradient_groups(model)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         reduced: Tensor = self._hvd.allreduce_(tensor, op=self._hvd.Sum)
         return reduced
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        # As bytes, because Horovod knows neither bool nor bfloat16; and in one piece, as it wants them.
+        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
         whole = tensor.contiguous()
         self._hvd.broadcast_(whole.view(-1).view(torch.uint8), root_rank=0, name="trainer.tensor")
         if whole.data_ptr() != tensor.data_ptr():
@@ -118,8 +120,7 @@ class HorovodStrategy(Strategy):
         return tensor
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        # Left to itself, Horovod names the exchange after the value's type, and ranks whose values differ
-        # in type wait for each other for ever.
+        # By default Horovod names the broadcast after the value's type, and ranks whose values differ in type hang.
         return self._hvd.broadcast_object(value, root_rank=root, name="trainer.object")
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -142,8 +143,8 @@ class HorovodStrategy(Strategy):
             super().step(optimizer, scaler)
 
     @contextmanager
-    def no_exchange(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Horovod exchanges a gradient when its hook has fired as often as announced: announce one more."""
+    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Raise the number of backward passes per step, after which Horovod all-reduces a gradient, by one."""
         optimizer.set_backward_passes_per_step(2)  # type: ignore[attr-defined]
         try:
             yield
@@ -157,18 +158,18 @@ def _import_horovod() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"strategy 'horovod' needs Horovod ({error}); install it with "
-            "`python scripts/build_horovod.py`, or take strategy 'ddp' under torchrun"
+            "`python scripts/install/build_horovod.py`, or take strategy 'ddp' under torchrun"
         ) from None
     if not hasattr(hvd, "init"):
         # Horovod only prints a warning when its native library does not load.
         raise ConfigError(
             "Horovod's native library does not load in this environment; build it anew with "
-            "`python scripts/build_horovod.py`"
+            "`python scripts/install/build_horovod.py`"
         )
     return hvd
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Names for the parameters that the optimizer holds; Horovod sends each gradient under its name."""
+    """Return names for the optimizer's parameters; Horovod sends each gradient under its name."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]

@@ -1,10 +1,10 @@
-"""Gradients meet in a ring, written out over MPI's point-to-point calls; read it beside docs/strategies.md.
+"""Gradient synchronization by a ring all-reduce over MPI's point-to-point calls; docs/strategies.md has the drawing.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009). The tensor is
-cut into one chunk per rank, and each rank talks to its two neighbours only. First, chunks travel around the ring and
-grow: whoever receives one adds its own values and passes the sum on; after N - 1 steps each rank has one chunk that
-is the sum over all ranks. Then the finished chunks travel around once more. In each of the 2·(N - 1) steps a rank
-sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, however many ranks there are, and no way of summing sends less.
+divided into one chunk per rank, and each rank communicates with its two neighbours only. In the scatter-reduce, a rank
+that receives a chunk adds its own values and passes the sum on; after N - 1 steps each rank has one chunk that is the
+sum over all ranks. In the all-gather, the finished chunks go around once more. In each of the 2·(N - 1) steps a rank
+sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, and no algorithm sends less.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import tuning
-from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.buckets import BucketedStrategy
-from trainer.world import World
+from trainer.errors import TrainerError
+from trainer.launch.mpi import import_mpi
+from trainer.launch.world import World
+from trainer.strategies.bucketed import BucketedStrategy
+from trainer.tuning import tune
 
 SEGMENT_BYTES = 1024 * 1024
-"""Chunks travel in pieces of this size, so that one is added up while the next is on its way."""
-_CHUNK, _FAREWELL = 0, 1  # tags
-_STILL_ON_ITS_WAY_S = 5.0
+"""Chunks are sent in segments of this size, so that one is added up while the next arrives."""
+_CHUNK, _GOODBYE = 0, 1  # tags
+_LAST_MESSAGE_TIMEOUT_S = 5.0
 
 
 class Ring:
@@ -45,17 +46,17 @@ class Ring:
         self._left, self._right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_raw: Any = self._scratch.numpy()
-        # A rank that has ended is still there for MPI, which waits for the others' end; so it says that it goes.
-        self._farewell: Any = comm.Irecv([bytearray(1), MPI.BYTE], self._left, _FAREWELL) if self._size > 1 else None
+        # For MPI a rank that has ended is still there, so a rank sends a message when it leaves.
+        self._goodbye: Any = comm.Irecv([bytearray(1), MPI.BYTE], self._left, _GOODBYE) if self._size > 1 else None
         self._left_is_gone = False
         self.bytes_sent = 0
         """By this rank so far. Over all ranks an all-reduce of K bytes adds exactly 2·K·(N - 1)."""
 
     def all_reduce(self, flat: Tensor) -> None:
-        """Sums `flat` over all ranks, in place; all ranks end with the same bits.
+        """Sum `flat` over all ranks, in place; all ranks end with the same bits.
 
         Args:
-            flat: one-dimensional, contiguous, on the CPU; of any length, also one that N does not divide.
+            flat: one-dimensional, contiguous, on the CPU; of any length, divisible by N or not.
 
         Raises:
             TrainerError: the left neighbour has ended.
@@ -63,7 +64,7 @@ class Ring:
         rank, size = self._rank, self._size
         cuts = [flat.numel() * part // size for part in range(size + 1)]
         chunks = list(pairwise(cuts))
-        # As bytes: MPI has no bfloat16, and need not know what it carries.
+        # As bytes, because MPI has no bfloat16.
         raw = flat.view(torch.uint8).numpy()
         for step in range(size - 1):  # scatter-reduce
             self._pass_on(flat, raw, chunks[(rank - step) % size], chunks[(rank - step - 1) % size], add=True)
@@ -71,7 +72,7 @@ class Ring:
             self._pass_on(flat, raw, chunks[(rank - step + 1) % size], chunks[(rank - step) % size], add=False)
 
     def _pass_on(self, flat: Tensor, raw: Any, outgoing: tuple[int, int], chunk: tuple[int, int], *, add: bool) -> None:
-        """Sends one chunk to the right, and adds to another, or puts into it, what comes from the left.
+        """Send one chunk to the right; receive another from the left, and add it or write it in place.
 
         Args:
             raw: `flat`, as bytes.
@@ -79,7 +80,7 @@ class Ring:
         width = flat.element_size()
         length = chunk[1] - chunk[0]
         target = self._room_for(length * width) if add else raw[chunk[0] * width : chunk[1] * width]
-        # Everything is posted at once; MPI keeps messages between two ranks in their order.
+        # Everything is posted at once; MPI keeps the order of messages between two ranks.
         pieces = list(_segments(0, length, width))
         receiving = [self._comm.Irecv(target[b * width : e * width], self._left, _CHUNK) for b, e in pieces]
         sending = [
@@ -94,25 +95,25 @@ class Ring:
         self.bytes_sent += (outgoing[1] - outgoing[0]) * width
 
     def _wait(self, request: Any) -> None:
-        if not self._left_is_gone and self._mpi.Request.Waitany([request, self._farewell]) == 0:
+        if not self._left_is_gone and self._mpi.Request.Waitany([request, self._goodbye]) == 0:
             return
         self._left_is_gone = True
-        deadline = time.monotonic() + _STILL_ON_ITS_WAY_S
+        deadline = time.monotonic() + _LAST_MESSAGE_TIMEOUT_S
         while not request.Test():
             if time.monotonic() > deadline:
                 raise TrainerError(f"rank {self._left} has ended, and this rank still waits for its gradients")
             time.sleep(0.01)
 
     def leave(self) -> None:
-        """Tells the right neighbour that nothing more will come."""
-        if self._farewell is not None:
-            self._comm.Isend([b"x", self._mpi.BYTE], self._right, _FAREWELL)
+        """Tell the right neighbour that no further message will come."""
+        if self._goodbye is not None:
+            self._comm.Isend([b"x", self._mpi.BYTE], self._right, _GOODBYE)
             if not self._left_is_gone:
-                self._farewell.Cancel()
-            self._farewell = None
+                self._goodbye.Cancel()
+            self._goodbye = None
 
     def _room_for(self, size: int) -> Any:
-        """So many bytes of the scratch memory."""
+        """Return `size` bytes of the scratch memory."""
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
             self._scratch_raw = self._scratch.numpy()
@@ -120,7 +121,7 @@ class Ring:
 
 
 def _segments(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
-    """A range of elements of `width` bytes each, cut into pieces."""
+    """Divide a range of elements of `width` bytes each into segments."""
     step = SEGMENT_BYTES // width
     return ((at, min(at + step, end)) for at in range(begin, end, step))
 
@@ -135,16 +136,9 @@ class RingStrategy(BucketedStrategy):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         # Open MPI reads these when it starts, which importing mpi4py makes it do.
-        self.tuning = tuning.tune_mpi(world)
-        self._mpi = _import_mpi()
+        self.tuning = tune(world)
+        self._mpi = import_mpi(world, for_what="strategy 'ring'")
         comm = self._mpi.COMM_WORLD
-        found = (comm.Get_rank(), comm.Get_size())
-        if found != (world.rank, world.size):
-            raise ConfigError(
-                f"strategy 'ring' speaks MPI, which did not start these processes: this is rank {world.rank} of "
-                f"{world.size} for {world.launcher}, and {found[0]} of {found[1]} in MPI; start with "
-                "`horovodrun --mpi`, mpirun or `srun --mpi=pmix`"
-            )
         self._values, self._gradients = Ring(comm.Dup()), Ring(comm.Dup())
         atexit.register(self.close)  # before MPI's own end
         self.description = f"ring all-reduce over MPI, {world}"
@@ -178,9 +172,9 @@ class RingStrategy(BucketedStrategy):
         self._gradients.leave()
 
     def _gather(self, part: bytes) -> list[bytes]:
-        """Every rank's bytes: a sum to which each brings its own, and zeros for the others'.
+        """Gather every rank's bytes as a sum, in which each rank has zeros in the others' places.
 
-        MPI's own collectives would wait for ever for a rank that has ended; the ring notices.
+        MPI's own collectives would hang on a rank that has ended; the ring notices.
         """
         rank, size = self.world.rank, self.world.size
         lengths = torch.zeros(size, dtype=torch.int64)
@@ -192,13 +186,3 @@ class RingStrategy(BucketedStrategy):
             parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
         self.sum_values(table)
         return [one.numpy().tobytes() for one in parts]
-
-
-def _import_mpi() -> Any:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # without libmpi, mpi4py raises a RuntimeError
-        raise ConfigError(
-            f"strategy 'ring' needs mpi4py and Open MPI ({error}); install them with `pip install trainer[horovod]`"
-        ) from None
-    return MPI

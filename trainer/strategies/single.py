@@ -1,4 +1,4 @@
-"""A world of one, so that no caller ever branches."""
+"""A world of one process, so that callers need no special case."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer import tuning
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+from trainer.launch.world import World
 from trainer.strategies.base import Strategy
-from trainer.world import World
+from trainer.tuning import tune
 
 
 class SingleStrategy(Strategy):
-    """One process: its gradient is the mean gradient, and it has nobody to wait for.
+    """One process, whose gradient is the mean gradient.
 
     Raises:
         ConfigError: the process is one of several.
@@ -27,7 +27,7 @@ class SingleStrategy(Strategy):
                 f"strategy 'single' trains alone, but {world.launcher} started {world.size} ranks; valid here is auto"
             )
         super().__init__(world)
-        self.tuning = tuning.tune_host(world)
+        self.tuning = tune(world)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
         return model, optimizer

@@ -1,0 +1,128 @@
+"""comm_bench.py's results as a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.files import write_atomically
+from trainer.launch.world import World
+from trainer.tuning.host import cpu_model
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One size over one transport."""
+
+    transport: str
+    key: str
+    """By which `--only` knows it."""
+    size: int
+    """Payload on each rank, bytes."""
+    ranks: int
+    operations: int
+    """In each of the rows whose median is taken."""
+    out_of_place_s: float
+    in_place_s: float
+    wrong: int
+    bytes_sent: float | None
+    """Per rank and operation, to wherever, where the transport counts them."""
+    tcp_bytes: float | None
+    """Per rank and operation, as the kernel counts them: headers of the transport included, memory that ranks of one
+    host share left out. None where the kernel does not."""
+
+    def algorithm_bandwidth(self, seconds: float) -> float:
+        """Bytes per second, as whoever calls it sees them."""
+        return self.size / seconds
+
+    def bus_bandwidth(self, seconds: float) -> float:
+        """Bytes per second that a link has to carry for that, in the best of algorithms (nccl-tests)."""
+        return self.algorithm_bandwidth(seconds) * 2 * (self.ranks - 1) / self.ranks
+
+
+def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
+    """Where this is measured."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_model()
+    return {
+        "ranks": f"{world.size} on " + ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items()),
+        "device": f"{device}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+        "versions": f"PyTorch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def table_head() -> str:
+    return (
+        f"{'':26} {'size':>10}  {'out of place':^30}  {'in place':^30} {'wrong':>6} {'sent per rank':>14} "
+        f"{'over TCP':>12}\n"
+        f"{'transport':26} {'B':>10}  {'time µs':>12} {'algbw':>8} {'busbw':>8}  {'time µs':>12} {'algbw':>8} "
+        f"{'busbw GB/s':>10} {'':>4} {'B':>14} {'B':>12}"
+    )
+
+
+def table_line(row: Row) -> str:
+    def figures(seconds: float) -> str:
+        bandwidths = (row.algorithm_bandwidth(seconds), row.bus_bandwidth(seconds))
+        return f"{seconds * 1e6:12.1f} {bandwidths[0] / 1e9:8.3f} {bandwidths[1] / 1e9:8.3f}"
+
+    sent, over_tcp = ("not counted" if count is None else f"{count:.0f}" for count in (row.bytes_sent, row.tcp_bytes))
+    return (
+        f"{row.transport:26} {row.size:>10}  {figures(row.out_of_place_s)}  {figures(row.in_place_s)} "
+        f"{row.wrong:>6} {sent:>14} {over_tcp:>12}"
+    )
+
+
+def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
+    entries = [
+        {
+            **asdict(row),
+            "algbw": row.algorithm_bandwidth(row.out_of_place_s),
+            "busbw": row.bus_bandwidth(row.out_of_place_s),
+        }
+        for row in rows
+    ]
+    write_atomically(
+        path, json.dumps({"where": dict(facts), "unit": "bytes, seconds, bytes/s", "rows": entries}, indent=1)
+    )
+
+
+def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Time and bus bandwidth against size, both on logarithmic scales, a curve per transport."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for transport in dict.fromkeys(row.transport for row in rows):
+        own = [row for row in rows if row.transport == transport]
+        sizes = [row.size for row in own]
+        left.plot(sizes, [row.in_place_s * 1e6 for row in own], marker="o", markersize=3, label=transport)
+        right.plot(sizes, [row.bus_bandwidth(row.in_place_s) / 1e9 for row in own], marker="o", markersize=3)
+    left.set(title="Time of one all-reduce (lower is better)", ylabel="µs")
+    right.set(title="Bus bandwidth (higher is better)", ylabel="GB/s")
+    ticks = [4**power for power in range(1, 15, 2)]
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="payload per rank")
+        axes.set_xticks(ticks, [_short(size) for size in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(f"float32, in place, ranks: {facts['ranks']}; {facts['device']}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _short(size: int) -> str:
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size // scale} {unit}"
+    return f"{size} B"

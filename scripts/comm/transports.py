@@ -1,0 +1,184 @@
+"""Transports of an all-reduce behind one small interface, for comm_bench.py.
+
+Each is joined, measured and left before the next one, so that no idle thread of another one takes a core.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.launch.mpi import import_mpi
+from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.launch.world import World
+from trainer.strategies import make_strategy
+from trainer.strategies.base import Strategy
+from trainer.tuning import tune
+
+
+class Transport(ABC):
+    """A transport that sums float32 values over all ranks.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
+
+    device = torch.device("cpu")
+    bytes_sent: int | None = None
+    """Sent by this rank so far; None where the transport does not count."""
+
+    @abstractmethod
+    def in_place(self, tensor: Tensor) -> None:
+        """Sum `tensor` over all ranks in place. On a GPU this only enqueues the all-reduce."""
+
+    @abstractmethod
+    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+        """Write the sum of all ranks' `tensor` into `result`."""
+
+    def wait(self) -> None:
+        """Wait until all operations are done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:  # noqa: B027 (nothing to leave is a valid default)
+        """Leave the transport. Collective."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Leave a transport that another rank could not join. Not collective."""
+
+
+class Horovod(Transport):
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        tune(world, horovod=True)
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        if world.launcher == "torchrun":
+            raise ConfigError("Horovod cannot join ranks that torchrun started")
+        if world.device.type == "cuda":
+            if not hvd.nccl_built():
+                raise ConfigError("this Horovod was built without NCCL")
+            self.device = world.device
+        self._is_ours = not hvd.is_initialized()  # else the rendezvous uses it as well
+        hvd.init()
+        over = "NCCL" if self.device.type == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
+        self.name = f"Horovod over {over}"
+
+    def in_place(self, tensor: Tensor) -> None:
+        self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="bench")
+
+    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+        result.copy_(self._hvd.allreduce(tensor, op=self._hvd.Sum, name="bench"))
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._hvd.shutdown()
+
+
+class RawMPI(Transport):
+    name = "MPI"
+
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        tune(world)
+        self._mpi = import_mpi(world, for_what="this transport")
+        self._comm = self._mpi.COMM_WORLD
+
+    def in_place(self, tensor: Tensor) -> None:
+        self._comm.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+
+    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+        self._comm.Allreduce(tensor.numpy(), result.numpy())
+
+
+class TorchDistributed(Transport):
+    """torch.distributed's all-reduce, which knows in-place only: out of place, a copy comes before it."""
+
+    backend: str
+
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        init_process_group(self.backend, world, rendezvous)
+
+    def in_place(self, tensor: Tensor) -> None:
+        self._dist.all_reduce(tensor)
+
+    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+        self._dist.all_reduce(result.copy_(tensor))
+
+    def close(self) -> None:
+        self._dist.barrier()
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class RawGloo(TorchDistributed):
+    name, backend = "Gloo", "gloo"
+
+
+class RawNCCL(TorchDistributed):
+    name, backend = "NCCL", "nccl"
+
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        if world.device.type != "cuda":
+            raise ConfigError("NCCL needs a GPU for every rank")
+        self.device = world.device
+        torch.cuda.set_device(world.device)
+        super().__init__(world, rendezvous)
+
+
+class StrategyTransport(Transport):
+    """A strategy's own all-reduce. Out of place, a copy comes before it."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy: Any = strategy
+
+    def in_place(self, tensor: Tensor) -> None:
+        self._strategy.sum_gradients(tensor)
+
+    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+        self._strategy.sum_gradients(result.copy_(tensor))
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return int(self._strategy.bytes_sent)
+
+    def close(self) -> None:
+        self._strategy.barrier()
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._strategy.close()
+
+
+class OurRing(StrategyTransport):
+    name = "ring (trainer)"
+
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        super().__init__(make_strategy("ring", world))
+
+
+class OurParameterServer(StrategyTransport):
+    name = "parameter server (trainer)"
+
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        super().__init__(make_strategy("parameter_server", world))
+
+
+# Horovod last: once it has shut down, nothing else of MPI's should start.
+TRANSPORTS: dict[str, Callable[[World, Rendezvous], Any]] = {
+    "mpi": RawMPI,
+    "ring": OurRing,
+    "gloo": RawGloo,
+    "nccl": RawNCCL,
+    "parameter_server": OurParameterServer,
+    "horovod": Horovod,
+}

@@ -1,0 +1,100 @@
+"""Installs the locked packages for an image: PyTorch from an index of its CPU builds if there is one, else from PyPI.
+
+    python scripts/install/image_packages.py --torch-index https://download.pytorch.org/whl/cpu
+    python scripts/install/image_packages.py --torch-index ""    # PyPI: PyTorch with CUDA and NCCL
+
+PyTorch's wheels on PyPI bring CUDA with them, 5 GB that a CPU image has no use for. Its own index has builds
+without; they carry the same version and other hashes, which the lock does not know: for torch and torchvision
+HTTPS vouches then, for everything else the lock's hashes do. Where the index does not answer, or does not have
+the locked version, PyPI's builds are taken, hashes and all, and a line says so. Run it with the Python that
+shall have the packages. Only the standard library: nothing is installed yet when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from console import SetupError, say
+
+LOCK = Path(__file__).resolve().parents[2] / "requirements" / "run.txt"
+FROM_TORCH_INDEX = ("torch", "torchvision")
+# What only PyTorch's CUDA builds ask for.
+_CUDA_PACKAGE = re.compile(r"^(nvidia-|cuda-|triton$)")
+_ANSWER_WITHIN_S = 20.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--torch-index", default="", metavar="URL", help="index of PyTorch's builds; empty for PyPI")
+    index = parser.parse_args().torch_index.rstrip("/")
+    requirements = split_lock(LOCK.read_text())
+    pins = [requirements[name].split()[0] for name in FROM_TORCH_INDEX]
+    try:
+        if index and (problem := missing_from(index, pins)):
+            say(f"WARNING: {problem}; taking PyTorch from PyPI, with CUDA (about 5 GB more)")
+            index = ""
+        if index:
+            _pip(["--no-deps", "--index-url", index, *pins])
+        _install_locked([text for name, text in requirements.items() if not index or not _from_index(name)])
+    except SetupError as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+def split_lock(text: str) -> dict[str, str]:
+    """A lock's requirements by name, each with its hashes, without comments.
+
+    A package that is locked twice for different Pythons is one entry, because pip reads markers itself.
+    """
+    requirements: dict[str, str] = {}
+    body = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for entry in re.split(r"\n(?=\S)", body.strip()):
+        name = re.split(r"[=<>!~\[; ]", entry, maxsplit=1)[0].lower()
+        requirements[name] = "\n".join(filter(None, (requirements.get(name), entry)))
+    return requirements
+
+
+def missing_from(index: str, pins: list[str]) -> str | None:
+    """Why these requirements cannot be had from a simple index, in a few words; None when they can."""
+    for pin in pins:
+        name, version = pin.split("==")
+        try:
+            # An index given by the person who builds, as pip would open it.
+            with urllib.request.urlopen(f"{index}/{name}/", timeout=_ANSWER_WITHIN_S) as page:  # noqa: S310
+                files = urllib.parse.unquote(page.read().decode(errors="replace"))
+        except (OSError, ValueError) as error:
+            return f"{index} does not answer ({getattr(error, 'reason', error)})"
+        if not re.search(rf"{name}-{re.escape(version)}(\+[\w.]+)?-", files):
+            return f"{index} has no {name} {version}"
+    return None
+
+
+def _from_index(name: str) -> bool:
+    return name in FROM_TORCH_INDEX or _CUDA_PACKAGE.match(name) is not None
+
+
+def _install_locked(entries: list[str]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
+        lock.write("\n".join(entries) + "\n")
+        lock.flush()
+        _pip(["--no-deps", "--require-hashes", "--requirement", lock.name])
+
+
+def _pip(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise SetupError(f"pip could not install the packages; it was called as: {' '.join(command)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Resolves the versions in requirements/ anew, for every supported Python at once.
+# Usage: make lock
+set -eu
+cd "$(dirname "$0")/../.."
+compile() {
+    output=$1
+    shift
+    uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+        --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+        --no-emit-package horovod --output-file "requirements/$output" "$@"
+}
+
+limits=requirements/limits.in
+
+compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
+compile build.txt --constraint requirements/run.txt --group build
+compile dev.txt --constraint requirements/run.txt --constraint requirements/build.txt --group dev

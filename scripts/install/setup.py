@@ -1,0 +1,157 @@
+"""Makes .venv ready: the locked packages, Horovod with our patches, and this project, editable.
+
+Called by the Makefile before everything else. When nothing that it installs from has changed since the
+last time, it returns at once. Only the standard library: nothing is installed yet when it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from console import SetupError, run, say
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+VENV = ROOT / ".venv"
+STAMP = VENV / "trainer-setup.sha256"
+LOGS = VENV / "logs"
+LOCKS = ("run.txt", "build.txt", "dev.txt")
+# torch's wheels with their CUDA libraries unpack to 6 GB; pip needs as much again for its downloads.
+NEEDED_DISK_GB = 12
+
+_CXX20_PROBE = "#include <concepts>\n#include <span>\nstatic_assert(std::integral<int>);\nint main() {}\n"
+
+
+def main() -> int:
+    wanted = _fingerprint()
+    if STAMP.exists() and STAMP.read_text() == wanted:
+        return 0
+    try:
+        _check_machine()
+        STAMP.unlink(missing_ok=True)
+        _make_venv()
+        _install_packages()
+        python = str(VENV / "bin" / "python")
+        build = [python, str(HERE / "build_horovod.py")]
+        # Not through console.run: the build script has its own signs of life.
+        if subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode != 0:
+            return 1
+        run(
+            "installing trainer",
+            [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
+            LOGS / "trainer.log",
+        )
+    except SetupError as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the next call goes on from here")
+        return 130
+    STAMP.write_text(wanted)
+    return 0
+
+
+def _fingerprint() -> str:
+    """A hash over all that the environment is made from, the place of the checkout included."""
+    digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]}".encode())
+    sources = [ROOT / "pyproject.toml", *sorted(HERE.glob("*.py"))]
+    sources += sorted((ROOT / "requirements").glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _check_machine() -> None:
+    """Installs what pip cannot bring where that is possible, and names it where it is not."""
+    missing = _missing_packages()
+    if missing and os.geteuid() == 0 and shutil.which("apt-get"):
+        _apt_install(missing)
+        missing = _missing_packages()
+    if missing:
+        raise SetupError(_install_hint(missing))
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    if not VENV.exists() and free_gb < NEEDED_DISK_GB:
+        raise SetupError(f"{ROOT} has {free_gb:.1f} GB free; the environment needs {NEEDED_DISK_GB} GB")
+
+
+def _missing_packages() -> list[str]:
+    """Debian's names for what this machine lacks."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    missing = []
+    if not _compiles_cxx20():
+        missing.append("g++")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        missing.append(f"{version}-dev")
+    probe = [sys.executable, "-c", "import ensurepip, venv"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        missing.append(f"{version}-venv")
+    if not shutil.which("make"):
+        missing.append("make")
+    return missing
+
+
+def _compiles_cxx20() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cc")
+        source.write_text(_CXX20_PROBE)
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-o", str(Path(folder, "probe")), str(source)]
+        try:
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+
+def _apt_install(packages: list[str]) -> None:
+    env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+    # Not under .venv, which does not exist yet and which venv would find in its way.
+    log = Path(tempfile.mkdtemp(prefix="trainer-")) / "apt.log"
+    run("updating apt's package lists", ["apt-get", "update"], log, env=env)
+    run(
+        f"installing {', '.join(packages)} with apt-get",
+        ["apt-get", "install", "-y", "--no-install-recommends", *packages],
+        log,
+        env=env,
+    )
+
+
+def _install_hint(packages: list[str]) -> str:
+    hint = f"this machine lacks {', '.join(packages)}; install with: "
+    if shutil.which("dnf"):
+        return hint + "sudo dnf install gcc-c++ make python3-devel"
+    return hint + f"sudo apt-get install {' '.join(packages)}"
+
+
+def _make_venv() -> None:
+    python = VENV / "bin" / "python"
+    try:
+        same = subprocess.run(
+            [str(python), "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        same = ""
+    if same == str(sys.version_info[:2]):
+        return
+    run(
+        "making .venv",
+        [sys.executable, "-m", "venv", "--clear", str(VENV)],
+        Path(tempfile.mkdtemp(prefix="trainer-")) / "venv.log",
+    )
+
+
+def _install_packages() -> None:
+    """Everything from the lock, each file checked against its hash."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--require-hashes"]
+    for lock in LOCKS:
+        command += ["--requirement", str(ROOT / "requirements" / lock)]
+    run("installing the locked packages (PyTorch with CUDA: about 3 GB to download)", command, LOGS / "pip.log")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The command line of scaling_test.py."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+from scaling.jobs import ROOT, TRANSPORT_OF, Plan, parse_hosts, parse_shapes
+from trainer.errors import ConfigError
+from trainer.tuning.host import host_cores
+
+SCALINGS = ("weak", "strong")
+
+
+def parse_args(description: str | None) -> argparse.Namespace:
+    """The options, checked, with `plan` and `shapes` made of them.
+
+    Raises:
+        TrainerError: a value is not valid.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    _add_what(parser)
+    _add_how(parser)
+    default = "examples/mnist.py --epochs 1 --output none"
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=f"and its arguments (default: {default})")
+    options = parser.parse_args()
+    _check(options)
+    return options
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is measured")
+    add, slots = group.add_argument, f"localhost:{max(2, host_cores())}"
+    add("--hosts", default=slots, metavar="LIST", help="with their slots, this one first (default: %(default)s)")
+    add("--shapes", metavar="LIST", help="hosts x ranks on each (default: one and all hosts, with one and all slots)")
+    add("--strategies", default="horovod", metavar="LIST", help=f"of {','.join(TRANSPORT_OF)} (default: %(default)s)")
+    add("--scaling", default=",".join(SCALINGS), metavar="LIST", help="weak, strong or both (default: %(default)s)")
+    add("--batch-size", type=int, default=100, metavar="N", help="of one rank by itself (default: %(default)s)")
+    add(
+        "--batch-flag", default="--batch-size", metavar="FLAG",
+        help="by which the script takes it; '' where it has its own (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how").add_argument
+    add("--steps", default="100", metavar="N|all", help="of each run, after 5 to warm up (default: %(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
+    add("--timeout", type=float, default=900.0, metavar="S", help="after which a run is ended (default: %(default)s)")
+    add("--try-advice", action="store_true", help="follow it, with the options of examples/mnist.py, and compare")
+    add("--output", type=Path, default=Path("runs/scaling"), metavar="DIR", help="for results (default: %(default)s)")
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("repeats", "batch_size", "timeout"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
+    if options.steps != "all" and (not options.steps.isdecimal() or int(options.steps) < 1):
+        raise ConfigError(f"--steps is {options.steps!r}; valid is a positive number, or all")
+    for name, valid in (("strategies", tuple(TRANSPORT_OF)), ("scaling", SCALINGS)):
+        chosen = list(dict.fromkeys(getattr(options, name).split(",")))
+        if strange := [one for one in chosen if one not in valid]:
+            raise ConfigError(f"--{name} has {strange[0]!r}; valid are {', '.join(valid)}")
+        setattr(options, name, chosen)
+    hosts = parse_hosts(options.hosts)
+    options.shapes = parse_shapes(options.shapes, hosts)
+    if hosts[0].name not in ("localhost", socket.gethostname()):
+        raise ConfigError(
+            f"--hosts begins with {hosts[0].name}, and this is {socket.gethostname()}; start it on the first"
+        )
+    if "strong" in options.scaling and options.batch_flag == "":
+        raise ConfigError(
+            "strong scaling needs --batch-flag, by which the script takes its batch; valid without is weak"
+        )
+    uneven = [shape for shape in options.shapes if options.batch_size % shape.ranks]
+    if "strong" in options.scaling and uneven:
+        raise ConfigError(
+            f"--batch-size is {options.batch_size}, which {uneven[0].ranks} ranks cannot share in strong scaling"
+        )
+    script = options.script or [str(ROOT / "examples/mnist.py"), "--epochs", "1", "--output", "none"]
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"there is no script {script[0]}")
+    options.plan = Plan(
+        hosts=hosts,
+        script=[str(Path(script[0]).resolve()), *script[1:]],
+        batch_flag=options.batch_flag,
+        steps=None if options.steps == "all" else int(options.steps),
+        timeout_s=options.timeout,
+    )

@@ -1,0 +1,253 @@
+"""What scaling_test.py has found, as a table, as JSON, as a picture and as one page with all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from scaling.models import Link
+from scaling.results import Results, Row
+from trainer.files import write_atomically
+
+TEMPLATE = Path(__file__).resolve().with_name("page.html")
+PHASES = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
+_RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
+_WHY_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
+_GUESS_HEAD = (
+    "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
+)  # fmt: skip
+
+
+def show(results: Results) -> str:
+    """Everything, for a terminal; the tables are Markdown's, too."""
+    parts = ["\n".join(f"{name}: {fact}" for name, fact in results.facts().items())]
+    for title, head, body in tables(results):
+        if body:
+            parts.append(f"{title}\n\n{_markdown(head, body)}")
+    parts += [text for _, _, text in results.advice()]
+    parts += tried(results)
+    if results.problems():
+        parts.append("\n".join(["What failed:", *results.problems()]))
+    if not results.larger():
+        parts.append("No link between hosts was measured, so nothing is predicted for more of them.")
+    if results.interrupted:
+        parts.append("Interrupted: this is what was measured until then.")
+    return "\n\n".join(parts)
+
+
+def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """Title, head and lines of each table."""
+    rows = results.rows()
+    return [
+        ("Measured (medians)", _RUN_HEAD, [_run_cells(row) for row in rows]),
+        ("Where the time of a step goes, ms, mean over ranks", _WHY_HEAD, [_why_cells(row) for row in rows]),
+        (
+            "The network, as an all-reduce between two ranks sees it",
+            ("ranks", "strategy", "small message ms", "Gbit/s each way"),
+            [
+                _link_cells(where, name, link)
+                for name, network in results.networks.items()
+                for where, link in (
+                    ("on one host", network.local), ("on two hosts", network.remote), ("in a ring", network.one_way),
+                )
+                if link is not None
+            ],
+        ),
+        (
+            "Predicted from one rank by itself and the network, beside what was measured",
+            _GUESS_HEAD,
+            [_guess_cells(row) for row in rows if row.predicted],
+        ),
+        (
+            "Predicted for more hosts like these",
+            ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
+            [
+                (
+                    str(guess.shape.ranks), str(guess.shape), guess.model, strategy, f"{guess.exchange * 1e3:.3g}",
+                    f"{guess.waiting * 1e3:.3g}", f"{guess.step * 1e3:.3g}", f"{efficiency:.0%}",
+                )
+                for strategy, guess, efficiency in results.larger()
+            ],
+        ),
+    ]  # fmt: skip
+
+
+def tried(results: Results) -> list[str]:
+    """A line for each advice that was followed."""
+    lines = []
+    for run, promise in results.tried:
+        if not run.timing:  # it is among the problems
+            continue
+        gain = run.samples_per_s / promise.base
+        lines.append(
+            f"Tried on {run.shape} under {run.strategy}: {' '.join(run.options)} promised {promise.advice.gain:.2f} × "
+            f"and gave {gain:.2f} × ({promise.base:,.0f} to {run.samples_per_s:,.0f} samples/s; the promise is off by "
+            f"{promise.advice.gain / gain - 1:+.0%})"
+        )
+    return lines
+
+
+def write_json(path: Path, results: Results) -> None:
+    """Every run with all that it said, and what follows from them."""
+    content = {
+        "where": results.facts(),
+        "unit": "seconds, bytes, samples/s",
+        "interrupted": results.interrupted,
+        "networks": {name: asdict(network) for name, network in results.networks.items()},
+        "alone": [_entry(run) for run in results.lone_runs()],
+        "runs": [_entry(run) for run in results.runs],
+        "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
+        "larger": [
+            {"strategy": strategy, **asdict(guess), "efficiency": efficiency}
+            for strategy, guess, efficiency in results.larger()
+        ],
+        "advice": [{"text": text, "found": [asdict(one) for one in found]} for _, found, text in results.advice()],
+        "tried": [{**_entry(run), "promised": asdict(promise)} for run, promise in results.tried],
+        "problems": results.problems(),
+    }
+    write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_page(path: Path, results: Results) -> None:
+    """One file with everything in it: no script, nothing from elsewhere."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    page = environment.from_string(TEMPLATE.read_text()).render(
+        facts=results.facts(),
+        tables=[one for one in tables(results) if one[2]],
+        advice=[text for _, _, text in results.advice()],
+        tried=tried(results),
+        problems=results.problems(),
+        interrupted=results.interrupted,
+        pictures=[Markup(_svg(figure)) for figure in (_curves(results), _bars(results))],  # noqa: S704 (drawn here)
+    )
+    write_atomically(path, page)
+
+
+def draw(path: Path, results: Results) -> None:
+    """samples/s and efficiency against ranks, with the ideal line."""
+    write_atomically(path, _svg(_curves(results)))
+
+
+def _curves(results: Results) -> Any:
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    rows = results.rows()
+    ranks = sorted({row.shape.ranks for row in rows})
+    alone = [row for row in rows if row.shape.ranks == 1]
+    if alone:
+        ideal = [alone[0].measured.samples_per_s * count for count in ranks]
+        left.plot(ranks, ideal, color="grey", linestyle=":", label="ideal")
+    right.axhline(100, color="grey", linestyle=":")
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.shape.ranks > 1:
+            lines.setdefault((row.strategy, row.scaling), []).append(row)
+    for (strategy, scaling), own in lines.items():
+        # One host's shapes first, so that the line goes through the fullest of each size.
+        line = sorted([*alone, *own], key=lambda row: (row.shape.ranks, row.shape.hosts))
+        points, style = [row.shape.ranks for row in line], "-" if scaling == "weak" else "--"
+        rates = [row.measured.samples_per_s for row in line]
+        (drawn,) = left.plot(points, rates, style, marker="o", label=f"{strategy}, {scaling}")
+        right.plot(points, [_percent(row) for row in line], style, marker="o", color=drawn.get_color())
+    for row in next(iter(lines.values()), []):  # the shapes' names are those of all lines
+        for axes, value in ((left, row.measured.samples_per_s), (right, _percent(row))):
+            axes.annotate(str(row.shape), (row.shape.ranks, value), xytext=(5, 5), textcoords="offset points")
+    left.set(title="Throughput (higher is better)", ylabel="samples/s", xlabel="ranks", ylim=(0, None))
+    right.set(title="Efficiency: of as many ranks by themselves", ylabel="%", xlabel="ranks", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks(ranks)
+        axes.grid(alpha=0.3)
+    left.legend()
+    return figure
+
+
+def _percent(row: Row) -> float:
+    return math.nan if row.measured.efficiency is None else 100 * row.measured.efficiency
+
+
+def _bars(results: Results) -> Any:
+    rows = results.rows()
+    figure, axes = _pyplot().subplots(figsize=(12, 1.2 + 0.36 * len(rows)), layout="constrained")
+    names = [f"{row.shape} {row.strategy}, {row.scaling}" for row in rows]
+    left = [0.0] * len(rows)
+    for phase, color in PHASES.items():
+        # Per sample of a rank, so that steps of different sizes can be compared.
+        widths = [getattr(row.measured, phase) * 1e6 / row.batch for row in rows]
+        axes.barh(names, widths, left=left, color=color, label=phase)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(title="Where the time goes", xlabel="µs for each of a rank's samples")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 if len(rows) > 6 else -0.3), ncols=4)
+    return figure
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "scaling"  # the same picture from the same figures
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _svg(figure: Any) -> str:
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    _pyplot().close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
+    align: list[Callable[[str, int], str]] = [str.ljust, str.ljust, str.ljust, *[str.rjust] * (len(head) - 3)]
+    lines = [
+        "| " + " | ".join(put(cell, width) for put, cell, width in zip(align, line, widths, strict=True)) + " |"
+        for line in (head, *body)
+    ]
+    rule = (
+        "|"
+        + "|".join(
+            "-" * (width + 1) + ("-" if put is str.ljust else ":") for put, width in zip(align, widths, strict=True)
+        )
+        + "|"
+    )
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _run_cells(row: Row) -> Sequence[str]:
+    return (
+        str(row.shape), row.strategy, row.scaling, str(row.batch), f"{row.measured.samples_per_s:,.0f}",
+        f"{row.least:,.0f}-{row.most:,.0f}", f"{row.epoch_s:.2f}", f"{row.speedup:.2f}" if row.speedup else "",
+        "" if row.measured.efficiency is None else f"{row.measured.efficiency:.0%}",
+    )  # fmt: skip
+
+
+def _why_cells(row: Row) -> Sequence[str]:
+    one = row.measured
+    phases = (one.step, one.input, one.compute, one.exchange, one.waiting, one.hidden)
+    return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
+
+
+def _guess_cells(row: Row) -> Sequence[str]:
+    assert row.predicted is not None  # noqa: S101 (the caller has looked)
+    return (
+        str(row.shape), row.strategy, row.scaling, row.predicted.model, f"{row.predicted.exchange * 1e3:.3g}",
+        f"{row.predicted.waiting * 1e3:.3g}",
+        f"{row.predicted_samples_per_s:,.0f}", f"{row.measured.samples_per_s:,.0f}", f"{row.error:+.0%}",
+    )  # fmt: skip
+
+
+def _link_cells(where: str, strategy: str, link: Link) -> Sequence[str]:
+    return (where, strategy, f"{link.latency_s * 1e3:.3g}", f"{link.gbit_per_s:.3g}")
+
+
+def _entry(run: Any) -> dict[str, Any]:
+    return {**asdict(run), "shape": str(run.shape), "samples_per_s": run.samples_per_s}

@@ -1,0 +1,227 @@
+"""The benchmarks' own code: how runs are read and checked, what is computed from them, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks import accuracy, compare, launching, results
+from benchmarks.common import REPORT_PREFIX, Report, learning_rate, mnist_folder
+from benchmarks.contestants import CONTESTANTS, Course, Run, check, differing_losses, read_report, start
+from benchmarks.overhead import Overhead
+from examples.datasets.mnist import FILES
+from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
+from trainer.files import check_writable
+from trainer.launch.processes import Finished
+from trainer.lr_schedule import make_schedule
+
+GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], accuracy=0.95, evaluated=10000)
+
+
+def report(**changes: object) -> Report:
+    return Report(**{**vars(GOOD), **changes})
+
+
+def make_run(contestant: str, ranks: int, round: int, *epochs_s: float, problem: str | None = None) -> Run:
+    return Run(
+        contestant=contestant,
+        ranks=ranks,
+        round=round,
+        command=[],
+        report=report(seconds=[99.0, *epochs_s]),
+        problem=problem,
+    )
+
+
+def finished(stdout: str) -> Finished:
+    return Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
+
+
+def overhead(median_us: float) -> Overhead:
+    return Overhead(ranks=1, median_us=median_us, low_us=1, high_us=30, ours_us=200, by_hand_us=190, pairs=10, steps=50)
+
+
+def test_the_first_epoch_is_discarded() -> None:
+    assert results.epoch_seconds(make_run("ours", 1, 0, 4.0, 2.0, 3.0)) == 3.0
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # The machine was four times slower in round 1, for both: the ratio of the medians would be 3.5.
+    runs = [make_run("ours", 2, 0, 2.0), make_run("plain", 2, 0, 6.0)]
+    runs += [make_run("ours", 2, 1, 8.0), make_run("plain", 2, 1, 24.0)]
+    runs += [make_run("ours", 2, 2, 2.0), make_run("plain", 2, 2, 7.0)]
+    assert results.paired_ratio(runs, ("plain", 2), ("ours", 2)) == 3.0
+
+
+def test_a_round_without_its_pair_does_not_count() -> None:
+    runs = [make_run("ours", 2, 0, 2.0, problem="killed after 300 s"), make_run("ddp", 2, 0, 8.0)]
+    assert results.paired_ratio(runs, ("ddp", 2), ("ours", 2)) is None
+    runs += [make_run("ours", 2, 1, 2.0), make_run("ddp", 2, 1, 3.0)]
+    assert results.paired_ratio(runs, ("ddp", 2), ("ours", 2)) == 1.5
+
+
+def test_a_row_holds_median_spread_and_rate() -> None:
+    runs = [make_run("ours", 1, number, seconds) for number, seconds in enumerate((5.0, 4.0, 9.0))]
+    (row,) = results.make_rows(runs)
+    assert (row.median_s, row.least_s, row.most_s, row.images_per_s, row.times_ours) == (5.0, 4.0, 9.0, 12000.0, 1.0)
+    table = results.render_rows([row]).splitlines()
+    assert len({len(line) for line in table}) == 1
+    assert table[2].split()[-5:] == ["1", "5.00", "4.00-9.00", "12,000", "1.00"]
+
+
+def test_targets_say_whether_they_are_met() -> None:
+    runs = [make_run("ours", 1, 0, 6.0), make_run("ours", 2, 0, 3.0), make_run("ddp", 2, 0, 3.3)]
+    targets = results.make_targets(runs, [overhead(15.0)], results.tutorial_step_us(runs, 100))
+    assert [(round(target.value, 3), target.met) for target in targets] == [
+        (1.1, False),
+        (2.0, True),
+        (15.0, True),
+        (0.15, True),
+    ]
+    lines = results.render_targets(targets).splitlines()
+    assert lines[0].endswith("1.10×  (wanted: ≥ 1.2×)  FELL SHORT")
+    assert lines[2].endswith("15.00 µs  (wanted: ≤ 20 µs)  met")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"accuracy": 0.5}, "accuracy 50.00% is below 90%"),
+        ({"accuracy": float("nan")}, "accuracy nan% is below"),
+        ({"samples": [60000, 59900]}, "trained on"),
+        ({"evaluated": 5000}, "tested on 5000"),
+        ({"seconds": [9.0]}, "did not report 2 epochs"),
+    ],
+)
+def test_a_wrong_result_is_named(wrong: dict[str, object], word: str) -> None:
+    problem = check(report(**wrong), epochs=2)
+    assert problem is not None
+    assert problem.startswith("WRONG")
+    assert word in problem
+    assert check(GOOD, epochs=2) is None
+
+
+def test_exact_contestants_must_share_their_losses() -> None:
+    assert differing_losses([make_run("ours", 2, 0, 1.0), make_run("tuned", 2, 0, 2.0)]) == []
+    other = Run(
+        contestant="tuned", ranks=2, round=0, command=[], report=report(losses=[1.0, 0.5 + 2**-53]), problem=None
+    )
+    (difference,) = differing_losses([make_run("ours", 2, 0, 1.0), other])
+    assert "tuned and ours on 2 ranks" in difference
+    plain = Run(contestant="plain", ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
+    assert differing_losses([make_run("ours", 2, 0, 1.0), plain]) == []
+
+
+def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp_path: Path) -> None:
+    line = f"noise\n{REPORT_PREFIX}{json.dumps(vars(GOOD))}\n"
+    assert read_report(finished(line), tmp_path) == GOOD
+
+    epochs = (
+        "epoch 1/2: loss 1.1276, validation loss 0.2337, accuracy 93.08 %, evaluated 10000/10000, "
+        "12.00 s (5,000 images/s)\n"
+        "epoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, 4.00 s (15,000 images/s)"
+    )
+    assert read_report(finished(epochs), tmp_path) == report(seconds=[12.0, 4.0], losses=[1.1276, 0.5])
+
+    validation = {"metrics": {"accuracy": 0.95, "loss": 0.1}, "evaluated": 10000, "samples": 10000}
+    entries = [{"seconds": 9.0, "train_loss": 1.0}, {"seconds": 4.0, "train_loss": 0.5}]
+    lines = [json.dumps({**entry, "samples": 60000, "validation": validation}) for entry in entries]
+    (tmp_path / "epochs.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_report(finished(""), tmp_path) == GOOD
+
+
+def test_the_peers_learning_rate_is_the_librarys() -> None:
+    config = TrainerConfig(decay="none")
+    schedule = make_schedule(config, world_size=2, updates_per_epoch=300, epochs=2)
+    rates = [0.01 * schedule.factor(update) for update in range(600)]
+    assert rates == [learning_rate(update, 300, 2) for update in range(600)]
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    started = time.monotonic()
+    done = launching.run([sys.executable, "-c", script], timeout_s=3.0)
+    assert done.code is None
+    assert done.problem is not None
+    assert done.problem.startswith("killed after")
+    assert time.monotonic() - started < 30
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_does_not_see_the_users_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    script = "import os; print(os.environ.get('HOROVOD_CYCLE_TIME'), os.environ.get('OMP_NUM_THREADS'))"
+    assert launching.run([sys.executable, "-c", script], timeout_s=60, threads=1).stdout == "None 1\n"
+
+
+def test_a_failed_run_says_why() -> None:
+    done = launching.run([sys.executable, "-c", "raise SystemExit('no such thing')"], timeout_s=60)
+    assert done.problem == "exit code 1: no such thing"
+
+
+def test_the_accuracy_table() -> None:
+    assert accuracy.read_accuracy("epoch\ntest accuracy 99.12 % (evaluated 10000/10000)\n") == (99.12, None)
+    assert accuracy.read_accuracy("nothing")[1] == "it did not say its test accuracy"
+    assert accuracy.read_accuracy("test accuracy 99.12 % (evaluated 9999/10000)")[1] is not None
+    outcomes = [accuracy.Outcome(np=1, seed=seed, percent=99.0 + seed / 10, seconds=1.0) for seed in (0, 1)]
+    outcomes += [accuracy.Outcome(np=2, seed=0, percent=None, seconds=1.0, problem="exit code 1")]
+    assert [line.split() for line in accuracy.render(outcomes).splitlines()] == [
+        ["processes", "seed", "0", "seed", "1", "least"],
+        ["1", "99.00", "99.10", "99.00"],
+        ["2", "FAILED", "FAILED", "FAILED"],
+    ]
+
+
+def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse_args(["--epochs", "1"])
+    assert "must be at least 2, because the first one is discarded" in capsys.readouterr().err
+    with pytest.raises(TrainerError, match="MNIST is not in"):
+        mnist_folder(tmp_path)
+    with pytest.raises(TrainerError, match="cannot be written: No such file"):
+        check_writable(tmp_path / "nowhere" / "bench.json")
+
+
+@pytest.mark.distributed
+def test_all_exact_contestants_train_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """On a small MNIST of noise: what counts is that every one of them computes the same, to the last bit."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for part, samples in (("train", 800), ("test", 200)):
+        images, labels = FILES[part]
+        pixels = torch.randint(256, (samples, 28, 28), generator=generator, dtype=torch.uint8)
+        digits = torch.randint(10, (samples,), generator=generator, dtype=torch.uint8)
+        (raw / f"{images}.gz").write_bytes(
+            gzip.compress(struct.pack(">4I", 0x803, samples, 28, 28) + pixels.numpy().tobytes())
+        )
+        (raw / f"{labels}.gz").write_bytes(gzip.compress(struct.pack(">2I", 0x801, samples) + digits.numpy().tobytes()))
+    plain = tmp_path / "plain"
+    compare.decompress_mnist(raw, plain)
+    course = Course(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
+    runs = [start(name, 2, 0, course) for name in CONTESTANTS]
+    for one in runs:
+        assert one.report is not None, one.problem
+        # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.
+        rounding = 0 if CONTESTANTS[one.contestant].exact else 1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005)
+        assert one.report.samples[-1] == pytest.approx(800, abs=rounding)
+        assert one.report.evaluated == 200
+        assert one.problem is not None, "so few samples are not MNIST, and must not count"
+    assert differing_losses(runs) == []

@@ -1,0 +1,162 @@
+"""Settings are checked where they are built; the launcher is recognised by what it leaves in the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.launch.environment import Launch, read_launch, set_default, user_set
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+# What salloc and sbatch leave for every process of an allocation, and what srun adds for its tasks.
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}
+BATCH_SCRIPT = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+SRUN = {
+    **ALLOCATION,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("precision", "fp8", "precision is 'fp8'; valid are fp32, bf16, fp16"),
+        ("compression", "zip", "compression is 'zip'; valid are none, fp16"),
+        ("reduction", "median", "reduction is 'median'; valid are average, adasum"),
+        ("decay", "steps", "decay is 'steps'; valid are none, cosine"),
+        ("device", "tpu", "device is 'tpu'; valid are auto, cpu, cuda"),
+        ("batch_size", 0, "batch_size is 0; it must be at least 1"),
+        ("eval_batch_size", 0, "eval_batch_size is 0; it must be at least 1"),
+        ("accumulate", -1, "accumulate is -1; it must be at least 1"),
+        ("warmup_epochs", -0.5, "warmup_epochs is -0.5; it must be finite and not negative"),
+        ("warmup_epochs", float("nan"), "warmup_epochs is nan; it must be finite"),
+        ("warmup_epochs", float("inf"), "warmup_epochs is inf; it must be finite"),
+        ("workers", -1, "workers is -1; it must be finite and not negative"),
+        ("seed", -1, "seed is -1; it must be finite and not negative"),
+        ("log_every_s", -1.0, "log_every_s is -1.0; it must be finite and not negative"),
+        ("clip_norm", 0.0, "clip_norm is 0.0; it must be finite and positive"),
+        ("clip_norm", float("nan"), "clip_norm is nan; it must be finite and positive"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_named_with_what_is(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig(**{name: value})
+    assert str(caught.value).startswith(expected)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig(batch_size=0, precision="fp8", seed=-1)
+    assert [problem.split(" is ")[0] for problem in str(caught.value).split("; ") if " is " in problem] == [
+        "precision",
+        "batch_size",
+        "seed",
+    ]
+
+
+@pytest.mark.parametrize("setting", [{"clip_norm": 1.0}, {"precision": "fp16"}])
+def test_adasum_goes_with_nothing_that_changes_gradients(setting: dict[str, Any]) -> None:
+    TrainerConfig(**setting)
+    with pytest.raises(ConfigError, match="reduction is 'adasum'"):
+        TrainerConfig(reduction="adasum", **setting)
+
+
+def test_a_configuration_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="accumulate"):
+        TrainerConfig(accumulate=0)
+
+
+def test_a_configuration_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainerConfig().batch_size = 0  # type: ignore[misc]
+
+
+def test_as_dict_builds_the_same_configuration_again() -> None:
+    config = TrainerConfig(batch_size=3, clip_norm=0.5, precision="bf16")
+    assert config.as_dict()["clip_norm"] == 0.5
+    assert TrainerConfig(**config.as_dict()) == config  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment"),
+    [
+        ("torchrun", TORCHRUN),
+        ("horovodrun", HOROVODRUN),
+        ("mpirun", MPIRUN),
+        ("srun", SRUN),
+        # A launcher inside an allocation, or inside one big srun task, speaks louder than Slurm.
+        ("torchrun", {**SRUN, "SLURM_PROCID": "0", **TORCHRUN}),
+        ("horovodrun", {**SRUN, "SLURM_PROCID": "0", **HOROVODRUN}),
+        ("mpirun", {**SRUN, "SLURM_PROCID": "0", **MPIRUN}),
+        ("mpirun", {**BATCH_SCRIPT, **MPIRUN}),
+    ],
+)
+def test_each_launcher_is_recognised(launcher: str, environment: dict[str, str]) -> None:
+    assert read_launch(environment) == Launch(launcher=launcher, rank=3, size=4, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        ALLOCATION,
+        BATCH_SCRIPT,
+        # What operators of clusters set for torch.distributed's own rendezvous, without torchrun's local ranks.
+        {name: value for name, value in MPIRUN.items() if "LOCAL" not in name},
+    ],
+    ids=["plain", "salloc", "sbatch", "half of mpirun"],
+)
+def test_plain_python_is_a_world_of_one(environment: dict[str, str]) -> None:
+    assert read_launch(environment) == Launch()
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {"PMI_SIZE": "2", "PMI_RANK": "1"}])
+def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="_SIZE is 2"):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "node", "local_size"),
+    [
+        ("4", 0, 4),
+        ("2(x3),1", 0, 2),
+        ("2(x3),1", 2, 2),
+        ("2(x3),1", 3, 1),
+        ("3,1(x2)", 0, 3),
+        ("3,1(x2)", 2, 1),
+        ("10(x12)", 11, 10),
+    ],
+)
+def test_srun_counts_the_tasks_of_this_node(tasks_per_node: str, node: int, local_size: int) -> None:
+    environment = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": str(node)}
+    assert read_launch(environment).local_size == local_size
+
+
+def test_srun_goes_by_its_own_step_and_not_by_the_allocation() -> None:
+    environment = {**SRUN, "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)"}
+    assert read_launch(environment) == read_launch(SRUN)
+
+
+def test_what_the_user_set_stays_and_an_empty_value_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SET": "mine", "EMPTY": ""})
+    assert [user_set(name) for name in ("SET", "EMPTY", "MISSING")] == [True, False, False]
+    assert [set_default(name, "ours") for name in ("SET", "EMPTY", "MISSING")] == [False, True, True]
+    assert os.environ == {"SET": "mine", "EMPTY": "ours", "MISSING": "ours"}

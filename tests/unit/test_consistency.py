@@ -1,0 +1,165 @@
+"""Ranks that are about to train something different hear so, all of them, with names and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from trainer import ConfigError, TrainerConfig, World
+from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.strategies.base import Strategy
+
+View = tuple[str, Any]
+
+
+class Gathered(Strategy):
+    """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU)."""
+
+    def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
+        super().__init__(World(rank=rank, size=len(others) + 1, device=torch.device(device)))
+        self._others = list(others)
+        self.asked = 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.asked += 1
+        return [*self._others[: self.world.rank], value, *self._others[self.world.rank :]]
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def _on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.consistency.socket.gethostname", lambda: "a")
+
+
+def test_ranks_that_agree_hear_nothing() -> None:
+    facts = {"epochs": 3, "samples": [60, 10]}
+    seen = {"epochs": "3", "samples": "[60, 10]"}
+    check_consistency(Gathered(("a", seen), ("b", seen)), facts)
+
+
+def test_a_world_of_one_asks_nobody() -> None:
+    alone = Gathered()
+    check_consistency(alone, {"epochs": 3})
+    assert alone.asked == 0
+
+
+def test_a_difference_is_named_with_both_ranks_hosts_and_values() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_consistency(Gathered(("a", {"epochs": "3"}), ("b", {"epochs": "5"})), {"epochs": 3})
+    assert str(caught.value) == (
+        "ranks disagree about epochs: rank 0 on host a has 3, rank 2 on host b has 5; they must be the same everywhere"
+    )
+
+
+def test_every_rank_raises_the_same_error() -> None:
+    views: list[View] = [("a", {"epochs": "3"}), ("a", {"epochs": "3"}), ("a", {"epochs": "5"})]
+    errors = []
+    for rank, (_, facts) in enumerate(views):
+        others = [view for number, view in enumerate(views) if number != rank]
+        with pytest.raises(ConfigError) as caught:
+            check_consistency(Gathered(*others, rank=rank), facts)
+        errors.append(str(caught.value))
+    assert len(set(errors)) == 1
+    assert "rank 2 on host a has 5" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ({"parameter bias": "float32[3]"}, {}, "about parameter bias: .* has float32.3., .* has none"),
+        ({}, {"parameter bias": "float32[3]"}, "about parameter bias: .* has none, .* has float32.3."),
+    ],
+)
+def test_a_fact_that_only_one_rank_has_is_a_difference(
+    ours: dict[str, object], theirs: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_consistency(Gathered(("b", theirs)), ours)
+
+
+def test_a_models_description_names_every_tensor_with_type_and_shape() -> None:
+    model = nn.Sequential(nn.Linear(2, 3).double(), nn.BatchNorm1d(3))
+    assert describe_model(model) == {
+        "parameter 0.weight": "float64[3, 2]",
+        "parameter 0.bias": "float64[3]",
+        "parameter 1.weight": "float32[3]",
+        "parameter 1.bias": "float32[3]",
+        "buffer 1.running_mean": "float32[3]",
+        "buffer 1.running_var": "float32[3]",
+        "buffer 1.num_batches_tracked": "int64[]",
+    }
+
+
+def test_an_optimizers_description_has_each_groups_settings_and_no_parameters() -> None:
+    first, second = nn.Linear(2, 3), nn.Linear(3, 1)
+    groups: list[dict[str, Any]] = [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters()}]
+    facts = describe_optimizer(SGD(groups, lr=0.1, momentum=0.9))
+    assert facts["the optimizer"] == "SGD"
+    assert facts["lr of the optimizer's group 0"] == 0.5
+    assert facts["lr of the optimizer's group 1"] == 0.1
+    assert facts["momentum of the optimizer's group 1"] == 0.9
+    assert not [name for name in facts if name.startswith("params")]
+
+
+def small(kind: Callable[..., nn.Module] = nn.Linear, size: int = 3) -> nn.Module:
+    return kind(2, size)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (describe_model(small(size=4)), r"parameter weight: .* has float32\[3, 2\], .* has float32\[4, 2\]"),
+        (describe_model(small().half()), r"parameter weight: .* has float32\[3, 2\], .* has float16\[3, 2\]"),
+        (describe_model(nn.Sequential(small())), r"parameter weight: .* has float32\[3, 2\], .* has none"),
+    ],
+    ids=["shape", "type", "name"],
+)
+def test_models_that_differ_are_told_apart(theirs: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_consistency(Gathered(("b", theirs)), describe_model(small()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (SGD, {"lr": 0.2}, "lr of the optimizer's group 0: .* has 0.1, .* has 0.2"),
+        (Adam, {"lr": 0.1}, "the optimizer: .* has SGD, .* has Adam"),
+    ],
+)
+def test_optimizers_that_differ_are_told_apart(
+    kind: Callable[..., Optimizer], settings: dict[str, float], message: str
+) -> None:
+    theirs = {name: str(fact) for name, fact in describe_optimizer(kind(small().parameters(), **settings)).items()}
+    with pytest.raises(ConfigError, match=message):
+        check_consistency(Gathered(("b", theirs)), describe_optimizer(SGD(small().parameters(), lr=0.1)))
+
+
+def test_ranks_on_cpus_share_their_host_freely() -> None:
+    check_devices(Gathered(("a", None), ("a", None)))
+
+
+def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    check_devices(Gathered(("a", "GPU-0"), ("b", None), device="cuda:0"))
+    with pytest.raises(ConfigError, match=r"^ranks 0 and 2 share one GPU of host a; start at most as many"):
+        check_devices(Gathered(("a", "GPU-0"), ("a", "GPU-1"), device="cuda:0"))

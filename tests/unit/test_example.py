@@ -1,0 +1,234 @@
+"""The example: its command line, one whole run, and one line for every value that is not valid."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import mnist as example
+from examples.datasets import DATASETS
+from trainer import InMemory, TrainerConfig, TrainerError
+from trainer.config import COMPRESSIONS, DECAYS, DEVICES, PRECISIONS, REDUCTIONS
+from trainer.strategies import NAMES as STRATEGIES
+
+SCRIPT = Path(example.__file__)
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=240, check=False
+    )
+
+
+def test_one_epoch_on_the_digits_ends_with_the_test_accuracy(tmp_path: Path) -> None:
+    done = run(str(SCRIPT), "--dataset", "digits", "--epochs", "1", "--output", "none", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = re.fullmatch(r"test accuracy (\d+\.\d\d) % \(evaluated 297/297\)", done.stdout.splitlines()[-1])
+    assert last is not None
+    assert float(last[1]) > 50
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [], "--output none leaves no record"
+
+
+# Each with what its line says.
+INVALID = {
+    "--strategy nope": (
+        "strategy is 'nope'; valid are auto, single, horovod, ddp, ring, data_parallel, parameter_server"
+    ),
+    "--dataset nope": "dataset is 'nope'; valid are auto, mnist, digits",
+    "--precision nope": "precision is 'nope'; valid are fp32, bf16, fp16",
+    "--device nope": "device is 'nope'; valid are auto, cpu, cuda",
+    "--batch-size 0": "batch_size is 0; it must be at least 1",
+    "--epochs 0": "epochs is 0; it must be at least 1",
+    "--lr -1": "lr is -1.0; it must be finite and positive",
+    "--lr nan": "lr is nan; it must be finite and positive",
+    "--momentum -1": "momentum is -1.0; it must be at least 0 and below 1",
+    "--network nope": "network is 'nope'; valid are default, tutorial",
+    "--output file/run": "output folder file/run cannot be written: Not a directory",
+    "--strategy nope --precision nope": "precision is 'nope'",
+}
+# Runs the script with one command line after the other, each in a process that is forked when everything has been
+# imported: that takes seconds, and has no part in what is tested. Nothing catches the exception on its way out.
+ONE_BY_ONE = """
+import json, os, runpy, sys
+from pathlib import Path
+import sklearn.datasets, torch, trainer, trainer.strategies.single
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+script, lines = sys.argv[1], json.loads(sys.argv[2])
+codes = {}
+for number, line in enumerate(lines):
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(f"{number}.err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script, *line.split()]
+        runpy.run_path(script, run_name="__main__")
+    codes[line] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps({line: [codes[line], Path(f"{number}.err").read_text()] for number, line in enumerate(lines)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of the script with every command line that is not valid."""
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "file").write_text("")
+    lines = [f"--dataset digits --device cpu --output none {line}" for line in INVALID]
+    done = run("-c", ONE_BY_ONE, str(SCRIPT), json.dumps(lines), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    return {line: (results[full][0], results[full][1]) for line, full in zip(INVALID, lines, strict=True)}
+
+
+@pytest.mark.parametrize("line", INVALID)
+def test_a_value_that_is_not_valid_is_one_line_and_no_traceback(refused: dict[str, tuple[int, str]], line: str) -> None:
+    code, printed = refused[line]
+    # The job may have been joined before, which is announced in a line of its own.
+    lines = [text for text in printed.splitlines() if not text.startswith("trainer: rank 0 of 1")]
+    assert "Traceback" not in printed
+    assert len(lines) == 1
+    assert lines[0].startswith(f"trainer: {INVALID[line]}")
+    assert code == 1
+
+
+def options() -> dict[str, Any]:
+    """Every option by its name on the command line, with its default."""
+    return {f"--{name.replace('_', '-')}": value for name, value in vars(example.parse_args([])).items()}
+
+
+def test_help_explains_every_option_with_its_default_and_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example.parse_args(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    entries = {entry.split()[0]: " ".join(entry.split()) for entry in re.split(r"\n  (?=-)", text)[1:]}
+    assert set(options()) <= set(entries)
+    for name, default in options().items():
+        explanation = entries[name]
+        assert len(explanation.split()) > 2, f"{name} is explained"
+        if default not in (None, False):
+            assert f"(default: {default})" in explanation
+    for name, choices in (
+        ("--strategy", STRATEGIES),
+        ("--dataset", DATASETS),
+        ("--precision", PRECISIONS),
+        ("--compression", COMPRESSIONS),
+        ("--reduction", REDUCTIONS),
+        ("--decay", DECAYS),
+        ("--device", DEVICES),
+        ("--network", tuple(example.NETWORKS)),
+    ):
+        assert "|".join(choices) in entries[name]
+    for launcher in ("horovodrun -np 2", "torchrun --nproc-per-node 2"):
+        assert launcher in text
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "3"], ["--epochs", "many"], ["--nope"], ["extra"]])
+def test_what_is_no_option_is_refused_and_nothing_is_guessed(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example.parse_args(arguments)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ("--batch-size 7", "batch_size", 7),
+        ("--accumulate 3", "accumulate", 3),
+        ("--precision bf16", "precision", "bf16"),
+        ("--compression fp16", "compression", "fp16"),
+        ("--reduction adasum", "reduction", "adasum"),
+        ("--clip-norm 0.5", "clip_norm", 0.5),
+        ("--decay none", "decay", "none"),
+        ("--seed 9", "seed", 9),
+        ("--sync-batch-norm", "sync_batch_norm", True),
+        ("--channels-last", "channels_last", True),
+        ("--compile", "compile", True),
+        ("--device cpu", "device", "cpu"),
+        ("--log-every 2.5", "log_every_s", 2.5),
+    ],
+)
+def test_an_option_changes_its_own_setting_and_no_other(arguments: str, field: str, value: Any) -> None:
+    plain = example.make_config(example.parse_args([]))
+    config = example.make_config(example.parse_args(arguments.split()))
+    assert config == dataclasses.replace(plain, **{field: value})
+    assert config != plain
+
+
+def test_the_defaults_are_the_librarys_own() -> None:
+    assert example.make_config(example.parse_args([])) == TrainerConfig(eval_batch_size=1000)
+
+
+def test_an_evaluations_batch_is_never_smaller_than_the_trainings() -> None:
+    assert example.make_config(example.parse_args(["--batch-size", "2000"])).eval_batch_size == 2000
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("default", 97_000), ("tutorial", 21_840)])
+def test_the_networks_have_the_size_and_the_outputs_that_they_claim(name: str, parameters: int) -> None:
+    model = example.NETWORKS[name]()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.005)
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Twenty images that are all alike, each with a label of its own kind: nothing to learn from."""
+    data = InMemory(torch.zeros(20, 1, 28, 28), torch.arange(20) % 10)
+    monkeypatch.setattr(example, "load_dataset", lambda *_: (data, data))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(tmp_path)
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["mnist.py", "--device", "cpu", "--epochs", "1", *arguments])
+    return example.main()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_accuracy_below_the_target_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "--output", "none", "--target-accuracy", "10") == 0
+    with pytest.raises(TrainerError, match=r"^test accuracy 10\.00 % is below the target of 11\.0 %$"):
+        main(monkeypatch, "--output", "none", "--target-accuracy", "11")
+    assert capsys.readouterr().out.count("test accuracy 10.00 % (evaluated 20/20)\n") == 2
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("arguments", "folder"), [((), "runs/mnist-*"), (("--output", "mine"), "mine")])
+def test_the_record_lies_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], folder: str
+) -> None:
+    assert main(monkeypatch, "--seed", "4", *arguments) == 0
+    (settings,) = tmp_path.glob(f"{folder}/settings.json")
+    assert json.loads(settings.read_text())["config"]["seed"] == 4
+
+
+def test_parsing_gives_plain_values() -> None:
+    args = example.parse_args(["--data-dir", "there", "--lr", "0.5", "--target-accuracy", "98"])
+    assert isinstance(args, argparse.Namespace)
+    assert (args.data_dir, args.lr, args.target_accuracy, args.epochs) == (Path("there"), 0.5, 98.0, 5)
+
+
+def test_a_half_known_launcher_is_one_line_and_no_traceback() -> None:
+    """The hook that prints the error asks the same environment who it is."""
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run(
+        [sys.executable, "examples/mnist.py", "--dataset", "digits"],
+        env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("trainer: WORLD_SIZE is 2, but nothing")
+    assert len(done.stderr.splitlines()) == 1

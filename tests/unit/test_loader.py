@@ -1,0 +1,213 @@
+"""What each rank is given: the plan's samples, from memory or a DataLoader, and stand-ins where none is left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer.data.loader import InMemory, ShardedLoader, Step, move
+from trainer.data.shard_plan import permutation
+from trainer.errors import ConfigError
+from trainer.launch.world import World
+
+
+class Pairs(Dataset[Any]):
+    """A map-style dataset like any user's: a numpy array and a tensor per sample."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs: npt.NDArray[Any] = inputs.numpy()
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], Tensor]:
+        return self._inputs[index], self._targets[index]
+
+
+class Endless(IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def numbered(samples: int) -> InMemory:
+    """Sample i has the inputs (i, -i) and the target i."""
+    places = torch.arange(samples)
+    return InMemory(torch.stack([places, -places], dim=1).float(), places)
+
+
+def world(rank: int, size: int) -> World:
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def steps_of(loader: ShardedLoader) -> list[Step]:
+    return list(loader.steps())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(1, 60),
+    size=st.integers(1, 5),
+    batch_size=st.integers(1, 9),
+    accumulate=st.integers(1, 3),
+    in_memory=st.booleans(),
+)
+def test_ranks_agree_on_the_steps_and_take_every_sample_once(
+    samples: int, size: int, batch_size: int, accumulate: int, in_memory: bool
+) -> None:
+    data = numbered(samples)
+    dataset = data if in_memory else Pairs(data.inputs, data.targets)
+    ranks = [
+        steps_of(ShardedLoader(dataset, batch_size, accumulate=accumulate, world=world(rank, size)))
+        for rank in range(size)
+    ]
+    assert len({len(steps) for steps in ranks}) == 1
+    assert len({tuple(step.closes_update for step in steps) for steps in ranks}) == 1
+    targets = [target for steps in ranks for step in steps for target in step.targets[: step.count].tolist()]
+    assert sorted(targets) == list(range(samples))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_is_given_its_piece_of_the_epochs_permutation(rank: int) -> None:
+    loader = ShardedLoader(numbered(20), 4, seed=5, world=world(rank, 3))
+    order = permutation(20, epoch=0, seed=5)
+    assert len(loader) == 2
+    for number, step in enumerate(steps_of(loader)):
+        place = loader.plan.shard(number, rank)
+        assert step.targets.tolist() == order[place].tolist()
+        assert step.inputs[:, 0].tolist() == [float(target) for target in step.targets]
+        assert step.count == len(step.targets)
+        assert step.weight == loader.plan.weight(number, rank)
+
+
+def test_each_iteration_is_the_next_epoch_in_another_order() -> None:
+    loader = ShardedLoader(numbered(40), 40)
+    epochs = [step.targets for _ in range(3) for step in steps_of(loader)]
+    for epoch, targets in enumerate(epochs):
+        assert torch.equal(targets, permutation(40, epoch=epoch, seed=0))
+    loader.epoch = 1
+    assert torch.equal(steps_of(loader)[0].targets, epochs[1])
+
+
+def test_without_shuffling_the_datasets_own_order_is_kept_in_every_epoch() -> None:
+    loader = ShardedLoader(numbered(7), 3, shuffle=False)
+    for _ in range(2):
+        assert [step.targets.tolist() for step in steps_of(loader)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_rank_that_has_run_out_computes_on_two_stand_ins_of_weight_zero(in_memory: bool) -> None:
+    data = numbered(9)
+    dataset = data if in_memory else Pairs(data.inputs, data.targets)
+    first, last = steps_of(ShardedLoader(dataset, 2, world=world(3, 4)))
+    assert (first.count, first.weight) == (2, 1.0)
+    assert (last.count, last.weight) == (0, 0.0)
+    assert last.inputs.shape == (2, 2)
+    assert last.targets.tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
+
+
+def test_an_evaluation_gives_each_rank_its_own_samples_and_no_stand_ins() -> None:
+    counts = []
+    targets: list[int] = []
+    for rank in range(4):
+        steps = list(ShardedLoader(numbered(9), 2, shuffle=False, world=world(rank, 4)).own_samples())
+        counts.append(len(steps))
+        targets += [target for step in steps for target in step.targets.tolist()]
+    assert counts == [2, 1, 1, 1]
+    assert sorted(targets) == list(range(9))
+
+
+def test_the_weight_belongs_to_the_batch_that_was_yielded_last() -> None:
+    loader = ShardedLoader(numbered(9), 2, world=world(0, 2))
+    weights = [(len(targets), loader.weight) for _, targets in loader]
+    assert weights == [(2, 1.0), (2, 1.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataloader_dataset_gives_the_batches_of_the_same_data_in_memory(workers: int) -> None:
+    data = numbered(11)
+    loaded = ShardedLoader(Pairs(data.inputs, data.targets), 3, seed=2, world=world(1, 2), workers=workers)
+    kept = ShardedLoader(data, 3, seed=2, world=world(1, 2))
+    for one, other in zip(steps_of(loaded), steps_of(kept), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets, other.targets)
+        assert one.inputs.dtype == other.inputs.dtype
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_going_through_an_epoch_draws_no_random_numbers_from_the_model(in_memory: bool) -> None:
+    # Dropout takes its masks from the same generator: it must not depend on where the samples come from.
+    data = numbered(8)
+    before = torch.random.get_rng_state()
+    loader = ShardedLoader(data if in_memory else Pairs(data.inputs, data.targets), 4)
+    assert len(steps_of(loader)) == 2
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_transform_sees_cut_batches_and_the_data_stay_as_they_are() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def halve(images: Tensor) -> Tensor:
+        shapes.append(tuple(images.shape))
+        return images.float() / 2
+
+    data = InMemory(torch.arange(10, dtype=torch.uint8).reshape(5, 2), torch.arange(5), halve)
+    steps = steps_of(ShardedLoader(data, 2, shuffle=False))
+    assert shapes == [(2, 2), (2, 2), (1, 2)]
+    assert steps[1].inputs.tolist() == [[2.0, 2.5], [3.0, 3.5]]
+    assert data.inputs.dtype == torch.uint8
+
+
+def test_a_dataset_in_memory_is_a_map_style_dataset() -> None:
+    data = InMemory(torch.arange(4).float(), torch.arange(4), lambda inputs: inputs * 10)
+    assert len(data) == 4
+    assert [value.item() for value in data[3]] == [30.0, 3]
+    moved = data.to(torch.device("meta"))
+    assert {moved.inputs.device.type, moved.targets.device.type} == {"meta"}
+    assert moved.transform is data.transform
+
+
+def test_inputs_and_targets_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 inputs but 4 targets"):
+        InMemory(torch.zeros(3), torch.zeros(4))
+
+
+def test_a_dataset_without_a_length_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="Endless cannot be sharded exactly"):
+        ShardedLoader(Endless(), 1)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples is 0"):
+        ShardedLoader(numbered(0), 1)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_moving_reaches_tensors_in_tuples_lists_and_dicts_and_keeps_the_rest() -> None:
+    meta = torch.device("meta")
+    moved = move({"a": [torch.zeros(1), "text"], "b": (torch.zeros(1), 3)}, meta)
+    assert moved["a"][0].device == moved["b"][0].device == meta
+    assert moved["a"][1:] == ["text"]
+    assert moved["b"][1:] == (3,)
+
+
+def test_moving_keeps_a_named_tuple() -> None:
+    # torch's own collation keeps them, so a dataset's batches can hold some.
+    moved = move(Point(torch.zeros(1), 2), torch.device("meta"))
+    assert isinstance(moved, Point)
+    assert (moved.x.device.type, moved.y) == ("meta", 2)

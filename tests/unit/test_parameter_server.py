@@ -1,0 +1,244 @@
+"""The parameter server by itself: its messages, who is let in, and what it says when a rank is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import ConfigError, TrainerError, World
+from trainer.launch.network import address_toward, host_id
+from trainer.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
+from trainer.strategies.parameter_server.wire import CHUNK_BYTES, decode, encode
+
+PROTO = Path(__file__).resolve().parents[2] / "trainer" / "strategies" / "parameter_server" / "exchange.proto"
+TOKEN = "the job's"  # noqa: S105
+TIMEOUT_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def protoc_chunk(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What protoc makes of exchange.proto's Chunk."""
+    folder = tmp_path_factory.mktemp("protoc")
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}", f"--python_out={folder}", str(PROTO)]
+    subprocess.run(command, check=True, timeout=60)
+    spec = importlib.util.spec_from_file_location("exchange_pb2", folder / "exchange_pb2.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Chunk
+
+
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([127, 128, 16383, 16384, CHUNK_BYTES]))
+
+
+@given(kind=st.sampled_from(["", "float32", "x" * 200]), size=SIZES)
+def test_messages_are_those_of_the_proto_file(protoc_chunk: Any, kind: str, size: int) -> None:
+    data = os.urandom(size)
+    theirs = protoc_chunk(type=kind, data=data).SerializeToString()
+    assert encode(kind, data) == theirs
+    found_kind, found_data = decode(theirs)
+    assert (found_kind, bytes(found_data)) == (kind, data)
+
+
+@pytest.mark.parametrize("message", [b"\x12\x05abc", b"\x1a\x01a", b"\x0a", b"\x12\xff"])
+def test_what_is_no_chunk_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match="not a chunk"):
+        decode(message)
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    """One for two ranks on this host."""
+    process = ServerProcess("127.0.0.1", TOKEN, 2, TIMEOUT_S)
+    try:
+        yield process
+    finally:
+        process._process.kill()
+        process.close()
+
+
+def link(server: ServerProcess, rank: int, token: str = TOKEN) -> Stream:
+    return Stream(
+        server.endpoint, "gradients", token, World(rank=rank, size=2, local_rank=rank, local_size=2, host=f"h{rank}")
+    )
+
+
+def push(one: Stream, *values: float) -> None:
+    one.push("float64", memoryview(np.array(values).tobytes()))
+
+
+def floats(answer: memoryview) -> list[float]:
+    return torch.frombuffer(bytearray(answer), dtype=torch.float64).tolist()
+
+
+def exchange_once(ranks: list[Stream]) -> None:
+    for one in ranks:
+        push(one, 1.0)
+    for one in ranks:
+        one.pull()
+
+
+def test_the_sum_of_both_ranks_comes_back_to_both(server: ServerProcess) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    for rank, one in enumerate(ranks):
+        push(one, rank + 1.0, 10.0)
+        push(one, rank * 5.0)
+    for one in ranks:
+        assert floats(one.pull()) == [3.0, 20.0]
+        assert floats(one.pull()) == [5.0]
+        assert one.bytes_sent == 24
+        one.close()
+
+
+def test_chunks_are_dealt_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
+    second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
+    first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
+    links = [Stream(one.endpoint, "gradients", TOKEN, World()) for one in (first, second)]
+    flat = torch.arange(11, dtype=torch.float32)
+    _sum(links, flat)
+    assert flat.tolist() == list(range(11))
+    assert [one.bytes_sent for one in links] == [16 + 12, 16]
+    for one in links:
+        one.close()
+    first.close()
+    second.close()
+
+
+def test_who_does_not_show_the_token_is_not_let_in(server: ServerProcess) -> None:
+    stranger = link(server, 0, "a guess")
+    push(stranger, 1.0)
+    with pytest.raises(TrainerError, match="this is no rank of this job"):
+        stranger.pull()
+    stranger.close()
+    ranks = [link(server, rank) for rank in (0, 1)]
+    for one in ranks:
+        push(one, 2.0)
+    assert [floats(one.pull()) for one in ranks] == [[4.0], [4.0]], "what the stranger sent counts for nothing"
+    for one in ranks:
+        one.close()
+
+
+def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProcess) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    exchange_once(ranks)
+    double = link(server, 1)
+    push(double, 1.0)
+    with pytest.raises(TrainerError, match="there is a rank 1 already"):
+        double.pull()
+    for one in (*ranks, double):
+        one.close()
+
+
+def test_a_rank_that_keeps_others_waiting_is_named(server: ServerProcess) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    exchange_once(ranks)
+    push(ranks[0], 1.0)
+    with pytest.raises(TrainerError, match=r"rank 1 on host h1 did not send within 4 s"):
+        ranks[0].pull()
+    for one in ranks:
+        one.close()
+
+
+def test_a_rank_that_has_gone_is_named_at_once(server: ServerProcess) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    exchange_once(ranks)
+    ranks[1].close()
+    push(ranks[0], 1.0)
+    with pytest.raises(TrainerError, match="rank 1 on host h1 has gone"):
+        ranks[0].pull()
+    ranks[0].close()
+
+
+def test_ranks_that_send_different_things_hear_both(server: ServerProcess) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    push(ranks[0], 1.0)
+    push(ranks[1], 1.0, 2.0)
+    for one in ranks:
+        with pytest.raises(TrainerError, match="rank 1 sends 2 × float64, where others send 1 × float64"):
+            one.pull()
+        one.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_object_where_others_send_numbers_is_refused(server: ServerProcess, first: int) -> None:
+    ranks = [link(server, rank) for rank in (0, 1)]
+    push(ranks[first], 1.0)
+    ranks[1 - first].push("", memoryview(b"pickled"))
+    for one in ranks:
+        with pytest.raises(TrainerError, match=r"rank 1 sends (an object|float64), where others send"):
+            one.pull()
+        one.close()
+
+
+def test_a_server_that_dies_is_named(server: ServerProcess) -> None:
+    one = link(server, 0)
+    push(one, 1.0)
+    os.kill(server._process.pid, signal.SIGKILL)
+    with pytest.raises(TrainerError, match=f"lost the parameter server at {server.endpoint}"):
+        one.pull()
+    one.close()
+
+
+def test_a_server_ends_with_the_process_that_started_it(server: ServerProcess) -> None:
+    server._stdin.close()
+    assert server._process.wait(timeout=10) == 0
+
+
+def test_a_server_that_cannot_listen_is_one_line() -> None:
+    with pytest.raises(TrainerError, match=r"the parameter server does not start on 192\.0\.2\.1"):
+        ServerProcess("192.0.2.1", TOKEN, 2, TIMEOUT_S)
+
+
+def test_settings() -> None:
+    assert server_settings(4, {}) == (1, 600.0)
+    assert server_settings(4, {"TRAINER_PARAMETER_SERVERS": "2", "TRAINER_TIMEOUT_S": "1.5"}) == (2, 1.5)
+    for wrong in ("0", "5", "two", "-1"):
+        with pytest.raises(
+            ConfigError, match=f"TRAINER_PARAMETER_SERVERS is '{wrong}'; with 4 ranks, valid are 1 to 4"
+        ):
+            server_settings(4, {"TRAINER_PARAMETER_SERVERS": wrong})
+    for wrong in ("0", "soon", "inf", "nan"):
+        with pytest.raises(ConfigError, match=f"TRAINER_TIMEOUT_S is '{wrong}'"):
+            server_settings(4, {"TRAINER_TIMEOUT_S": wrong})
+
+
+def test_the_address_is_the_launchers_network_then_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = host_id()
+    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
+        monkeypatch.delenv(name, raising=False)
+    assert address_toward([own, own]) == "127.0.0.1"
+    # Two machines of one name are two machines.
+    monkeypatch.setattr("trainer.launch.network.route_to", lambda host: None)
+    with pytest.raises(ConfigError, match=f"leads to {own.split()[0]}; set TRAINER_NETWORK"):
+        address_toward([own, f"{own.split()[0]} another-boot"])
+    monkeypatch.undo()
+    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"which of this host's addresses leads to nowhere\.invalid; set TRAINER_NETW"
+    ):
+        address_toward([own, "nowhere.invalid another-boot"])
+    # Of what the launcher names, the first that this host has.
+    addresses = {"eth7": [SimpleNamespace(family=socket.AF_INET, address="10.1.2.3")]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24,10.1.2.0/24")
+    assert address_toward([own, "nowhere.invalid another-boot"]) == "10.1.2.3"
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24")
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
+    assert address_toward([own, "nowhere.invalid another-boot"]) == "10.1.2.3"

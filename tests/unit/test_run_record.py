@@ -1,0 +1,166 @@
+"""The record of a run: what is in its files, when they appear, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.contexts import make_context
+from trainer import EpochRecord, Evaluation, FitContext, TrainerConfig, TrainerError, World
+from trainer.callbacks.run_record import RunRecord
+
+FILES = ["epochs.jsonl", "settings.json", "summary.json"]
+
+
+def context_on(rank: int = 0, from_root: str | None = None) -> FitContext:
+    return make_context(World(rank=rank, size=2, launcher="mpirun", host="node7"), from_root)
+
+
+def epoch(number: int) -> EpochRecord:
+    evaluation = Evaluation(metrics={"loss": 0.5 / number, "accuracy": 0.25 * number}, evaluated=10, samples=10)
+    return EpochRecord(
+        epoch=number,
+        epochs=2,
+        train_loss=1.0 / number,
+        samples=40,
+        seconds=2.0,
+        learning_rate=0.1,
+        validation=evaluation,
+        world_size=2,
+    )
+
+
+def leave_record(record: RunRecord, context: FitContext) -> None:
+    epochs = [epoch(1), epoch(2)]
+    record.on_fit_start(context)
+    for done in epochs:
+        record.on_epoch_end(context, done)
+    record.on_fit_end(context, epochs)
+
+
+def content(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_settings_say_what_was_run_where_and_with_which_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "2"])
+    leave_record(RunRecord(tmp_path / "run"), context_on())
+    settings = content(tmp_path / "run" / "settings.json")
+    assert settings["command"] == ["train.py", "--epochs", "2"]
+    assert settings["epochs"] == 2
+    assert settings["config"] == TrainerConfig(batch_size=7).as_dict()
+    assert settings["strategy"] == "Rank"
+    assert settings["tuning"] == {"threads": "2 per rank"}
+    assert settings["world"] == {"size": 2, "launcher": "mpirun", "device": "cpu", "host": "node7"}
+    assert settings["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert settings["versions"]["torch"] == torch.__version__.split("+")[0]
+
+
+def test_there_is_one_line_per_epoch_with_its_validation(tmp_path: Path) -> None:
+    leave_record(RunRecord(tmp_path), context_on())
+    lines = [json.loads(line) for line in (tmp_path / "epochs.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "epoch": 1,
+        "epochs": 2,
+        "train_loss": 1.0,
+        "samples": 40,
+        "seconds": 2.0,
+        "learning_rate": 0.1,
+        "validation": {"metrics": {"loss": 0.5, "accuracy": 0.25}, "evaluated": 10, "samples": 10},
+        "world_size": 2,
+        "samples_per_s": 20.0,
+    }
+    assert [line["epoch"] for line in lines] == [1, 2]
+
+
+def test_the_summary_is_of_the_last_epoch(tmp_path: Path) -> None:
+    leave_record(RunRecord(tmp_path), context_on())
+    summary = content(tmp_path / "summary.json")
+    assert summary["epochs"] == 2
+    assert summary["train_loss"] == 0.5
+    assert summary["validation"]["metrics"]["accuracy"] == 0.5
+    assert summary["samples_per_s"] == [20.0, 20.0]
+    assert summary["seconds"] >= 0
+
+
+def test_each_file_is_there_as_soon_as_it_can_be_and_the_summary_only_at_the_end(tmp_path: Path) -> None:
+    record, context = RunRecord(tmp_path / "new" / "run"), context_on()
+    assert names(tmp_path) == []
+    record.on_fit_start(context)
+    assert names(tmp_path / "new" / "run") == FILES[1:2]
+    record.on_epoch_end(context, epoch(1))
+    assert names(tmp_path / "new" / "run") == FILES[:2]
+    record.on_fit_end(context, [epoch(1)])
+    assert names(tmp_path / "new" / "run") == FILES
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    leave_record(RunRecord(tmp_path / "run"), context_on(rank=1))
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    leave_record(RunRecord(tmp_path), context_on())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TrainerError, match=f"output folder {tmp_path} already holds a run"):
+        RunRecord(tmp_path).on_fit_start(context_on())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path, place: str) -> None:
+    # Below a regular file, where not even root can make a folder.
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerError, match=f"output folder {tmp_path / place} cannot be written: "):
+        RunRecord(tmp_path / place).on_fit_start(context_on())
+
+
+def test_every_rank_stops_where_rank_0_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"^no space left$"):
+        RunRecord(tmp_path).on_fit_start(context_on(rank=1, from_root="no space left"))
+
+
+def test_auto_makes_a_folder_named_like_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/some/where/train.py"])
+    records = [RunRecord("auto"), RunRecord("auto")]
+    leave_record(records[0], context_on())
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("train-2")
+    assert names(folder) == FILES
+
+
+def test_two_runs_that_start_in_the_same_second_keep_their_own_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20260102-030405")
+    for number in (1, 2):
+        leave_record(RunRecord("auto"), context_on())
+        assert len(names(tmp_path / "runs")) == number
+
+
+def test_tensorboard_events_lie_beside_the_record(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    leave_record(RunRecord(tmp_path, tensorboard=True), context_on())
+    assert [name for name in names(tmp_path) if name.startswith("events.")] != []
+    assert [name for name in names(tmp_path) if not name.startswith("events.")] == FILES
+
+
+def test_without_tensorboard_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrainerError, match="`pip install tensorboard`"):
+        RunRecord(tmp_path, tensorboard=True).on_fit_start(context_on())

@@ -1,0 +1,249 @@
+"""GlobalBatchNorm: PyTorch's own BatchNorm in a world of one, and the global batch's statistics in a larger one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm, exclude_padding
+
+
+def assert_equal(one: Tensor | None, other: Tensor | None) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def assert_equal_buffers(one: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(one.buffers(), other.buffers(), strict=True):
+        assert_equal(ours, theirs)
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The all-reduce of a world of one."""
+    return tensor
+
+
+class TwoRanks:
+    """An all-reduce between two threads, each of which is a rank."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=10)
+        self._tensors: dict[int, Tensor] = {}
+
+    def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def reduce(tensor: Tensor) -> Tensor:
+            self._tensors[rank] = tensor
+            self._barrier.wait()
+            total = self._tensors[0] + self._tensors[1]
+            self._barrier.wait()
+            return total
+
+        return reduce
+
+    def run(self, work: Callable[[int], None]) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def twins(kind: type[nn.Module], **settings: object) -> tuple[nn.Module, GlobalBatchNorm]:
+    """The same layer twice, with weights of its own: PyTorch's and ours."""
+    layers = [kind(3, **settings).double() for _ in range(2)]
+    for layer in layers:
+        with torch.no_grad():
+            for number, parameter in enumerate(layer.parameters()):
+                parameter.copy_(torch.tensor([0.5, -1.5, 2.0]) + number)
+    ours = convert_sync_batch_norm(layers[1], alone)
+    assert isinstance(ours, GlobalBatchNorm)
+    return layers[0], ours
+
+
+INPUTS: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (6, 3),
+    nn.BatchNorm2d: (5, 3, 4, 2),
+    nn.BatchNorm3d: (2, 3, 2, 2, 3),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"affine": False}, {"momentum": None}, {"momentum": 0.3, "eps": 0.1}, {"track_running_stats": False}],
+    ids=str,
+)
+def test_alone_it_equals_pytorchs_in_output_gradients_and_running_statistics(
+    kind: type[nn.Module], settings: dict[str, object]
+) -> None:
+    theirs, ours = twins(kind, **settings)
+    for step in range(3):
+        # Far from 0, where a variance as a difference of squares would lose its digits.
+        inputs = torch.randn(INPUTS[kind], dtype=torch.float64) * (step + 1) + 100
+        taken = [inputs.clone().requires_grad_() for _ in range(2)]
+        outputs = [layer(tensor) for layer, tensor in zip((theirs, ours), taken, strict=True)]
+        assert_equal(outputs[1], outputs[0])
+        for output in outputs:
+            (output * torch.arange(output.numel()).reshape(output.shape).sin()).sum().backward()
+        assert_equal(taken[1].grad, taken[0].grad)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_equal(one.grad, other.grad)
+    assert_equal_buffers(ours, theirs)
+    inputs = torch.randn(INPUTS[kind], dtype=torch.float64)
+    assert_equal(ours.eval()(inputs), theirs.eval()(inputs))
+
+
+def test_layers_for_sequences_keep_their_channels_in_dimension_1() -> None:
+    theirs, ours = twins(nn.BatchNorm1d)
+    inputs = torch.randn(4, 3, 7, dtype=torch.float64)
+    assert_equal(ours(inputs), theirs(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_goes_in_and_out_with_sums_in_float32(dtype: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        seen.append(tensor.dtype)
+        return tensor
+
+    layer = convert_sync_batch_norm(nn.BatchNorm2d(3), all_reduce)
+    inputs = (torch.randn(8, 3, 32, 32) + 5).to(dtype)
+    output = layer(inputs)
+    assert output.dtype == dtype
+    assert set(seen) == {torch.float32}
+    torch.testing.assert_close(output.float(), nn.BatchNorm2d(3)(inputs.float()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("first", [4, 2, 1])
+def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int) -> None:
+    inputs = torch.randn(6, 3, 4, dtype=torch.float64) + 10
+    factors = torch.randn(6, 3, 4, dtype=torch.float64)
+    whole, _ = twins(nn.BatchNorm1d)
+    taken = inputs.clone().requires_grad_()
+    expected = whole(taken)
+    (expected * factors).sum().backward()
+
+    job = TwoRanks()
+    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
+    parts = [part.clone().requires_grad_() for part in (inputs[:first], inputs[first:])]
+    outputs: dict[int, Tensor] = {}
+
+    def work(rank: int) -> None:
+        layers[rank].all_reduce = job.all_reduce(rank)
+        outputs[rank] = layers[rank](parts[rank])
+        (outputs[rank] * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
+
+    job.run(work)
+    assert_equal(torch.cat([outputs[0], outputs[1]]), expected)
+    assert_equal(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
+    for layer in layers:
+        assert_equal_buffers(layer, whole)
+
+
+def test_a_stand_in_leaves_the_global_batchs_sums_alone() -> None:
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+    whole, _ = twins(nn.BatchNorm1d)
+    taken = inputs.clone().requires_grad_()
+    expected = whole(taken)
+    expected.square().sum().backward()
+
+    job = TwoRanks()
+    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
+    own = inputs.clone().requires_grad_()
+    outputs: list[Tensor] = []
+
+    def work(rank: int) -> None:
+        layers[rank].all_reduce = job.all_reduce(rank)
+        if rank == 0:
+            outputs.append(layers[0](own))
+            outputs[0].square().sum().backward()
+        else:
+            with exclude_padding(nn.Sequential(layers[1])):
+                output = layers[1](torch.full((2, 3), 1e3, dtype=torch.float64, requires_grad=True))
+            (output.sum() * 0.0).backward()
+
+    job.run(work)
+    assert_equal(outputs[0], expected)
+    assert_equal(own.grad, taken.grad)
+    for layer in layers:
+        assert_equal_buffers(layer, whole)
+
+
+def test_a_stand_in_ends_with_its_context_even_after_an_error() -> None:
+    _, layer = twins(nn.BatchNorm1d)
+    seen: list[bool] = []
+
+    def run_out_of_memory() -> None:
+        with exclude_padding(nn.Sequential(layer)):
+            seen.append(layer.counts)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_out_of_memory()
+    assert [*seen, layer.counts] == [False, True]
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)))
+
+
+def kinds(model: nn.Module) -> list[type[nn.Module]]:
+    """Of the layers that hold no others."""
+    return [type(layer) for layer in model.modules() if not list(layer.children())]
+
+
+def test_every_batch_norm_is_replaced_however_deep() -> None:
+    model = network()
+    assert convert_sync_batch_norm(model, alone) is model
+    assert kinds(model) == [nn.Linear, GlobalBatchNorm, nn.ReLU, GlobalBatchNorm]
+
+
+def test_parameters_and_buffers_stay_the_very_same_objects_under_the_same_names() -> None:
+    model = network()
+    before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    convert_sync_batch_norm(model, alone)
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    # An optimizer that was made before goes on training them.
+    model(torch.randn(5, 4)).sin().sum().backward()
+    optimizer.step()
+    assert not torch.equal(after["1.bias"], torch.zeros(3))
+
+
+def test_settings_and_mode_are_kept_and_a_second_time_changes_nothing() -> None:
+    layer = convert_sync_batch_norm(nn.BatchNorm1d(3, eps=0.5, momentum=0.25, affine=False).eval(), alone)
+    assert isinstance(layer, GlobalBatchNorm)
+    assert (layer.eps, layer.momentum, layer.affine, layer.training) == (0.5, 0.25, False, False)
+    assert convert_sync_batch_norm(layer, alone) is layer
+
+
+def test_a_layer_in_two_places_is_replaced_in_both() -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(shared, nn.Linear(3, 3), shared)
+    convert_sync_batch_norm(model, alone)
+    assert isinstance(model[0], GlobalBatchNorm)
+    assert model[2] is model[0]
+
+
+def test_other_normalisations_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.InstanceNorm1d(3))
+    before = list(model)
+    convert_sync_batch_norm(model, alone)
+    assert all(one is other for one, other in zip(model, before, strict=True))

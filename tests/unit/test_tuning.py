@@ -1,0 +1,291 @@
+"""What is set for a host: from what it is, and never over what the user set."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import World
+from trainer.tuning import host as host_module
+from trainer.tuning import open_mpi, tune
+from trainer.tuning.horovod import ONE_GROUP_BYTES, gradient_groups
+from trainer.tuning.host import host_cores, share_machine, tune_host
+from trainer.tuning.open_mpi import ring_from_bytes, single_copy_allowed, tune_open_mpi
+
+CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
+SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
+PMIX_SECURITY = "PMIX_MCA_psec"
+RULES, USE_RULES = "OMPI_MCA_coll_tuned_dynamic_rules_filename", "OMPI_MCA_coll_tuned_use_dynamic_rules"
+
+
+class Host:
+    """A host of the test's own making, and what the tuning did to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.threads: list[int] = []
+        self.kept_memory = 0
+        self.environment: dict[str, str] = {}
+        monkeypatch.setattr(os, "environ", self.environment)
+        monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
+        monkeypatch.setattr(host_module, "_keep_memory", self._keep_memory)
+        monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: True)
+        monkeypatch.setattr(open_mpi, "in_container", lambda: False)
+        self.has(cores=8)
+
+    def has(self, *, cores: int, bound_to: int | None = None) -> None:
+        for module in (host_module, open_mpi):
+            self._monkeypatch.setattr(module, "host_cores", lambda: cores)
+        self._monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound_to or cores)))
+
+    def _keep_memory(self) -> bool:
+        self.kept_memory += 1
+        return True
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def tune_all(world: World) -> dict[str, str]:
+    return tune(world, horovod=True)
+
+
+def ranks(local_size: int, *, launcher: str = "mpirun", device: str = "cpu") -> World:
+    return World(size=local_size, local_size=local_size, launcher=launcher, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_size", "bound_to", "threads"),
+    [(8, 2, None, 4), (8, 3, None, 2), (2, 4, None, 1), (8, 2, 1, 1), (8, 2, 3, 3), (8, 2, 8, 4)],
+)
+def test_every_rank_takes_its_share_of_the_cores(
+    host: Host, cores: int, local_size: int, bound_to: int | None, threads: int
+) -> None:
+    host.has(cores=cores, bound_to=bound_to)
+    chosen = tune_host(ranks(local_size))
+    assert host.threads == [threads]
+    assert chosen["threads"] == f"{threads} per rank ({local_size} ranks on {cores} cores)"
+
+
+def test_a_world_of_one_keeps_pytorchs_threads(host: Host) -> None:
+    assert "threads" not in tune_host(World())
+    assert host.threads == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "omp_num_threads", "threads"),
+    [
+        ("mpirun", "1", []),
+        ("mpirun", "3", []),
+        ("torchrun", "3", []),
+        # torchrun sets 1 itself where the user said nothing.
+        ("torchrun", "1", [4]),
+        ("mpirun", "", [4]),
+    ],
+)
+def test_the_users_thread_count_stays(host: Host, launcher: str, omp_num_threads: str, threads: list[int]) -> None:
+    host.environment["OMP_NUM_THREADS"] = omp_num_threads
+    tune_host(ranks(2, launcher=launcher))
+    assert host.threads == threads
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "kept"),
+    [
+        (World(), {}, 1),
+        (ranks(2), {}, 1),
+        (ranks(2), {"MALLOC_TRIM_THRESHOLD_": "0"}, 0),
+        (ranks(2, device="cuda:0"), {}, 0),
+    ],
+    ids=["alone", "two ranks", "user's malloc", "gpu"],
+)
+def test_freed_memory_is_kept_on_the_cpu_unless_the_user_set_up_malloc(
+    host: Host, world: World, environment: dict[str, str], kept: int
+) -> None:
+    host.environment.update(environment)
+    assert ("freed memory" in tune_host(world)) == bool(kept)
+    assert host.kept_memory == kept
+
+
+def test_in_a_container_the_ranks_of_other_hosts_may_be_on_this_machine(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.has(cores=2)
+    spread = World(size=2, local_size=1, launcher="mpirun")
+    assert "idle" not in tune_all(spread)
+    monkeypatch.setattr(open_mpi, "in_container", lambda: True)
+    assert "idle" in tune_all(spread)
+    assert host.environment[IDLE] == "1"
+
+
+def test_ranks_in_several_containers_share_their_machines_cores(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(host_module, "machine_id", lambda: "this")
+    one_of_two_hosts = World(size=4, local_size=2, launcher="mpirun")
+    assert share_machine(one_of_two_hosts, ["this", "this", "other", "other"]) == {}
+    assert host.threads == []
+    assert "threads" in share_machine(one_of_two_hosts, ["this"] * 4)
+    assert host.threads == [2]
+    host.environment["OMP_NUM_THREADS"] = "8"
+    assert share_machine(one_of_two_hosts, ["this"] * 4) == {}
+
+
+@pytest.mark.parametrize(("local_size", "yields"), [(1, False), (4, False), (5, True), (8, True), (16, True)])
+def test_ranks_yield_only_where_their_threads_outnumber_the_cores(host: Host, local_size: int, yields: bool) -> None:
+    # Every rank has two threads, and there are eight cores.
+    chosen = tune_all(ranks(local_size))
+    assert host.environment.get(IDLE) == ("1" if yields else None)
+    assert ("idle" in chosen) == yields
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_single_copy_is_switched_off_only_where_it_is_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: allowed)
+    chosen = tune_all(ranks(2))
+    assert host.environment.get(SINGLE_COPY) == (None if allowed else "none")
+    assert ("single copy" in chosen) != allowed
+
+
+def test_horovods_cycle_is_shortened_where_somebody_waits_for_it(host: Host) -> None:
+    assert "cycle time" not in tune_all(ranks(1))
+    assert CYCLE_TIME not in host.environment
+    assert "0.01 ms" in tune_all(ranks(2))["cycle time"]
+    assert host.environment[CYCLE_TIME] == "0.01"
+
+
+@pytest.mark.parametrize(
+    ("world", "copies"),
+    [(ranks(2), True), (World(size=4, local_size=2, launcher="mpirun"), False), (ranks(2, device="cuda:0"), False)],
+    ids=["one host", "two hosts", "gpus"],
+)
+def test_between_ranks_of_one_host_large_gradients_are_not_copied_together(
+    host: Host, world: World, copies: bool
+) -> None:
+    assert ("fusion" in tune_all(world)) == copies
+    assert host.environment.get(FUSION) == ("4194304" if copies else None)
+
+
+def test_what_concerns_mpi_is_left_alone_under_gloo(host: Host) -> None:
+    host.environment["HOROVOD_CONTROLLER"] = "gloo"
+    assert "fusion" not in tune_all(ranks(2, launcher="horovodrun"))
+    assert "MPI's all-reduce" not in tune_all(World(size=4, local_size=2, launcher="horovodrun"))
+    assert not {FUSION, RULES, USE_RULES} & host.environment.keys()
+
+
+@pytest.mark.parametrize(("launcher", "expected"), [("srun", "native"), ("mpirun", None)])
+def test_under_slurm_pmix_is_told_to_do_without_munge(host: Host, launcher: str, expected: str | None) -> None:
+    tune_all(ranks(2, launcher=launcher))
+    assert host.environment.get(PMIX_SECURITY) == expected
+
+
+@pytest.mark.parametrize("name", [CYCLE_TIME, FUSION, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
+def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: False)
+    everything = tune_all(ranks(8, launcher="srun"))
+    host.environment.clear()
+    host.environment[name] = "the user's"
+    chosen = tune_all(ranks(8, launcher="srun"))
+    assert host.environment[name] == "the user's"
+    # What was not done is not claimed either; what only makes things work is never spoken of.
+    assert len(chosen) == len(everything) - (name not in (OPAL_PREFIX, PMIX_SECURITY))
+
+
+def test_between_hosts_mpi_reduces_large_messages_in_a_ring(host: Host) -> None:
+    tune_open_mpi(ranks(4))
+    tune_open_mpi(World(size=2, local_size=1, launcher="mpirun"))
+    assert RULES not in host.environment
+    chosen = tune_open_mpi(World(size=4, local_size=2, launcher="mpirun"))
+    assert chosen["MPI's all-reduce"] == "a ring from 1 MB up"
+    assert Path(host.environment[RULES]).is_file()
+    assert host.environment[USE_RULES] == "1"
+
+
+def test_the_users_choice_of_algorithm_stays(host: Host) -> None:
+    host.environment[USE_RULES] = "1"
+    assert "MPI's all-reduce" not in tune_open_mpi(World(size=4, local_size=2, launcher="mpirun"))
+    assert RULES not in host.environment
+
+
+def test_the_rules_say_what_is_said_of_them() -> None:
+    lines = [line.split("#")[0].split() for line in Path(open_mpi.__file__).with_name("open_mpi_rules.conf").open()]
+    numbers = [[int(number) for number in line] for line in lines if line]
+    assert numbers[:2] == [[1], [2]]  # one collective, the all-reduce
+    # Open MPI gives a smaller communicator the first rule: pairs have one of their own.
+    assert numbers[3:6] == [[2], [1], [0, 0, 0, 0]]
+    rules = [numbers[at : at + 4] for at in range(6, len(numbers), 4)]
+    assert numbers[2] == [1 + len(rules)]
+    for (fewest,), count, first, (size, algorithm, *_) in rules:
+        assert (count, first, algorithm) == ([2], [0, 0, 0, 0], 4)
+        most = min([other for (other,), *_ in rules if other > fewest], default=10_000) - 1
+        assert {ring_from_bytes(fewest), ring_from_bytes(most)} == {size}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_relocated_open_mpi_is_named_only_where_there_is_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    if there:
+        (tmp_path / "lib").mkdir()
+        (tmp_path / "lib" / "libmpi.so.40").touch()
+    tune_all(ranks(2))
+    assert host.environment.get(OPAL_PREFIX) == (str(tmp_path) if there else None)
+
+
+def model_of(parameters: int, *, frozen: int = 0) -> nn.Module:
+    model = nn.Module()
+    model.register_parameter("trained", nn.Parameter(torch.empty(parameters, device="meta")))
+    model.register_parameter("frozen", nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (model_of(10), 1),
+        (model_of(ONE_GROUP_BYTES // 4), 1),
+        (model_of(ONE_GROUP_BYTES // 4 + 1), None),
+        (model_of(10, frozen=ONE_GROUP_BYTES), 1),
+        (model_of(ONE_GROUP_BYTES // 4).double(), None),
+        (model_of(ONE_GROUP_BYTES // 2).half(), 1),
+    ],
+    ids=["tiny", "at the limit", "above it", "frozen above it", "float64 above it", "float16 at it"],
+)
+def test_small_models_send_their_gradients_as_one_group(model: nn.Module, groups: int | None) -> None:
+    assert gradient_groups(model) == groups
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores"),
+    [("max 100000", 8), ("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 8)],
+)
+def test_a_containers_cpu_quota_counts_as_its_cores(monkeypatch: pytest.MonkeyPatch, cpu_max: str, cores: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(Path, "read_text", lambda _: cpu_max)
+    assert host_cores.__wrapped__() == cores
+
+
+def test_without_a_quota_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert host_cores.__wrapped__() == 8
+
+
+def test_single_copy_is_allowed_where_a_process_may_read_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The seccomp filter of Docker is the only thing that refuses it, so that /proc tells the same.
+    filtered = "Seccomp:\t0" not in Path("/proc/self/status").read_text()
+    assert single_copy_allowed.__wrapped__() or filtered
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())  # a libc without the call
+    assert not single_copy_allowed.__wrapped__()

@@ -1,0 +1,73 @@
+"""Consistency checks: ranks compare model, optimizer and settings, so that a difference is an error and not a hang."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigError
+from trainer.strategies.base import Strategy
+
+
+def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
+    """Compare `facts` with rank 0's. Collective; raises the same error on every rank.
+
+    Raises:
+        ConfigError: a rank has another value than rank 0; the text names the fact, both ranks, hosts and values.
+    """
+    if strategy.world.size == 1:
+        return
+    by_rank = strategy.all_gather_object((socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    root_host, expected = by_rank[0]
+    for rank, (host, found) in enumerate(by_rank):
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            if expected.get(name) != found.get(name):
+                raise ConfigError(
+                    f"ranks disagree about {name}: rank 0 on host {root_host} has {expected.get(name, 'none')}, "
+                    f"rank {rank} on host {host} has {found.get(name, 'none')}; they must be the same everywhere"
+                )
+
+
+def check_devices(strategy: Strategy) -> None:
+    """Find ranks that share a GPU, which NCCL reports as an internal error. Collective.
+
+    Raises:
+        ConfigError: two ranks share a GPU.
+    """
+    device = strategy.world.device
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    owners: dict[str, int] = {}
+    for rank, (host, other) in enumerate(strategy.all_gather_object((socket.gethostname(), gpu))):
+        if other is not None and other in owners:
+            raise ConfigError(
+                f"ranks {owners[other]} and {rank} share one GPU of host {host}; start at most as many "
+                "ranks there as it has GPUs"
+            )
+        if other is not None:
+            owners[other] = rank
+
+
+def describe_model(model: nn.Module) -> dict[str, object]:
+    """Describe every parameter and buffer by its type and shape."""
+    entries: list[tuple[str, tuple[str, Tensor]]] = [("parameter", entry) for entry in model.named_parameters()]
+    entries += [("buffer", entry) for entry in model.named_buffers()]
+    return {
+        f"{kind} {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        + (", frozen" if kind == "parameter" and not tensor.requires_grad else "")
+        for kind, (name, tensor) in entries
+    }
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """Describe the optimizer's class and each group's settings, without the parameters themselves."""
+    facts: dict[str, object] = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        facts[f"the number of parameters in the optimizer's group {number}"] = len(group["params"])
+        for name, value in group.items():
+            if name != "params":
+                facts[f"{name} of the optimizer's group {number}"] = value
+    return facts

@@ -1,0 +1,94 @@
+"""Shard plan: which sample goes to which rank in which step, computed by every rank without communication.
+
+No sample is padded, dropped or counted twice. Step k of N ranks with batch B takes the same samples as step k of one
+process with batch N·B: the next N·B places of the epoch's permutation. Each rank takes one contiguous shard of them.
+Shards differ by at most one sample, so that all ranks finish the last step together, too. Only where fewer than two
+samples per rank are left do some ranks get none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """Shards of one epoch: a pure function of these numbers, the same on every rank.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    samples: int
+    """Samples in the dataset."""
+    world_size: int = 1
+    batch_size: int = 1
+    """Samples per rank and step."""
+    accumulate: int = 1
+    """Steps whose gradients form one update."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "world_size", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', ' ')} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def step_size(self) -> int:
+        """Samples that all ranks together take in one full step."""
+        return self.batch_size * self.world_size
+
+    @property
+    def steps(self) -> int:
+        """Steps in an epoch, the same on every rank, a short last one included."""
+        return -(-self.samples // self.step_size)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in an epoch; the last one may have fewer than `accumulate` steps."""
+        return -(-self.steps // self.accumulate)
+
+    def shard(self, step: int, rank: int) -> slice:
+        """Return the places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
+        start = step * self.step_size
+        left = min(self.step_size, self.samples - start)
+        # BatchNorm cannot normalize a single sample, so ranks take at least two where the batch size allows it.
+        ranks = max(-(-left // self.batch_size), min(self.world_size, left // 2))
+        if rank >= ranks:
+            return slice(start + left, start + left)
+        share, extra = divmod(left, ranks)
+        begin = start + rank * share + min(rank, extra)
+        return slice(begin, begin + share + (rank < extra))
+
+    def closes_update(self, step: int) -> bool:
+        """Return whether the gradients are all-reduced and applied after this step."""
+        return (step + 1) % self.accumulate == 0 or step + 1 == self.steps
+
+    def weight(self, step: int, rank: int) -> float:
+        """Return the factor on the local mean loss with which the mean over ranks is the mean over samples.
+
+        local count · world size / global count, the global count being that of the whole update. It is
+        exactly 1.0 in full steps without accumulation, and 0.0 for a rank without samples.
+        """
+        first = step - step % self.accumulate
+        begin = first * self.step_size
+        end = min(self.samples, (first + self.accumulate) * self.step_size)
+        shard = self.shard(step, rank)
+        count: int = shard.stop - shard.start
+        return count * self.world_size / (end - begin)
+
+
+def permutation(samples: int, *, epoch: int, seed: int) -> torch.Tensor:
+    """Return the order of the samples in an epoch: int64, shape (samples,), the same on every rank and machine."""
+    generator = torch.Generator().manual_seed(mix_seeds(seed, epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Mix several numbers into one 63-bit seed. A sum would collide: seed 0 with rank 1, and seed 1 with rank 0."""
+    import numpy as np
+
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,91 @@
+"""Launch detection: reads rank and world size from the environment variables that each launcher sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Rank and world size of this process, as its launcher has set them."""
+
+    launcher: str = "python"
+    """python, horovodrun, mpirun, srun or torchrun."""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+# Looked for in this order: horovodrun and mpirun may run inside an srun allocation, whose variables are still
+# set there and mean something else.
+_LAUNCHERS = (
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    ("horovodrun", ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")),
+    (
+        "mpirun",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+)
+
+
+def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Return the launcher of this process, its rank and the world size.
+
+    Plain `python` inside a Slurm allocation is a world of one: only `srun` sets SLURM_PROCID beside the number of
+    tasks of the step.
+
+    Raises:
+        ConfigError: the process is one of several, and no variable says which.
+    """
+    for launcher, names in _LAUNCHERS:
+        if all(name in environ for name in names):
+            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+            return Launch(launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return _read_srun(environ)
+    for name in ("WORLD_SIZE", "PMI_SIZE"):
+        if environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {environ[name]}, but nothing that horovodrun, mpirun (Open MPI), srun or "
+                "torchrun would set says which of these processes this is; start with one of them"
+            )
+    return Launch()
+
+
+def _read_srun(environ: Mapping[str, str]) -> Launch:
+    # SLURM_STEP_TASKS_PER_NODE reads like "2(x3),1": two tasks on each of three nodes, one on a fourth.
+    per_node: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        tasks, _, repeat = part.rstrip(")").partition("(x")
+        per_node += [int(tasks)] * int(repeat or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return Launch(
+        launcher="srun",
+        rank=int(environ["SLURM_PROCID"]),
+        size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_size=per_node[node] if node < len(per_node) else 1,
+    )
+
+
+def is_gloo_controlled() -> bool:
+    """Return whether `horovodrun --gloo` started this rank, which then has no MPI."""
+    return os.environ.get("HOROVOD_CONTROLLER") == "gloo"
+
+
+def user_set(name: str) -> bool:
+    """Return whether the user, or the launcher, has set an environment variable to a non-empty value."""
+    return os.environ.get(name, "") != ""
+
+
+def set_default(name: str, value: str) -> bool:
+    """Set an environment variable unless it has a value; return whether it was set here."""
+    if user_set(name):
+        return False
+    os.environ[name] = value
+    return True

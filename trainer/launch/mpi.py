@@ -1,0 +1,54 @@
+"""Open MPI and mpi4py: where the library lies, and the one place that imports mpi4py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.launch.environment import set_default
+from trainer.launch.world import World
+
+MPI_LAUNCHERS = ("mpirun", "srun")
+"""Launchers whose ranks MPI connects; horovodrun's over MPI count as mpirun's, which it calls."""
+_VALID = "`horovodrun --mpi`, Open MPI's mpirun or `srun --mpi=pmix`"
+
+
+def locate_open_mpi() -> None:
+    """Set OPAL_PREFIX for the PyPI wheel of Open MPI, which looks for itself where it was built.
+
+    Only the wheel's own mpirun corrects that, so ranks need it that another launcher has started.
+    """
+    if Path(sys.prefix, "lib", "libmpi.so.40").exists():
+        set_default("OPAL_PREFIX", sys.prefix)
+
+
+def import_mpi(world: World, *, for_what: str) -> Any:
+    """Import mpi4py's `MPI`, which initializes MPI, and check that it sees the ranks of `world`.
+
+    Open MPI reads its settings at this moment, so `trainer.tuning.tune` is called before.
+
+    Args:
+        for_what: what needs MPI, for the error's text, as in "strategy 'ring'".
+
+    Raises:
+        ConfigError: mpi4py or Open MPI is not installed, or MPI did not start these ranks.
+    """
+    if world.size > 1 and world.launcher not in MPI_LAUNCHERS:
+        raise ConfigError(f"{for_what} needs MPI, and {world.launcher} started these ranks; start with {_VALID}")
+    locate_open_mpi()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # without libmpi, mpi4py raises a RuntimeError
+        raise ConfigError(
+            f"{for_what} needs mpi4py and Open MPI ({error}); install them with `pip install trainer[horovod]`, "
+            "or start with torchrun"
+        ) from None
+    found = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+    if found != (world.rank, world.size):
+        raise ConfigError(
+            f"{for_what} needs MPI, which did not start these ranks: this is rank {world.rank} of {world.size} for "
+            f"{world.launcher}, and {found[0]} of {found[1]} in MPI; start with {_VALID}"
+        )
+    return MPI

@@ -1,0 +1,93 @@
+"""This host's addresses, and which of them leads to the other hosts. Imports the standard library and psutil only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from trainer.errors import ConfigError
+
+
+@cache
+def machine_id() -> str:
+    """Return the kernel's boot id, which is the same for two hosts only where they are containers on one machine."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def host_id() -> str:
+    """Return host name and machine id, which tell this host from one of the same name elsewhere."""
+    return f"{socket.gethostname()} {machine_id()}"
+
+
+def address_toward(host_ids: Sequence[str]) -> str:
+    """Return this host's address on the network that leads to the other hosts; the loopback address without others.
+
+    The network that the launcher chose for its own traffic counts first, then the kernel's route to the other hosts.
+
+    Args:
+        host_ids: `host_id()` of every rank, this one's included.
+
+    Raises:
+        ConfigError: neither the launcher nor a route tells the address.
+    """
+    others = sorted({other.split()[0] for other in host_ids if other != host_id()})
+    if not others:
+        return "127.0.0.1"
+    for address in (_chosen_by_launcher(), *map(route_to, (os.environ.get("MASTER_ADDR", ""), *others))):
+        if address and not ip_address(address).is_loopback:
+            return address
+    raise ConfigError(
+        f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_NETWORK to "
+        "the network that they share, as in 10.0.0.0/24"
+    )
+
+
+def route_to(host: str) -> str | None:
+    """Return this host's own address on the route to `host`; None without a route, or without such a host."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing: the kernel only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`.
+
+    Raises:
+        ConfigError: no interface of this host has it.
+    """
+    for name, addresses in _addresses_by_interface().items():
+        if address in addresses:
+            return name
+    raise ConfigError(f"no interface of this host has the address {address}")
+
+
+def _chosen_by_launcher() -> str | None:
+    by_interface = _addresses_by_interface()
+    for variable in ("TRAINER_NETWORK", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
+        for part in os.environ.get(variable, "").split(","):
+            found = by_interface.get(part, [])
+            if "/" in part:
+                network = ip_network(part, strict=False)
+                found = [one for addresses in by_interface.values() for one in addresses if ip_address(one) in network]
+            if found:
+                return found[0]
+    return None
+
+
+def _addresses_by_interface() -> dict[str, list[str]]:
+    import psutil
+
+    return {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+    }

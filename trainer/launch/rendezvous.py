@@ -1,0 +1,94 @@
+"""Rendezvous: exchanges short strings between ranks over the launcher's channel, before any process group exists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+from trainer.launch.environment import set_default
+from trainer.launch.mpi import import_mpi
+from trainer.launch.network import address_toward, host_id, interface_of
+from trainer.launch.world import World
+
+_NUMBERS = count()
+
+
+class Rendezvous:
+    """A channel between all ranks of a job. Every call is collective, the constructor included.
+
+    torchrun's store, Horovod's controller or MPI carries the strings, whichever the launcher has provided.
+
+    Raises:
+        ConfigError: the launcher has provided none of them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rounds = 0
+        self.close: Callable[[], object] = lambda: None
+        """Leaves the rendezvous; every rank calls it."""
+        self._all_gather = self._choose_channel()
+
+    def all_gather(self, text: str) -> list[str]:
+        """Return every rank's text, in the order of the ranks."""
+        self._rounds += 1
+        return self._all_gather(text)
+
+    def _choose_channel(self) -> Callable[[str], list[str]]:
+        if self._world.size == 1:
+            return lambda text: [text]
+        if self._world.launcher == "torchrun":
+            return self._over_store()
+        if self._world.launcher == "horovodrun":
+            return self._over_horovod()
+        return self._over_mpi()
+
+    def _over_store(self) -> Callable[[str], list[str]]:
+        import torch.distributed as dist
+
+        size, rank = self._world.size, self._world.rank
+        store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size)))  # type: ignore[attr-defined]
+        # The store keeps earlier rendezvous' strings, those from before a restart by torchrun among them.
+        prefix = f"trainer.rendezvous.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_NUMBERS)}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+        def all_gather(text: str) -> list[str]:
+            store.set(f"{self._rounds}.{rank}", text)
+            return [store.get(f"{self._rounds}.{other}").decode() for other in range(size)]
+
+        return all_gather
+
+    def _over_horovod(self) -> Callable[[str], list[str]]:
+        import horovod.torch as hvd
+
+        if not hvd.is_initialized():  # else whoever initialized it shuts it down as well
+            hvd.init()
+            self.close = hvd.shutdown
+        return lambda text: list(hvd.allgather_object(text, name=f"trainer.rendezvous.{self._rounds}"))
+
+    def _over_mpi(self) -> Callable[[str], list[str]]:
+        comm: Any = import_mpi(self._world, for_what="the rendezvous of these ranks").COMM_WORLD
+        return comm.allgather  # type: ignore[no-any-return]
+
+
+def init_process_group(backend: str, world: World, rendezvous: Rendezvous, timeout: timedelta | None = None) -> None:
+    """Call torch.distributed's `init_process_group` under any launcher, on the network between the ranks. Collective.
+
+    Args:
+        backend: "gloo", "nccl" or both, as in "cpu:gloo,cuda:nccl".
+        timeout: of each collective; torch's default when None.
+        rendezvous: tells the other ranks the address of rank 0's store.
+    """
+    import torch.distributed as dist
+
+    address = address_toward(rendezvous.all_gather(host_id()))
+    if "gloo" in backend and address != "127.0.0.1":
+        set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
+    host, port = rendezvous.all_gather(f"{address} {store.port}" if store else "")[0].split()
+    store = store or make_store(host, int(port), world.size, False)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

@@ -1,0 +1,268 @@
+"""Gradient buckets, for strategies with an all-reduce of their own.
+
+The backward pass produces gradients one by one, roughly in the reverse order of the parameters. Each is scaled into
+its place in a flat bucket. A full bucket is all-reduced as one message while the backward pass goes on. All ranks send
+their buckets in the same order, whatever the order of the gradients, which rules out a deadlock. Li et al., "PyTorch
+Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError, TrainerError
+from trainer.launch.world import World
+from trainer.strategies.base import Strategy, broadcast_optimizer_state
+
+BUCKET_BYTES = 4 * 1024 * 1024
+"""Least size of a bucket but the last: large enough for its latency not to count."""
+
+# The hook of each parameter; a parameter has at most one.
+_HOOKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class BucketedStrategy(Strategy):
+    """Base of strategies that only implement the sum of one flat tensor over all ranks."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._reducers: WeakKeyDictionary[Optimizer, BucketReducer] = WeakKeyDictionary()
+        self._background: ThreadPoolExecutor | None = None
+
+    @abstractmethod
+    def sum_gradients(self, flat: Tensor) -> None:
+        """Sum a bucket over all ranks, in place.
+
+        With several buckets it is called from a background thread, and the strategy's other methods may be called
+        at the same time.
+
+        Args:
+            flat: one-dimensional, contiguous, on the CPU; the same length and type on every rank.
+        """
+
+    @abstractmethod
+    def sum_values(self, flat: Tensor) -> None:
+        """Sum any other tensor over all ranks, in place; likewise flat, contiguous and on the CPU."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        flat = tensor.detach().contiguous().view(-1).cpu()
+        self.sum_values(flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+        return tensor
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+        self._check(model, config)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.broadcast(tensor.data)
+        broadcast_optimizer_state(self, optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
+        # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
+        if len(buckets) > 1 and self._background is None and self._may_overlap():
+            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
+            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
+        # All reducers of a strategy send from the same thread, whichever was prepared first.
+        reducer = BucketReducer(
+            buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
+        )
+        self._reducers[optimizer] = reducer
+        optimizer.register_step_pre_hook(lambda *_: reducer.finish())
+        optimizer.register_step_post_hook(lambda *_: reducer.reopen())
+        # As Horovod's optimizer has them, so that a loop that clips is the same under all of these strategies.
+        vars(optimizer).update(synchronize=reducer.finish, skip_synchronize=nullcontext)
+        return model, optimizer
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        self._reducers[optimizer].finish()
+
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().step(optimizer, scaler)
+        # A scaler that has found an infinity skips the step, and with it the optimizer's own hook.
+        self._reducers[optimizer].reopen()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        with self._reducers[optimizer].paused():
+            yield
+
+    def exchange_seconds(self) -> float:
+        return sum(reducer.take_seconds() for reducer in self._reducers.values())
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.shutdown()
+            self._background = None
+
+    def _may_overlap(self) -> bool:
+        """Return whether `sum_gradients` may be called from another thread."""
+        return True
+
+    def _check(self, model: nn.Module, config: TrainerConfig) -> None:
+        name = type(self).__name__.removesuffix("Strategy")
+        if config.reduction == "adasum":
+            raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
+        for path, module in model.named_modules():
+            if getattr(module, "sparse", False):
+                raise ConfigError(f"{path} has sparse gradients, and {name} exchanges dense ones; set sparse=False")
+
+
+class Bucket:
+    """Gradients that are all-reduced as one message.
+
+    Args:
+        parameters: of one type; their gradients fill the bucket.
+        wire_type: type that is sent; the parameters' own, or a smaller one that rounds.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], wire_type: torch.dtype) -> None:
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=wire_type)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.places = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces, strict=True)}
+        self.ready: set[Tensor] = set()
+        self.sent: Future[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ready) == len(self.places)
+
+    def put(self, parameter: Tensor, scale: float) -> None:
+        """Scale a gradient into its place in one pass. A parameter without a gradient counts as zero."""
+        place, gradient = self.places[parameter], parameter.grad
+        self.ready.add(parameter)
+        if gradient is None:
+            place.zero_()
+        elif (gradient.dtype, gradient.device) == (place.dtype, place.device):
+            torch.mul(gradient, scale, out=place)
+        else:
+            place.copy_(gradient * scale)
+
+    def assign_gradients(self) -> None:
+        """Make the all-reduced values the parameters' gradients, without a copy where the types are the same."""
+        for parameter, place in self.places.items():
+            parameter.grad = place.to(device=parameter.device, dtype=parameter.dtype)
+        self.ready.clear()
+        self.sent = None
+
+
+def make_buckets(parameters: Sequence[Tensor], wire_type: torch.dtype | None = None) -> list[Bucket]:
+    """Divide parameters into buckets, in the order in which the backward pass is expected to produce gradients."""
+    by_type: dict[torch.dtype, list[list[Tensor]]] = {}
+    room: dict[torch.dtype, int] = {}
+    for parameter in reversed(parameters):
+        lists = by_type.setdefault(parameter.dtype, [])
+        if room.get(parameter.dtype, 0) <= 0:
+            lists.append([])
+            room[parameter.dtype] = BUCKET_BYTES
+        lists[-1].append(parameter)
+        room[parameter.dtype] -= parameter.numel() * parameter.element_size()
+    return [Bucket(part, _smaller(dtype, wire_type)) for dtype, lists in by_type.items() for part in lists]
+
+
+def _smaller(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and wanted.itemsize < own.itemsize else own
+
+
+class BucketReducer:
+    """Collects gradients in buckets as they become ready, and replaces them by their mean over all ranks.
+
+    Args:
+        buckets: each parameter is in one of them.
+        all_reduce: sums a flat tensor over all ranks, in place.
+        scale: factor on each rank's gradients, one over the world size.
+        executor: returns an executor with one thread, which sends buckets in the order of submission, or None to
+            send them from the training thread.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        all_reduce: Callable[[Tensor], None],
+        *,
+        scale: float,
+        executor: Callable[[], Executor | None],
+    ) -> None:
+        self._buckets = buckets
+        self._all_reduce = all_reduce
+        self._scale = scale
+        self._executor = executor
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.places}
+        self._next = 0
+        self._paused = self._done = False
+        self._seconds = 0.0
+        for parameter in self._bucket_of:
+            if earlier := _HOOKS.pop(parameter, None):  # of a reducer that this one replaces
+                earlier.remove()
+            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def finish(self) -> None:
+        """Send what has not been sent, and wait for all of it. Collective; a second call does nothing."""
+        if self._done:
+            return
+        for bucket in self._buckets[self._next :]:
+            for parameter in bucket.places.keys() - bucket.ready:
+                bucket.put(parameter, self._scale)
+            self._send(bucket)
+        for bucket in self._buckets:
+            if bucket.sent is not None:
+                bucket.sent.result()
+            bucket.assign_gradients()
+        self._next, self._done = 0, True
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent in all-reduces since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def reopen(self) -> None:
+        """Let the next `finish` all-reduce again."""
+        self._done = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which gradients stay on this rank."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._paused:
+            return
+        bucket = self._bucket_of[parameter]
+        # After an all-reduce all ranks hold the same mean. A further backward pass may add to it, as where a
+        # GradScaler has skipped a step, and the result is all-reduced again.
+        self._done = False
+        if parameter in bucket.ready:
+            raise TrainerError(
+                "a second backward pass came before optimizer.step(), while the first one's gradients were being "
+                "all-reduced; to accumulate gradients, set TrainerConfig's accumulate"
+            )
+        bucket.put(parameter, self._scale)
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _send(self, bucket: Bucket) -> None:
+        executor = self._executor()
+        if executor is None:
+            self._run_all_reduce(bucket.flat)
+        else:
+            bucket.sent = executor.submit(self._run_all_reduce, bucket.flat)
+
+    def _run_all_reduce(self, flat: Tensor) -> None:
+        started = time.perf_counter()
+        self._all_reduce(flat)
+        self._seconds += time.perf_counter() - started

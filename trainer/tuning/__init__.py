@@ -1,0 +1,45 @@
+"""Host-specific defaults for Horovod, Open MPI and PyTorch. Values that the user has set are never overridden.
+
+Horovod's own defaults lose to DistributedDataParallel on small models. The causes, and what is set for each:
+
+* Horovod looks at its queue once per HOROVOD_CYCLE_TIME, by default every millisecond. That sleep is nearly
+  the whole cost of a small all-reduce. With patches/0011 a rank that has nothing to exchange sleeps until it has,
+  so a short cycle costs something only during an exchange (or where there are process sets).
+* Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
+  more threads than cores, the spinning takes the core from the thread that is waited for.
+* For large messages Open MPI halves and doubles, and each pair of ranks sends both ways over one connection, which
+  its TCP does not do at full speed. A ring uses each connection one way (open_mpi_rules.conf).
+* PyTorch takes every core for every rank, and the ranks of one host push each other off them.
+* glibc gives large blocks back to the kernel when they are freed, until it has learnt better, and steps get
+  their activations as fresh, zeroed pages again. It is told from the start.
+* Every gradient is negotiated by itself; as one group they are negotiated once.
+* Gradients are copied together into messages of up to 128 MB, which are sent when the copying is done. Between ranks
+  of one host a further message costs less than the copy, so a large gradient is better sent from where it is.
+
+The measurements behind the choices are in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from trainer.launch.environment import is_gloo_controlled
+from trainer.launch.mpi import MPI_LAUNCHERS
+from trainer.launch.world import World
+from trainer.tuning.horovod import tune_horovod
+from trainer.tuning.host import tune_host
+from trainer.tuning.open_mpi import tune_open_mpi
+
+
+def tune(world: World, *, horovod: bool = False) -> dict[str, str]:
+    """Set what suits this host, for any strategy; return what was set, and why.
+
+    Call it before Horovod or MPI is imported, because both read their settings when they start.
+
+    Args:
+        horovod: whether Horovod all-reduces the gradients.
+    """
+    chosen = tune_host(world)
+    if (horovod or world.launcher in MPI_LAUNCHERS) and not is_gloo_controlled():
+        chosen |= tune_open_mpi(world)
+    if horovod:
+        chosen |= tune_horovod(world)
+    return chosen

@@ -1,0 +1,32 @@
+"""Host-specific defaults for Horovod, which reads them when it is initialized."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.launch.environment import is_gloo_controlled, set_default, user_set
+from trainer.launch.world import World
+
+ONE_GROUP_BYTES = 4 * 1024 * 1024
+"""Up to this size all gradients form one group: overlap with the backward pass would gain less than it costs."""
+CYCLE_TIME_MS = "0.01"
+
+
+def tune_horovod(world: World) -> dict[str, str]:
+    """Set Horovod's variables for this host; return what was set, and why."""
+    chosen: dict[str, str] = {}
+    # Horovod's autotuning leaves a value alone that is set.
+    if world.size == 1 or user_set("HOROVOD_AUTOTUNE"):
+        return chosen
+    if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+        chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
+    in_memory = world.device.type == "cpu" and world.size == world.local_size
+    if in_memory and not is_gloo_controlled() and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):
+        chosen["fusion"] = f"up to {ONE_GROUP_BYTES / 2**20:.0f} MB (ranks share memory, where copying is what costs)"
+    return chosen
+
+
+def gradient_groups(model: nn.Module) -> int | None:
+    """Return the number of groups for Horovod's gradients; None lets it fuse what is ready in each cycle."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 1 if size <= ONE_GROUP_BYTES else None

@@ -1,0 +1,98 @@
+"""Host-specific defaults for PyTorch: threads for each rank, and memory that is kept between steps."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from trainer.launch.environment import user_set
+from trainer.launch.network import machine_id
+from trainer.launch.world import World
+
+# From glibc's malloc.h. 32 MiB is the largest threshold that it takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
+_TRIM_THRESHOLD_BYTES = 1024 * 1024 * 1024
+
+
+def tune_host(world: World) -> dict[str, str]:
+    """Set this rank's share of the cores and glibc's thresholds; return what was set, and why."""
+    chosen = {}
+    threads = _threads(world)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
+    if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
+        chosen["freed memory"] = "kept (fewer page faults)"
+    return chosen
+
+
+def share_machine(world: World, machine_ids: Sequence[str]) -> dict[str, str]:
+    """Divide a machine's cores among all ranks on it, those in other containers included.
+
+    Args:
+        machine_ids: `machine_id()` of every rank.
+    """
+    cores = os.cpu_count() or 1
+    ranks_here = sum(one == machine_id() for one in machine_ids)
+    threads = max(1, cores // ranks_here)
+    if ranks_here == world.local_size or user_set("OMP_NUM_THREADS") or torch.get_num_threads() <= threads:
+        return {}
+    torch.set_num_threads(threads)
+    return {"threads": f"{threads} per rank ({ranks_here} ranks in several containers on {cores} cores)"}
+
+
+@cache
+def host_cores() -> int:
+    """Return the cores that this host gives the job: those its launcher may use, or fewer under a CPU quota."""
+    # The launcher's own affinity mask, because it may have bound each rank to a part of it.
+    cores = len(os.sched_getaffinity(0))
+    # Slurm's daemon, which is srun's parent here, runs on the whole host whatever the job was given.
+    if not user_set("SLURM_STEP_ID"):
+        with suppress(OSError):
+            cores = max(cores, len(os.sched_getaffinity(os.getppid())))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+@cache
+def in_container() -> bool:
+    """Return whether Docker or Podman started this process."""
+    return any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
+
+
+def cpu_model() -> str:
+    """Return the processor's name, or the architecture's where the kernel does not tell."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
+def _threads(world: World) -> int | None:
+    """Return PyTorch's threads for this rank; None where the user has decided, or PyTorch decides the same."""
+    # torchrun sets one thread per rank when the user has not set any.
+    by_torchrun = world.launcher == "torchrun" and os.environ.get("OMP_NUM_THREADS") == "1"
+    if world.size == 1 or (user_set("OMP_NUM_THREADS") and not by_torchrun):
+        return None
+    # A rank that its launcher has bound to some cores has no use for more threads than these.
+    return max(1, min(host_cores() // world.local_size, len(os.sched_getaffinity(0))))
+
+
+def _keep_memory() -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))

@@ -1,0 +1,71 @@
+"""Host-specific defaults for Open MPI, which reads them when it is initialized."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+from trainer.launch.environment import set_default, user_set
+from trainer.launch.mpi import locate_open_mpi
+from trainer.launch.world import World
+from trainer.tuning.host import host_cores, in_container
+
+RING_CHUNK_BYTES = 256 * 1024
+"""The least that a rank passes on in a ring, which sends more and smaller messages than other algorithms."""
+_RULES = Path(__file__).with_name("open_mpi_rules.conf")
+
+
+def tune_open_mpi(world: World) -> dict[str, str]:
+    """Set Open MPI's variables for this host; return what was set, and why."""
+    chosen: dict[str, str] = {}
+    locate_open_mpi()
+    if world.size == 1:
+        return chosen
+    if world.launcher == "srun":
+        # Slurm's PMIx asks for munge first, which the wheel of Open MPI lacks, and prints a long warning.
+        set_default("PMIX_MCA_psec", "native")
+    # Whether the other hosts are containers on this very machine is known only once MPI runs, which is too late. To
+    # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
+    ranks = world.size if in_container() else world.local_size
+    if 2 * ranks > host_cores() and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
+        chosen["idle"] = f"yield (2 threads × {ranks} ranks on {host_cores()} cores)"
+    if 2 < world.size != world.local_size and _set_rules():
+        chosen["MPI's all-reduce"] = f"a ring from {ring_from_bytes(world.size) / 2**20:.0f} MB up"
+    if not single_copy_allowed() and set_default("OMPI_MCA_btl_vader_single_copy_mechanism", "none"):
+        chosen["single copy"] = "off (this container refuses process_vm_readv)"
+    return chosen
+
+
+def ring_from_bytes(ranks: int) -> int:
+    """Return the size from which open_mpi_rules.conf makes so many ranks on several hosts all-reduce in a ring."""
+    return RING_CHUNK_BYTES * min(128, max(4, 1 << (ranks - 1).bit_length()))
+
+
+@cache
+def single_copy_allowed() -> bool:
+    """Return whether the kernel lets Open MPI copy from another rank's memory.
+
+    Docker's default seccomp profile refuses it, and Open MPI then prints `Read -1, expected …` for every large
+    message. The call is tried on this process itself, which only such a filter forbids.
+    """
+
+    class IoVec(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    here = IoVec(ctypes.addressof(target), 1)
+    there = IoVec(ctypes.addressof(source), 1)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is None:
+        return False
+    return bool(call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 1)
+
+
+def _set_rules() -> bool:
+    # A user who has set either of the two has chosen.
+    prefix = "OMPI_MCA_coll_tuned_"
+    if user_set(f"{prefix}use_dynamic_rules") or not set_default(f"{prefix}dynamic_rules_filename", str(_RULES)):
+        return False
+    return set_default(f"{prefix}use_dynamic_rules", "1")
