@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -65,6 +65,11 @@ class Strategy(ABC):
             tensor.zero_()
         return self.all_reduce(tensor)
 
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite each of `tensors` with rank 0's, in place."""
+        for tensor in tensors:
+            self.broadcast(tensor)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks."""
         return [self.broadcast_object(value, root=rank) for rank in range(self.world.size)]
@@ -85,8 +90,7 @@ class Strategy(ABC):
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""
-        for buffer in model.buffers():
-            self.broadcast(buffer)
+        self.broadcast_tensors(model.buffers())
 
 
 @runtime_checkable

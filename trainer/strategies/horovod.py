@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,8 +73,7 @@ class HorovodStrategy(Strategy):
                 "`horovodrun --mpi`, or take reduction 'average'"
             )
         self._check_types(model, config)
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.broadcast(tensor.data)
+        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
         broadcast_optimizer_state(self, optimizer)
         wrapped = hvd.DistributedOptimizer(
             optimizer,
@@ -112,12 +111,22 @@ class HorovodStrategy(Strategy):
         return reduced
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
-        whole = tensor.contiguous()
-        self._hvd.broadcast_(whole.view(-1).view(torch.uint8), root_rank=0, name="trainer.tensor")
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
+        self.broadcast_tensors([tensor])
         return tensor
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
+        pairs = [(tensor, tensor.contiguous()) for tensor in tensors]
+        # All are submitted before the first is waited for, so that Horovod negotiates them together.
+        handles = [
+            self._hvd.broadcast_async_(whole.view(-1).view(torch.uint8), root_rank=0, name=f"trainer.tensor.{number}")
+            for number, (_, whole) in enumerate(pairs)
+        ]
+        for handle in handles:
+            self._hvd.synchronize(handle)
+        for tensor, whole in pairs:
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         # By default Horovod names the broadcast after the value's type, and ranks whose values differ in type hang.

@@ -1,0 +1,42 @@
+"""How Horovod broadcasts many tensors, run on every rank of one job; see `test_broadcast`."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from trainer.strategies.base import Strategy
+
+
+def tensors_of(rank: int) -> list[Tensor]:
+    """Return tensors of the kinds that a model has, with values that differ from rank to rank."""
+    ordered = torch.arange(12, dtype=torch.float32) + 100 * rank
+    return [
+        ordered,
+        ordered.view(3, 4).t(),
+        ordered.to(torch.bfloat16).view(2, 6),
+        torch.tensor([rank == 0, rank != 0]),
+        torch.tensor(rank + 7),
+        torch.empty(0),
+        (ordered.view(3, 4) + 0.5).to(memory_format=torch.contiguous_format)[:, 1:3],
+    ]
+
+
+def check_every_tensor_becomes_rank_0s(strategy: Strategy) -> None:
+    own = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors_of(strategy.world.rank)]
+    own[-1] = torch.zeros(3, 4)[:, 1:3].copy_(own[-1])
+    strategy.broadcast_tensors(own)
+    for found, expected in zip(own, tensors_of(0), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -> None:
+    calls = mock.Mock()
+    calls.submit.side_effect, calls.wait.side_effect = hvd.broadcast_async_, hvd.synchronize
+    with mock.patch.object(hvd, "broadcast_async_", calls.submit), mock.patch.object(hvd, "synchronize", calls.wait):
+        strategy.broadcast_tensors(torch.full((5,), float(strategy.world.rank)) for _ in range(3))
+    assert [name for name, _, _ in calls.mock_calls] == ["submit"] * 3 + ["wait"] * 3
