@@ -1,11 +1,12 @@
-"""The keys of a cluster: made once, at start, in a folder that only its nodes see.
+"""SSH keys of a cluster, generated once at start in a folder that only its nodes can read.
 
-    id_ed25519, id_ed25519.pub              the cluster's one pair: who has it may log in to every node
-    nodes/NAME/ssh_host_ed25519_key, .pub   what node NAME shows of itself
-    known_hosts                             every node's public key, pinned to its name
+    id_ed25519, id_ed25519.pub              the cluster's key pair: it allows a login to every node
+    nodes/NAME/ssh_host_ed25519_key, .pub   host key of node NAME
+    known_hosts                             public host keys of all nodes, pinned to their names
 
-On one machine the folder is a volume that all nodes share. On several, each has its own: `create` fills the first,
-`write_part` and `read_part` carry to another what that one node needs. Only the standard library, and ssh-keygen.
+On one machine the folder is a volume that all nodes share. On several machines each has its own folder: `create` fills
+the first one, and `export_keys` and `import_keys` copy to another machine the keys that its node needs. Keys are
+generated with ssh-keygen.
 """
 
 from __future__ import annotations
@@ -21,93 +22,94 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.errors import TrainerError
+
 CLUSTER_KEY = "id_ed25519"
 HOST_KEY = "ssh_host_ed25519_key"
 KNOWN_HOSTS = "known_hosts"
-# RFC 1123's host names, so that a name can be a folder and a line of known_hosts.
+# A host name as in RFC 1123. It is safe as a folder's name and in a line of known_hosts.
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
-_IN_A_PART = re.compile(rf"{CLUSTER_KEY}(\.pub)?|{KNOWN_HOSTS}|nodes/{_NAME}/{HOST_KEY}(\.pub)?")
+_EXPORTED = re.compile(rf"{CLUSTER_KEY}(\.pub)?|{KNOWN_HOSTS}|nodes/{_NAME}/{HOST_KEY}(\.pub)?")
 _LARGEST_FILE_BYTES = 1024 * 1024
 
 
-class NodeError(Exception):
-    """Something that the person at the keyboard can mend; its text is the whole message."""
-
-
 def create(folder: Path, names: Sequence[str], port: int) -> None:
-    """Makes what is missing: the cluster's pair, a host key for each of `names`, and known_hosts with all of them.
+    """Generate the cluster's key pair, a host key for each of `names`, and known_hosts; keep keys that exist.
 
-    Several nodes may call it at the same time on the same folder. What is there already stays.
+    Several nodes may call it at the same time on the same folder.
 
     Raises:
-        NodeError: a name is no host name, or the folder cannot be written.
+        TrainerError: a name is not a valid host name, or the folder cannot be written.
     """
     for name in names:
         if not re.fullmatch(_NAME, name):
-            raise NodeError(f"{name!r} is no host name; valid are letters, digits, '-' and '.', as in node-1")
+            raise TrainerError(f"{name!r} is not a host name; valid are letters, digits, '-' and '.', as in node-1")
     with _locked(folder):
-        _make_pair(folder / CLUSTER_KEY, "trainer cluster")
+        _generate_pair(folder / CLUSTER_KEY, "trainer cluster")
         for name in names:
-            _make_pair(folder / "nodes" / name / HOST_KEY, name)
+            _generate_pair(folder / "nodes" / name / HOST_KEY, name)
         _pin(folder, port)
 
 
-def write_part(folder: Path, name: str, stream: BinaryIO) -> None:
-    """Writes what node `name` needs to `stream`, as a tar archive. It holds private keys: pass it through ssh.
+def export_keys(folder: Path, name: str, stream: BinaryIO) -> None:
+    """Write the keys that node `name` needs to `stream`, as a tar archive. It holds private keys: send it over ssh.
 
     Raises:
-        NodeError: there are no keys for this name.
+        TrainerError: there are no keys for this name.
     """
     own = f"nodes/{name}/{HOST_KEY}"
     members = [CLUSTER_KEY, f"{CLUSTER_KEY}.pub", KNOWN_HOSTS, own, f"{own}.pub"]
     if not re.fullmatch(_NAME, name) or not (folder / own).is_file():
-        known = ", ".join(node_names(folder)) or "none; make them with: trainer-node keys create NAME NAME"
-        raise NodeError(f"there are no keys for node {name!r}; valid are {known}")
+        known = ", ".join(node_names(folder)) or "none; create them with: trainer-node keys create NAME NAME"
+        raise TrainerError(f"there are no keys for node {name!r}; valid are {known}")
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for member in members:
             archive.add(folder / member, arcname=member)
 
 
-def read_part(folder: Path, stream: BinaryIO) -> list[str]:
-    """Puts what `write_part` wrote into `folder`, and returns the names of the nodes that it is for.
+def import_keys(folder: Path, stream: BinaryIO) -> list[str]:
+    """Write an archive of `export_keys` into `folder`; return the names of the nodes whose host keys it holds.
 
     Raises:
-        NodeError: it is not what `write_part` writes, or there are other keys already. Nothing is written then.
+        TrainerError: the archive was not written by `export_keys`, or the folder holds the keys of another cluster.
+            Nothing is written then.
     """
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
-                if not member.isfile() or not _IN_A_PART.fullmatch(member.name) or member.size > _LARGEST_FILE_BYTES:
-                    raise NodeError(f"the archive holds {member.name!r}, which is no part of a cluster's keys")
+                if not member.isfile() or not _EXPORTED.fullmatch(member.name) or member.size > _LARGEST_FILE_BYTES:
+                    raise TrainerError(f"the archive holds {member.name!r}, which is not one of a cluster's keys")
                 content = archive.extractfile(member)
                 files[member.name] = content.read() if content else b""
     except (tarfile.TarError, EOFError) as error:
-        raise NodeError(f"stdin is not what `trainer-node keys export NAME` writes: {error}") from None
+        raise TrainerError(f"stdin is not the output of `trainer-node keys export NAME`: {error}") from None
     missing = {CLUSTER_KEY, f"{CLUSTER_KEY}.pub", KNOWN_HOSTS} - files.keys()
     if missing:
-        raise NodeError(f"stdin is not what `trainer-node keys export NAME` writes: no {', '.join(sorted(missing))}")
+        raise TrainerError(
+            f"stdin is not the output of `trainer-node keys export NAME`: no {', '.join(sorted(missing))}"
+        )
     with _locked(folder):
         old = folder / CLUSTER_KEY
         if old.exists() and old.read_bytes() != files[CLUSTER_KEY]:
-            raise NodeError(f"{folder} holds the keys of another cluster; empty it first")
+            raise TrainerError(f"{folder} holds the keys of another cluster; empty it first")
         for name, data in files.items():
             write_private(folder / name, data)
     return sorted({name.split("/")[1] for name in files if name.startswith("nodes/")})
 
 
 def node_names(folder: Path) -> list[str]:
-    """The nodes whose public keys this folder has."""
+    """Return the nodes whose public host keys are in this folder."""
     return sorted(path.parent.name for path in folder.glob(f"nodes/*/{HOST_KEY}.pub"))
 
 
 def pinned_names(folder: Path) -> list[str]:
-    """The nodes that known_hosts names, in its order."""
-    return list(_pinned(folder))
+    """Return the nodes in known_hosts, in its order."""
+    return list(_pinned_lines(folder))
 
 
-def _pinned(folder: Path) -> dict[str, str]:
-    """The lines of known_hosts by the names of the nodes."""
+def _pinned_lines(folder: Path) -> dict[str, str]:
+    """Return the lines of known_hosts by node name."""
     try:
         lines = (folder / KNOWN_HOSTS).read_text().splitlines()
     except OSError:
@@ -116,7 +118,7 @@ def _pinned(folder: Path) -> dict[str, str]:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all, and never readable by others in between."""
+    """Write a file atomically, with mode 600 from the start."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -126,23 +128,23 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _pin(folder: Path, port: int) -> None:
-    # Nodes on other machines are known by their lines alone: their keys are not in this folder.
-    lines = _pinned(folder)
+    # Keep existing lines: the host keys of nodes on other machines are not in this folder.
+    lines = _pinned_lines(folder)
     for name in node_names(folder):
         kind, key = (folder / "nodes" / name / f"{HOST_KEY}.pub").read_text().split()[:2]
         lines[name] = f"[{name}]:{port} {kind} {key}"
     write_private(folder / KNOWN_HOSTS, "".join(f"{lines[name]}\n" for name in sorted(lines)).encode())
 
 
-def _make_pair(path: Path, comment: str) -> None:
+def _generate_pair(path: Path, comment: str) -> None:
     if path.exists() and path.with_name(f"{path.name}.pub").exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # half a pair, from a start that was cut off; ssh-keygen would ask
+    path.unlink(missing_ok=True)  # left by an interrupted start; ssh-keygen would prompt before it overwrites it
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
-        raise NodeError(f"ssh-keygen could not make {path}: {(done.stderr or done.stdout).strip()}")
+        raise TrainerError(f"ssh-keygen could not generate {path}: {(done.stderr or done.stdout).strip()}")
 
 
 @contextmanager
@@ -150,8 +152,8 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise NodeError(
-            f"{folder}, where the cluster's keys belong, cannot be written by user {os.getuid()}: {error.strerror}"
+        raise TrainerError(
+            f"{folder}, the folder of the cluster's keys, cannot be written by user {os.getuid()}: {error.strerror}"
         ) from None
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,16 +1,22 @@
-#!/usr/bin/python3
-"""A node of the cluster: makes or finds its keys, and lets this cluster's other nodes in through sshd.
+#!/usr/bin/env python3
+"""Run a node of the cluster: set up its SSH keys, and start sshd for the cluster's other nodes.
 
-    trainer-node serve                   what a node's container runs
-    trainer-node health                  whether sshd answers and Horovod loads, for Docker's HEALTHCHECK
-    trainer-node keys create NAME NAME   keys for nodes on several machines, made on the first
-    trainer-node keys export NAME        what node NAME needs of them, to stdout, as a tar archive
-    trainer-node keys import             the same from stdin
+    trainer-node serve                   set up the node and run sshd; the container's command
+    trainer-node health                  check that sshd answers and Horovod can be imported, for Docker's HEALTHCHECK
+    trainer-node keys create NAME NAME   on the first of several machines: generate keys for all nodes
+    trainer-node keys export NAME        write the keys that node NAME needs to stdout, as a tar archive
+    trainer-node keys import             read such an archive from stdin
 
-Environment: TRAINER_NODE, this node's name in `horovodrun -H` (the host name); TRAINER_SSH_PORT (2222), the same on
-all nodes; TRAINER_LISTEN, the address that sshd listens on (the one on the way to the other nodes, else the one that
-the node's name stands for); TRAINER_CLUSTER_DIR, the keys' folder (/cluster). Only the standard library.
+Environment variables, with their defaults:
+
+    TRAINER_NODE         name of this node in `horovodrun -H` (the host name)
+    TRAINER_SSH_PORT     port of sshd, the same on all nodes (2222)
+    TRAINER_LISTEN       address that sshd listens on (this host's address on the route to the other nodes; without
+                         other nodes, the address of its own name)
+    TRAINER_CLUSTER_DIR  folder of the keys (/cluster)
 """
+
+# Docker runs this file every few seconds as the health check, so it must not import PyTorch.
 
 from __future__ import annotations
 
@@ -23,27 +29,18 @@ import time
 from pathlib import Path
 
 import keys
-from keys import NodeError
+
+from trainer.errors import TrainerError
+from trainer.launch.network import route_to
 
 HERE = Path(__file__).resolve().parent
 SSHD = "/usr/sbin/sshd"
-# Of this container's environment, what a process started over ssh needs as well. What else a user exports travels
-# with the job: horovodrun hands its own environment on.
-_FOR_EVERY_LOGIN = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "TRAINER_",
-    "OPAL_",
-    "OMPI_",
-    "NCCL_",
-    "HOROVOD_",
-    "OMP_",
-    "UCX_",
-    "NVIDIA_",
-)
-# When all was well last. Importing Horovod takes seconds of a core that may be training, so that is done once; and
-# sshd writes two lines about everybody who only looks, so that is done once a minute.
-_HEALTHY = Path("/tmp/trainer-healthy")  # noqa: S108 (an empty mark, in the container's own /tmp)
+# Variables of this container that every process started over ssh needs too. Other variables that a user exports reach
+# the ranks through horovodrun, which passes its own environment on.
+_FORWARDED = ("PATH", "LD_LIBRARY_PATH", "TRAINER_", "OPAL_", "OMPI_", "NCCL_", "HOROVOD_", "OMP_", "UCX_", "NVIDIA_")
+# Its modification time is that of the last successful check. The import of Horovod takes seconds of CPU time, which
+# training may need, so it is checked once. sshd logs two lines for every connection, so it is checked once a minute.
+_HEALTHY = Path("/tmp/trainer-healthy")  # noqa: S108 (an empty file in the container's own /tmp)
 _HEALTHY_FOR_S = 60.0
 
 
@@ -58,24 +55,25 @@ def main() -> int:
             create_keys(options.names)
         elif options.action == "export":
             if sys.stdout.isatty():
-                raise NodeError(
-                    "this would print private keys on the terminal; pipe it into the other machine's import"
+                raise TrainerError(
+                    "this would print private keys on the terminal; pipe it into `trainer-node keys import` on the "
+                    "other machine"
                 )
-            keys.write_part(_cluster_dir(), options.name, sys.stdout.buffer)
+            keys.export_keys(_cluster_dir(), options.name, sys.stdout.buffer)
         else:
-            names = keys.read_part(_cluster_dir(), sys.stdin.buffer)
+            names = keys.import_keys(_cluster_dir(), sys.stdin.buffer)
             print(f"trainer: keys for node {', '.join(names)} are in {_cluster_dir()}")
-    except NodeError as error:
+    except TrainerError as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def serve() -> None:
-    """Writes the settings of ssh and sshd, and becomes sshd. Returns never.
+    """Write the keys and settings of ssh and sshd, then replace this process with sshd. Never returns.
 
     Raises:
-        NodeError: keys or settings cannot be made, or nothing tells which address to listen on.
+        TrainerError: keys or settings cannot be written, or the address to listen on cannot be found.
     """
     folder, name, port = _cluster_dir(), node_name(), _port()
     _HEALTHY.unlink(missing_ok=True)
@@ -87,90 +85,84 @@ def serve() -> None:
         _copy_keys(folder, name, home)
         _write_settings(folder, home, port, listen_address(folder, name))
     except OSError as error:
-        raise NodeError(f"cannot set up ssh in {home}: {error}") from None
+        raise TrainerError(f"cannot set up ssh in {home}: {error}") from None
     check = subprocess.run([SSHD, "-t", "-f", str(home / "sshd_config")], capture_output=True, text=True, check=False)
     if check.returncode != 0:
-        raise NodeError(f"sshd does not take its settings: {check.stderr.strip()}")
+        raise TrainerError(f"sshd rejects its settings: {check.stderr.strip()}")
     print(f"trainer: node {name} listens on port {port}", file=sys.stderr, flush=True)
-    os.execv(SSHD, [SSHD, "-D", "-e", "-f", str(home / "sshd_config")])  # noqa: S606 (no shell is wanted)
+    os.execv(SSHD, [SSHD, "-D", "-e", "-f", str(home / "sshd_config")])  # noqa: S606 (needs no shell)
 
 
 def check_health() -> None:
-    """Raises NodeError where sshd does not answer or `import horovod.torch` fails."""
+    """Check that sshd answers and that Horovod can be imported.
+
+    Raises:
+        TrainerError: sshd does not answer, or the import fails.
+    """
     checked = _HEALTHY.stat().st_mtime if _HEALTHY.exists() else None
     if checked and time.time() - checked < _HEALTHY_FOR_S:
         return
-    address, port = _served(Path.home() / ".ssh" / "sshd_config"), _port()
+    address, port = _configured_address(Path.home() / ".ssh" / "sshd_config"), _port()
     try:
         with socket.create_connection((address, port), timeout=5) as connection:
             banner = connection.recv(64)
     except OSError as error:
-        raise NodeError(f"sshd does not answer on {address} port {port}: {error}") from None
+        raise TrainerError(f"sshd does not answer on {address} port {port}: {error}") from None
     if not banner.startswith(b"SSH-2.0-"):
-        raise NodeError(f"what answers on {address} port {port} is not sshd: {banner!r}")
+        raise TrainerError(f"the server on {address} port {port} is not sshd: it sent {banner!r}")
     if not checked:
-        done = subprocess.run(["python", "-c", "import horovod.torch"], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", "import horovod.torch"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise NodeError(f"horovod.torch does not import: {done.stderr.strip()[-500:]}")
+            raise TrainerError(f"horovod.torch cannot be imported: {done.stderr.strip()[-500:]}")
     _HEALTHY.touch()
 
 
 def create_keys(names: list[str]) -> None:
-    """Makes the keys of a cluster on several machines, and says how each gets its part."""
+    """Generate the keys of a cluster on several machines, and print the commands that copy them."""
     folder = _cluster_dir()
     keys.create(folder, names, _port())
-    print(f"trainer: keys for {', '.join(names)} are in {folder}. Hand every other machine its part:")
+    print(f"trainer: keys for {', '.join(names)} are in {folder}. Copy each node's keys to its machine:")
     for name in names:
         print(f"    … trainer-node keys export {name} | ssh MACHINE … trainer-node keys import")
 
 
 def node_name() -> str:
-    """This node's name, by which others log in to it."""
+    """Return the name by which other nodes log in to this one."""
     return os.environ.get("TRAINER_NODE") or socket.gethostname()
 
 
 def listen_address(folder: Path, name: str) -> str:
-    """The address on the cluster's network.
+    """Return this host's address on the cluster's network.
 
     Raises:
-        NodeError: no other node's name resolves, and the own one only to a loopback address or to none.
+        TrainerError: there is no route to any other node, and this node's own name has no address but a loopback one.
     """
     chosen = os.environ.get("TRAINER_LISTEN")
     if chosen:
         return chosen
     for other in [*(node for node in keys.pinned_names(folder) if node != name), name]:
-        source = route_to(other)
-        if source and not source.startswith("127."):
-            return source
-    raise NodeError(
-        f"cannot tell which address belongs to the cluster's network: no node's name resolves to one, {name} included; "
-        "set TRAINER_LISTEN to this host's address there"
+        address = route_to(other)
+        if address and not address.startswith("127."):
+            return address
+    raise TrainerError(
+        f"cannot tell which of this host's addresses is on the cluster's network: there is no route to another node, "
+        f"and {name!r} has no address but a loopback one; set TRAINER_LISTEN to the address"
     )
 
 
-def route_to(host: str) -> str | None:
-    """This host's own address on the way to `host`, as the kernel routes; None without a way or without such a host."""
-    try:
-        address = socket.gethostbyname(host)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: it makes the kernel choose
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def ssh_environment() -> str:
-    """The value of sshd's SetEnv: what every process that is started over ssh gets."""
-    chosen = {
+    """Return the value of sshd's SetEnv: the variables of every process that is started over ssh."""
+    forwarded = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_FOR_EVERY_LOGIN) and value.isprintable() and '"' not in value
+        if name.startswith(_FORWARDED) and value.isprintable() and '"' not in value
     }
-    return " ".join(f'"{name}={value}"' for name, value in chosen.items())
+    return " ".join(f'"{name}={value}"' for name, value in forwarded.items())
 
 
 def _copy_keys(folder: Path, name: str, home: Path) -> None:
-    """Into this node's own home, where modes and owner are right whatever they are in the folder."""
+    """Copy this node's keys into its home, with the owner and the modes that ssh requires."""
     for source, target in (
         (folder / keys.CLUSTER_KEY, "id_ed25519"),
         (folder / "nodes" / name / keys.HOST_KEY, "host_key"),
@@ -179,14 +171,14 @@ def _copy_keys(folder: Path, name: str, home: Path) -> None:
             mode = source.stat().st_mode
             keys.write_private(home / target, source.read_bytes())
         except OSError as error:
-            raise NodeError(f"cannot read {source} as user {os.getuid()}: {error.strerror}") from None
+            raise TrainerError(f"cannot read {source} as user {os.getuid()}: {error.strerror}") from None
         if mode & 0o077:
             print(f"trainer: WARNING: {source} had mode {mode & 0o777:o}; a private key's is 600", file=sys.stderr)
             try:
                 source.chmod(0o600)
             except OSError as error:
-                raise NodeError(
-                    f"{source} can be read by others, and its mode cannot be mended: {error.strerror}"
+                raise TrainerError(
+                    f"{source} can be read by other users, and its mode cannot be changed: {error.strerror}"
                 ) from None
     public = (folder / f"{keys.CLUSTER_KEY}.pub").read_text()
     keys.write_private(home / "authorized_keys", f"restrict {public}".encode())
@@ -211,11 +203,12 @@ def _write_settings(folder: Path, home: Path, port: int, address: str) -> None:
         keys.write_private(home / name, ("\n".join(lines) + "\n").encode())
 
 
-def _served(settings: Path) -> str:
+def _configured_address(settings: Path) -> str:
+    """Return the address that sshd listens on."""
     try:
         lines = settings.read_text().splitlines()
     except OSError as error:
-        raise NodeError(f"this node does not serve yet: {error}") from None
+        raise TrainerError(f"sshd has not been set up yet: {error}") from None
     return next(line.split()[1] for line in lines if line.startswith("ListenAddress "))
 
 
@@ -226,7 +219,7 @@ def _cluster_dir() -> Path:
 def _port() -> int:
     text = os.environ.get("TRAINER_SSH_PORT") or "2222"
     if not text.isdecimal() or not 1024 <= int(text) <= 65535:
-        raise NodeError(f"TRAINER_SSH_PORT is {text!r}; valid are 1024 to 65535")
+        raise TrainerError(f"TRAINER_SSH_PORT is {text!r}; valid are 1024 to 65535")
     return int(text)
 
 

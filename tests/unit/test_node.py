@@ -14,6 +14,8 @@ import keys
 import node
 import pytest
 
+from trainer.errors import TrainerError
+
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="there is no ssh-keygen")
 NODE = Path(node.__file__)
 
@@ -26,66 +28,67 @@ def cluster(tmp_path: Path) -> Path:
     return folder
 
 
-def part_of(folder: Path, name: str) -> io.BytesIO:
+def exported(folder: Path, name: str) -> io.BytesIO:
     stream = io.BytesIO()
-    keys.write_part(folder, name, stream)
+    keys.export_keys(folder, name, stream)
     stream.seek(0)
     return stream
 
 
-def modes(folder: Path) -> set[int]:
+def modes_of_private_keys(folder: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in folder.rglob("*ed25519*") if path.is_file() and not path.suffix}
 
 
-def test_create_makes_one_pair_and_pins_every_host(cluster: Path) -> None:
+def test_create_generates_one_key_pair_and_pins_every_host(cluster: Path) -> None:
     lines = (cluster / "known_hosts").read_text().splitlines()
     assert [line.split()[:2] for line in lines] == [["[a]:2222", "ssh-ed25519"], ["[b]:2222", "ssh-ed25519"]]
     assert lines[0].split()[2] != lines[1].split()[2]
     assert keys.pinned_names(cluster) == ["a", "b"]
-    assert modes(cluster) == {0o600}
+    assert modes_of_private_keys(cluster) == {0o600}
 
 
-def test_a_node_that_joins_changes_no_key(cluster: Path) -> None:
+def test_a_new_node_changes_no_existing_key(cluster: Path) -> None:
     before = {path: path.read_bytes() for path in cluster.rglob("*ed25519*") if path.is_file()}
     keys.create(cluster, ["c"], 2222)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert keys.pinned_names(cluster) == ["a", "b", "c"]
 
 
-def test_half_a_pair_is_made_anew(cluster: Path) -> None:
+def test_an_incomplete_key_pair_is_generated_again(cluster: Path) -> None:
+    old = (cluster / "id_ed25519.pub").read_text()
     (cluster / "id_ed25519.pub").unlink()
     keys.create(cluster, ["a"], 2222)
-    assert (cluster / "id_ed25519.pub").exists()
+    assert (cluster / "id_ed25519.pub").read_text() != old
 
 
 @pytest.mark.parametrize("name", ["../x", "", "-a", "a b", "a/b"])
-def test_a_name_that_is_no_host_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(keys.NodeError, match="is no host name; valid are"):
+def test_an_invalid_host_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TrainerError, match="is not a host name; valid are"):
         keys.create(tmp_path, ["a", name], 2222)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_holds_one_nodes_keys_and_no_others(cluster: Path, tmp_path: Path) -> None:
+def test_an_export_holds_the_keys_of_one_node_only(cluster: Path, tmp_path: Path) -> None:
     other = tmp_path / "other machine"
     other.mkdir()
-    assert keys.read_part(other, part_of(cluster, "b")) == ["b"]
+    assert keys.import_keys(other, exported(cluster, "b")) == ["b"]
     assert (other / "id_ed25519").read_bytes() == (cluster / "id_ed25519").read_bytes()
     assert keys.pinned_names(other) == ["a", "b"]
     assert not (other / "nodes" / "a").exists()
-    assert modes(other) == {0o600}
+    assert modes_of_private_keys(other) == {0o600}
 
 
-def test_a_node_that_starts_keeps_the_hosts_that_came_with_its_part(cluster: Path, tmp_path: Path) -> None:
+def test_create_keeps_the_imported_known_hosts(cluster: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    keys.read_part(other, part_of(cluster, "b"))
+    keys.import_keys(other, exported(cluster, "b"))
     keys.create(other, ["b"], 2222)
     assert (other / "known_hosts").read_text() == (cluster / "known_hosts").read_text()
 
 
-def test_a_part_for_an_unknown_node_is_refused(cluster: Path) -> None:
-    with pytest.raises(keys.NodeError, match="no keys for node 'c'; valid are a, b"):
-        part_of(cluster, "c")
+def test_an_export_for_an_unknown_node_is_refused(cluster: Path) -> None:
+    with pytest.raises(TrainerError, match="no keys for node 'c'; valid are a, b"):
+        exported(cluster, "c")
 
 
 def test_keys_of_another_cluster_are_not_overwritten(cluster: Path, tmp_path: Path) -> None:
@@ -93,35 +96,35 @@ def test_keys_of_another_cluster_are_not_overwritten(cluster: Path, tmp_path: Pa
     other.mkdir()
     keys.create(other, ["b"], 2222)
     before = (other / "id_ed25519").read_bytes()
-    with pytest.raises(keys.NodeError, match="holds the keys of another cluster"):
-        keys.read_part(other, part_of(cluster, "b"))
+    with pytest.raises(TrainerError, match="holds the keys of another cluster"):
+        keys.import_keys(other, exported(cluster, "b"))
     assert (other / "id_ed25519").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["../authorized_keys", "nodes/../../x", "/etc/passwd", "id_rsa"])
-def test_an_archive_with_anything_else_is_refused_whole(tmp_path: Path, name: str) -> None:
+def test_an_archive_with_another_file_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for member in ("id_ed25519", "id_ed25519.pub", "known_hosts", name):
             archive.addfile(tarfile.TarInfo(member))
     stream.seek(0)
-    with pytest.raises(keys.NodeError, match="no part of a cluster's keys"):
-        keys.read_part(tmp_path, stream)
+    with pytest.raises(TrainerError, match="not one of a cluster's keys"):
+        keys.import_keys(tmp_path, stream)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stream_that_is_no_archive_is_one_line(tmp_path: Path) -> None:
+def test_invalid_input_to_import_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(NODE), "keys", "import"], input=b"hello", capture_output=True, check=False,
         env={"TRAINER_CLUSTER_DIR": str(tmp_path), "PATH": "/usr/bin"},
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith(b"trainer: stdin is not what `trainer-node keys export NAME` writes")
+    assert done.stderr.startswith(b"trainer: stdin is not the output of `trainer-node keys export NAME`")
     assert done.stderr.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("port", ["22", "x", "70000"])
-def test_a_port_out_of_range_is_one_line(tmp_path: Path, port: str) -> None:
+def test_an_invalid_port_is_one_line(tmp_path: Path, port: str) -> None:
     done = subprocess.run(
         [sys.executable, str(NODE), "serve"], capture_output=True, text=True, check=False,
         env={"TRAINER_CLUSTER_DIR": str(tmp_path), "TRAINER_SSH_PORT": port, "PATH": "/usr/bin"},
@@ -129,20 +132,35 @@ def test_a_port_out_of_range_is_one_line(tmp_path: Path, port: str) -> None:
     assert (done.returncode, done.stderr) == (1, f"trainer: TRAINER_SSH_PORT is '{port}'; valid are 1024 to 65535\n")
 
 
-def test_sshd_listens_on_the_way_to_the_others(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sshd_listens_on_the_route_to_the_other_nodes(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     routes = {"a": "127.0.1.1", "b": "10.0.0.1"}
     monkeypatch.setattr(node, "route_to", routes.get)
     monkeypatch.delenv("TRAINER_LISTEN", raising=False)
     assert node.listen_address(cluster, "a") == "10.0.0.1"
     routes["b"] = "127.0.0.1"
-    with pytest.raises(keys.NodeError, match="set TRAINER_LISTEN"):
+    with pytest.raises(TrainerError, match="set TRAINER_LISTEN"):
         node.listen_address(cluster, "a")
     monkeypatch.setenv("TRAINER_LISTEN", "10.9.9.9")
     assert node.listen_address(cluster, "a") == "10.9.9.9"
 
 
-def test_a_login_gets_what_training_needs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_gets_the_variables_of_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         os, "environ", {"PATH": "/opt/venv/bin:/bin", "NCCL_DEBUG": "INFO", "TOKEN": "x", "OMPI_X": 'a"b'}
     )
     assert node.ssh_environment() == '"NCCL_DEBUG=INFO" "PATH=/opt/venv/bin:/bin"'
+
+
+def test_the_health_check_starts_without_pytorch() -> None:
+    code = "import sys, node; print(node.route_to.__module__, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=NODE.parent, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("trainer.launch.network False False\n", "")
+
+
+def test_the_node_runs_with_the_first_python_on_the_path(tmp_path: Path) -> None:
+    """The image's PATH begins with the environment that has the library; Debian's own Python has none."""
+    (tmp_path / "trainer-node").symlink_to(NODE)
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "TRAINER_SSH_PORT": "22"}
+    command = [str(tmp_path / "trainer-node"), "serve"]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "trainer: TRAINER_SSH_PORT is '22'; valid are 1024 to 65535\n")
