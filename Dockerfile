@@ -3,7 +3,7 @@
 #     docker build -t trainer:cpu .
 #     docker compose up --build -d
 #
-# Dockerfile.gpu is the same file with CUDA; tests/test_images.py keeps the two in step.
+# Dockerfile.gpu is the same file with CUDA; tests/unit/test_images.py keeps the two in step.
 ARG BASE=debian:bookworm-slim
 
 # What running and building share. Debian pins nothing here: its stable release changes for security alone, and
@@ -24,26 +24,32 @@ ENV PATH=/opt/venv/bin:$PATH \
 FROM base AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY requirements/run.txt requirements/
-COPY scripts/install/console.py scripts/install/image_packages.py scripts/install/
-RUN --mount=type=cache,target=/root/.cache/pip \
+COPY requirements/run.txt requirements/uv.txt requirements/
+COPY scripts/install/console.py scripts/install/image_packages.py scripts/install/packages.py scripts/install/
+# uv's cache is another file system, so it cannot link into the image.
+RUN --mount=type=cache,target=/root/.cache \
     python3 -m venv /opt/venv \
-    && python scripts/install/image_packages.py --torch-index "${TORCH_INDEX}"
+    && UV_LINK_MODE=copy python scripts/install/image_packages.py --torch-index "${TORCH_INDEX}"
 
 # Horovod, with a compiler named in full for C and C++.
-FROM packages AS builder
+# The compiler is installed while the packages are, and these are mounted, not copied, when they are complete.
+FROM base AS builder
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y gcc-12 g++-12 make python3-dev \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y gcc-12 g++-12 python3-dev \
     && rm -rf /var/lib/apt/lists/*
 ENV CC=gcc-12 CXX=g++-12
+WORKDIR /src
 COPY requirements/build.txt requirements/horovod.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --no-deps --require-hashes --requirement requirements/build.txt
 COPY patches patches
-COPY scripts/install/build_horovod.py scripts/install/horovod_wheel.py scripts/install/prove_horovod.py scripts/install/
-RUN --mount=type=cache,target=/root/.cache \
-    python scripts/install/build_horovod.py --gpu none --wheel-dir /wheels
+COPY scripts/install/build_horovod.py scripts/install/console.py scripts/install/horovod_wheel.py \
+    scripts/install/prove_horovod.py scripts/install/
+# What is installed into the mounted environment here is gone afterwards.
+# hadolint ignore=DL3042
+RUN --mount=type=bind,from=packages,source=/opt/venv,target=/opt/venv,rw \
+    --mount=type=cache,target=/root/.cache \
+    pip install --no-deps --require-hashes --requirement requirements/build.txt \
+    && python scripts/install/build_horovod.py --gpu none --wheel-dir /wheels
 
 # What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
 FROM packages AS node

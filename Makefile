@@ -11,8 +11,8 @@ DATA_DIR ?= data
 ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
-GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt) \
-    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py prove_horovod.py)
+GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
+    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 

@@ -49,7 +49,7 @@ def main() -> int:
                 prove(variant.name)
             except SetupError:
                 if fresh:
-                    wheel.unlink()  # What was never proven must not be found by the next run.
+                    wheel.unlink()  # The next run must not find what failed its proof.
                 raise
         if options.wheel_dir:
             options.wheel_dir.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def build_wheel(folder: Path, variant: Variant, sdist: Path | None = None) -> Pa
         _patch(source)
         env = _build_env(work, variant)
         run(
-            f"compiling Horovod ({'CUDA + NCCL' if variant.cuda_home else 'CPU'}; a few minutes, once per machine)",
+            f"compiling Horovod ({'CUDA + NCCL' if variant.cuda_home else 'CPU'}; some minutes, once per machine)",
             [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(work / "dist")],
             folder / "build.log",
             env=env,
@@ -135,8 +135,9 @@ def _build_env(work: Path, variant: Variant) -> dict[str, str]:
     env.update(
         PATH=os.pathsep.join([prefix_bin, env.get("PATH", "")]),
         OPAL_PREFIX=sys.prefix,
-        # setup.py adds -j only where this is unset, and make sets it.
-        MAKEFLAGS=f"-j{len(os.sched_getaffinity(0))}",
+        CMAKE_GENERATOR="Ninja",
+        CMAKE_BUILD_PARALLEL_LEVEL=str(len(os.sched_getaffinity(0))),
+        NINJA_STATUS="[%p] ",
         HOROVOD_WITH_PYTORCH="1",
         HOROVOD_WITHOUT_TENSORFLOW="1",
         HOROVOD_WITHOUT_MXNET="1",

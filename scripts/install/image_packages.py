@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import packages
 from console import SetupError, say
 
-LOCK = Path(__file__).resolve().parents[2] / "requirements" / "run.txt"
+LOCK = packages.REQUIREMENTS / "run.txt"
 FROM_TORCH_INDEX = ("torch", "torchvision")
 # What only PyTorch's CUDA builds ask for.
 _CUDA_PACKAGE = re.compile(r"^(nvidia-|cuda-|triton$)")
@@ -38,13 +38,13 @@ def main() -> int:
     index = parser.parse_args().torch_index.rstrip("/")
     requirements = split_lock(LOCK.read_text())
     pins = [requirements[name].split()[0] for name in FROM_TORCH_INDEX]
+    if index and (problem := missing_from(index, pins)):
+        say(f"WARNING: {problem}; taking PyTorch from PyPI, with CUDA (about 5 GB more)")
+        index = ""
+    locked = [text for name, text in requirements.items() if not index or not _from_index(name)]
     try:
-        if index and (problem := missing_from(index, pins)):
-            say(f"WARNING: {problem}; taking PyTorch from PyPI, with CUDA (about 5 GB more)")
-            index = ""
-        if index:
-            _pip(["--no-deps", "--index-url", index, *pins])
-        _install_locked([text for name, text in requirements.items() if not index or not _from_index(name)])
+        with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+            _install(Path(name), index, pins, locked)
     except SetupError as error:
         say(str(error))
         return 1
@@ -83,17 +83,18 @@ def _from_index(name: str) -> bool:
     return name in FROM_TORCH_INDEX or _CUDA_PACKAGE.match(name) is not None
 
 
-def _install_locked(entries: list[str]) -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
-        lock.write("\n".join(entries) + "\n")
-        lock.flush()
-        _pip(["--no-deps", "--require-hashes", "--requirement", lock.name])
-
-
-def _pip(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *arguments]
-    if subprocess.run(command, check=False).returncode != 0:
-        raise SetupError(f"pip could not install the packages; it was called as: {' '.join(command)}")
+def _install(folder: Path, index: str, pins: list[str], locked: list[str]) -> None:
+    """Installs everything, `pins` from `index` if there is one, through a uv that is gone afterwards."""
+    uv = packages.get_uv(sys.executable, folder / "uv.log", folder / "uv")
+    # Ranks cannot write into the image, so their bytecode is compiled here.
+    options = ["--no-deps", "--compile-bytecode"]
+    if index:
+        source = ["--index-url", index, *pins]
+        packages.install("installing PyTorch", sys.executable, uv, [*options, *source], folder / "torch.log")
+    lock = folder / "lock.txt"
+    lock.write_text("\n".join(locked) + "\n")
+    source = ["--require-hashes", "--requirement", str(lock)]
+    packages.install("installing the locked packages", sys.executable, uv, [*options, *source], folder / "lock.log")
 
 
 if __name__ == "__main__":

@@ -15,4 +15,5 @@ limits=requirements/limits.in
 
 compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build
+compile uv.txt --group uv
 compile dev.txt --constraint requirements/run.txt --constraint requirements/build.txt --group dev

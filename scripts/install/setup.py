@@ -1,11 +1,14 @@
 """Makes .venv ready: the locked packages, Horovod with our patches, and this project, editable.
 
-Called by the Makefile before everything else. When nothing that it installs from has changed since the
-last time, it returns at once. Only the standard library: nothing is installed yet when it runs.
+    python scripts/install/setup.py    # takes no options
+
+The Makefile calls it before everything else. When nothing that it installs from has changed since the last
+time, it returns at once. Only the standard library: nothing is installed yet when it runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -15,6 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import packages
 from console import SetupError, run, say
 
 HERE = Path(__file__).resolve().parent
@@ -22,14 +26,19 @@ ROOT = HERE.parents[1]
 VENV = ROOT / ".venv"
 STAMP = VENV / "trainer-setup.sha256"
 LOGS = VENV / "logs"
+REQUIREMENTS = packages.REQUIREMENTS
 LOCKS = ("run.txt", "build.txt", "dev.txt")
-# torch's wheels with their CUDA libraries unpack to 6 GB; pip needs as much again for its downloads.
+# torch's wheels with their CUDA libraries unpack to 6 GB, and the installer needs as much again for its cache.
 NEEDED_DISK_GB = 12
 
 _CXX20_PROBE = "#include <concepts>\n#include <span>\nstatic_assert(std::integral<int>);\nint main() {}\n"
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.parse_args()
     wanted = _fingerprint()
     if STAMP.exists() and STAMP.read_text() == wanted:
         return 0
@@ -40,7 +49,7 @@ def main() -> int:
         _install_packages()
         python = str(VENV / "bin" / "python")
         build = [python, str(HERE / "build_horovod.py")]
-        # Not through console.run: the build script has its own signs of life.
+        # Not through console.run: the build script reports its own progress.
         if subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             return 1
         run(
@@ -62,7 +71,7 @@ def _fingerprint() -> str:
     """A hash over all that the environment is made from, the place of the checkout included."""
     digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]}".encode())
     sources = [ROOT / "pyproject.toml", *sorted(HERE.glob("*.py"))]
-    sources += sorted((ROOT / "requirements").glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
+    sources += sorted(REQUIREMENTS.glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -108,24 +117,23 @@ def _compiles_cxx20() -> bool:
             return False
 
 
-def _apt_install(packages: list[str]) -> None:
+def _apt_install(names: list[str]) -> None:
     env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
-    # Not under .venv, which does not exist yet and which venv would find in its way.
-    log = Path(tempfile.mkdtemp(prefix="trainer-")) / "apt.log"
+    log = packages.temporary_log("apt.log")
     run("updating apt's package lists", ["apt-get", "update"], log, env=env)
     run(
-        f"installing {', '.join(packages)} with apt-get",
-        ["apt-get", "install", "-y", "--no-install-recommends", *packages],
+        f"installing {', '.join(names)} with apt-get",
+        ["apt-get", "install", "-y", "--no-install-recommends", *names],
         log,
         env=env,
     )
 
 
-def _install_hint(packages: list[str]) -> str:
-    hint = f"this machine lacks {', '.join(packages)}; install with: "
+def _install_hint(names: list[str]) -> str:
+    hint = f"this machine lacks {', '.join(names)}; install with: "
     if shutil.which("dnf"):
         return hint + "sudo dnf install gcc-c++ make python3-devel"
-    return hint + f"sudo apt-get install {' '.join(packages)}"
+    return hint + f"sudo apt-get install {' '.join(names)}"
 
 
 def _make_venv() -> None:
@@ -138,19 +146,18 @@ def _make_venv() -> None:
         same = ""
     if same == str(sys.version_info[:2]):
         return
-    run(
-        "making .venv",
-        [sys.executable, "-m", "venv", "--clear", str(VENV)],
-        Path(tempfile.mkdtemp(prefix="trainer-")) / "venv.log",
-    )
+    run("making .venv", [sys.executable, "-m", "venv", "--clear", str(VENV)], packages.temporary_log("venv.log"))
 
 
 def _install_packages() -> None:
-    """Everything from the lock, each file checked against its hash."""
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--require-hashes"]
+    """Everything from the locks, each file checked against its hash."""
+    python = str(VENV / "bin" / "python")
+    arguments = ["--require-hashes"]
     for lock in LOCKS:
-        command += ["--requirement", str(ROOT / "requirements" / lock)]
-    run("installing the locked packages (PyTorch with CUDA: about 3 GB to download)", command, LOGS / "pip.log")
+        arguments += ["--requirement", str(REQUIREMENTS / lock)]
+    uv = packages.get_uv(python, LOGS / "uv.log")
+    title = "installing the locked packages (PyTorch with CUDA: about 3 GB to download)"
+    packages.install(title, python, uv, arguments, LOGS / "packages.log")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import image_packages
+import packages
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,34 +80,40 @@ def test_an_index_of_cpu_builds_is_taken_where_it_has_the_locked_version(
     assert "does not answer" in (image_packages.missing_from(index, ["torchvision==0.29.1"]) or "")
 
 
-def test_with_the_index_neither_torch_nor_cuda_comes_from_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of every installation, and the lock's text in the place of its path."""
     calls: list[list[str]] = []
-    locks: list[str] = []
 
-    def pip(arguments: list[str]) -> None:
-        calls.append(arguments)
-        if "--requirement" in arguments:
-            locks.append(Path(arguments[-1]).read_text())
+    def install(title: str, python: str, uv: Path | None, arguments: list[str], log: Path) -> None:
+        *head, last = arguments
+        calls.append([*head, Path(last).read_text() if head[-1] == "--requirement" else last])
 
-    monkeypatch.setattr(image_packages, "_pip", pip)
-    monkeypatch.setattr(image_packages, "missing_from", lambda index, pins: None)
+    monkeypatch.setattr(packages, "install", install)
+    monkeypatch.setattr(packages, "get_uv", lambda python, log, folder: None)
     monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu/"])
+    return calls
+
+
+def test_with_the_index_neither_torch_nor_cuda_comes_from_the_lock(
+    installed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_packages, "missing_from", lambda index, pins: None)
     assert image_packages.main() == 0
-    assert calls[0][:3] == ["--no-deps", "--index-url", "https://index.invalid/cpu"]
-    assert [pin.split("==")[0] for pin in calls[0][3:]] == ["torch", "torchvision"]
-    assert "--require-hashes" in calls[1]
-    assert "numpy==" in locks[0]
-    assert not re.search(r"^(torch|torchvision|nvidia-|cuda-|triton)", locks[0], re.MULTILINE)
+    torch, locked = installed
+    assert torch[:4] == ["--no-deps", "--compile-bytecode", "--index-url", "https://index.invalid/cpu"]
+    assert [pin.split("==")[0] for pin in torch[4:]] == ["torch", "torchvision"]
+    assert locked[:4] == ["--no-deps", "--compile-bytecode", "--require-hashes", "--requirement"]
+    assert "numpy==" in locked[4]
+    assert not re.search(r"^(torch|torchvision|nvidia-|cuda-|triton)", locked[4], re.MULTILINE)
 
 
 def test_without_the_index_everything_comes_from_the_lock_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    installed: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    locks: list[str] = []
-    monkeypatch.setattr(image_packages, "_pip", lambda arguments: locks.append(Path(arguments[-1]).read_text()))
     monkeypatch.setattr(image_packages, "missing_from", lambda index, pins: f"{index} does not answer")
-    monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu"])
     assert image_packages.main() == 0
-    assert re.search(r"^torch==", locks[0], re.MULTILINE)
-    assert re.search(r"^nvidia-nccl", locks[0], re.MULTILINE)
+    (locked,) = installed
+    assert re.search(r"^torch==", locked[-1], re.MULTILINE)
+    assert re.search(r"^nvidia-nccl", locked[-1], re.MULTILINE)
     assert "WARNING: https://index.invalid/cpu does not answer; taking PyTorch from PyPI" in capsys.readouterr().err
