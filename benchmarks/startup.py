@@ -1,0 +1,140 @@
+"""Measures how long a job of two ranks on this host takes to start, by launcher.
+
+python -m benchmarks.startup --data-dir data
+
+Two moments are measured, in seconds from the command: when the slowest rank is ready, and when the command has ended.
+Ready is, as the row says, when ranks have joined one another, or when the first step of examples/mnist.py has been
+taken; such a run ends after one step and an evaluation. The commands take turns, round after round.
+
+The time of `import torch` is a floor for all that use PyTorch. Two ranks import it at once, so that it takes longer
+where they share cores or a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.launching import run
+from benchmarks.machine import describe_machine, load
+from trainer.errors import TrainerError
+from trainer.launch.failure import report_failures
+from trainer.launch.processes import INTERRUPTS, interrupt_on
+
+_TIMEOUT_S = 120.0
+# `date` stamps a command's beginning and end, because what cleans up after it takes time as well.
+_STAMPED = 'date "+startup-began: %s.%N"; "$@"; code=$?; date "+startup-ended: %s.%N"; exit $code'
+_STAMP = re.compile(r"startup-(began|ready|ended): (\d+\.\d+)")
+_READY = "import time; print(f'startup-ready: {time.time()}\\n', end='', flush=True)"
+_INIT_HOROVOD = f"import horovod.torch as hvd; hvd.init(); {_READY}"
+_INIT_GLOO = (
+    f"import torch.distributed as dist; dist.init_process_group('gloo'); {_READY}; dist.destroy_process_group()"
+)
+_HOROVODRUN = ["horovodrun", "-np", "2", "-H", "localhost:2"]
+_MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+_TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a job, in seconds from the command."""
+
+    ready_s: float | None
+    """Until the slowest rank was ready; None where the command has no such moment."""
+    ended_s: float
+    """Until the command had ended."""
+
+
+def commands(dataset: str, data_dir: Path, timing: Path) -> dict[str, list[str]]:
+    """The commands to compare, by the name of their row. `timing` is a file that the step timer may write."""
+    python = [sys.executable, "-c"]
+    one_step = ["env", f"TRAINER_TIMING={timing}", "TRAINER_TIMING_STEPS=1"]
+    example = ["-m", "benchmarks.first_step", "--epochs", "1", "--output", "none"]
+    example = [sys.executable, *example, "--dataset", dataset, "--data-dir", str(data_dir)]
+    return {
+        "python, import torch": [*python, "import torch"],
+        "mpirun, true": [*_MPIRUN, "true"],
+        "horovodrun, true": [*_HOROVODRUN, "true"],
+        "horovodrun --gloo, true": [*_HOROVODRUN, "--gloo", "true"],
+        "mpirun, hvd.init": [*_MPIRUN, *python, _INIT_HOROVOD],
+        "horovodrun, hvd.init": [*_HOROVODRUN, *python, _INIT_HOROVOD],
+        "horovodrun --gloo, hvd.init": [*_HOROVODRUN, "--gloo", *python, _INIT_HOROVOD],
+        "torchrun, init_process_group": [*_TORCHRUN, *python, _INIT_GLOO],
+        "horovodrun, first step": [*one_step, *_HOROVODRUN, *example],
+        "horovodrun --gloo, first step": [*one_step, *_HOROVODRUN, "--gloo", *example],
+    }
+
+
+def measure(name: str, command: Sequence[str]) -> Start:
+    """Start a job once.
+
+    Raises:
+        TrainerError: the command failed.
+    """
+    finished = run(["sh", "-c", _STAMPED, "sh", *command], timeout_s=_TIMEOUT_S)
+    if finished.problem is not None:
+        raise TrainerError(f"{name}: {finished.problem}")
+    return read_start(finished.stdout)
+
+
+def read_start(stdout: str) -> Start:
+    """Read the stamps of one start. Where several ranks were ready, the last one counts."""
+    stamps: dict[str, float] = {}
+    for moment, seconds in _STAMP.findall(stdout):
+        stamps[moment] = max(stamps.get(moment, 0.0), float(seconds))
+    ready = stamps.get("ready")
+    return Start(ready_s=None if ready is None else ready - stamps["began"], ended_s=stamps["ended"] - stamps["began"])
+
+
+def spread(seconds: Sequence[float | None]) -> str:
+    """Format as median (minimum - maximum); a dash where there are none."""
+    found = [one for one in seconds if one is not None]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} - {max(found):.2f})" if found else "-"
+
+
+def table(starts: dict[str, list[Start]]) -> str:
+    """Format all starts as a table in Markdown, a command per row."""
+    width = max(map(len, starts))
+    lines = [
+        f"| {'command':{width}} | ready, s            | ended, s            |",
+        f"|{'-' * (width + 2)}|---------------------|---------------------|",
+    ]
+    for name, found in starts.items():
+        ready, ended = spread([start.ready_s for start in found]), spread([start.ended_s for start in found])
+        lines.append(f"| {name:{width}} | {ready:19} | {ended:19} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    report_failures()
+    interrupt_on(*INTERRUPTS)
+    names = list(commands("mnist", Path(), Path()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=["mnist", "digits"], help="(default: %(default)s)")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="ROW", help="(default: all rows)")
+    args = parser.parse_args(arguments)
+    if args.repeats < 1:
+        parser.error(f"--repeats is {args.repeats}; it must be at least 1")
+    print(", ".join(f"{name} {value}" for name, value in describe_machine().items()), f"load {load():.1f}", sep="; ")
+    starts: dict[str, list[Start]] = {name: [] for name in args.only}
+    with tempfile.TemporaryDirectory(prefix="trainer-startup-") as folder:
+        rows = commands(args.dataset, args.data_dir.resolve(), Path(folder, "timing.jsonl"))
+        for _ in range(args.repeats):
+            for name, found in starts.items():
+                found.append(measure(name, rows[name]))
+    print(table(starts), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
