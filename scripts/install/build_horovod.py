@@ -4,7 +4,7 @@
     python scripts/install/build_horovod.py --gpu nccl         # CUDA + NCCL; needs nvcc, but no GPU
     python scripts/install/build_horovod.py --wheel-dir dist   # leaves a copy of the wheel there
 
-Run it with the Python that shall have Horovod; requirements/run.txt and requirements/build.txt must be
+Run it with the Python to install Horovod for; requirements/run.txt and requirements/build.txt must be
 installed there. The wheel is kept under ~/.cache/trainer, in a folder named after everything that goes
 into it, so that a machine compiles it once.
 """
@@ -126,7 +126,7 @@ def _variant(options: argparse.Namespace) -> Variant:
 
 
 def _cache_key(variant: Variant) -> str:
-    """A hash over all that decides about the wheel's bytes, led by a part that a person can read."""
+    """A hash over everything that goes into the wheel, after a part that a person can read."""
     digest = hashlib.sha256()
     recipe = Path(__file__).with_name("horovod_wheel.py")
     for file in (PIN, PIN.with_name("build.txt"), recipe, *sorted(PATCHES.glob("*.patch"))):

@@ -1,4 +1,4 @@
-"""Runs long commands for the set-up scripts: quiet while all goes well, visibly alive, loud on failure.
+"""Runs long commands for the set-up scripts: their output goes to a log, and a failure shows its end.
 
 Only the standard library: the set-up runs this before anything is installed.
 """
@@ -20,7 +20,7 @@ _PERCENT = re.compile(rb"^\[ *(\d+)%\]")  # what Ninja prints before each step, 
 
 
 class SetupError(Exception):
-    """Something that the person at the keyboard can mend; its text is the whole message."""
+    """A problem that the user can solve; its text is the whole message."""
 
 
 def say(text: str) -> None:
@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 
 def run(title: str, command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-    """Runs `command` with its output in `log`, and says every few seconds that it is alive.
+    """Runs `command` with its output in `log`, and prints every few seconds how long it has run.
 
     Raises:
         SetupError: the command failed; the text ends with the last lines of its output.
@@ -39,7 +39,7 @@ def run(title: str, command: list[str], log: Path, env: dict[str, str] | None = 
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd)
         tail: collections.deque[bytes] = collections.deque(maxlen=25)
-        progress = _Heartbeat(title, started)
+        progress = _Progress(title, started)
         try:
             assert process.stdout is not None  # noqa: S101 (PIPE was asked for)
             for line in process.stdout:
@@ -57,8 +57,8 @@ def run(title: str, command: list[str], log: Path, env: dict[str, str] | None = 
     say(f"{title}: done in {time.monotonic() - started:.0f} s")
 
 
-class _Heartbeat:
-    """A line that moves on a terminal, and one every quarter of a minute elsewhere."""
+class _Progress:
+    """The time that a command has run: one changing line on a terminal, a line every 15 s elsewhere."""
 
     def __init__(self, title: str, started: float) -> None:
         self._title = title

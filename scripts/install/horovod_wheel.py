@@ -1,4 +1,4 @@
-"""Horovod's pinned source and our patches in, a wheel out that works wherever it is installed."""
+"""Builds a wheel from Horovod's pinned source and our patches that works wherever it is installed."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     python scripts/install/image_packages.py --torch-index ""    # PyPI: PyTorch with CUDA and NCCL
 
 PyTorch's wheels on PyPI bring CUDA with them, 5 GB that a CPU image has no use for. Its own index has builds
-without; they carry the same version and other hashes, which the lock does not know: for torch and torchvision
-HTTPS vouches then, for everything else the lock's hashes do. Where the index does not answer, or does not have
-the locked version, PyPI's builds are taken, hashes and all, and a line says so. Run it with the Python that
-shall have the packages. Only the standard library: nothing is installed yet when it runs.
+without. They have the same version and other hashes, which the lock does not know: torch and torchvision are
+protected by HTTPS alone then, everything else by the lock's hashes. Where the index does not answer, or does not
+have the locked version, PyPI's builds are taken, with their hashes, and a line says so. Run it with the Python to
+install the packages for. Only the standard library: nothing is installed yet when it runs.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _fingerprint() -> str:
 
 
 def _check_machine() -> None:
-    """Installs what pip cannot bring where that is possible, and names it where it is not."""
+    """Installs what is not on PyPI through apt-get where that is possible, and names it where it is not."""
     missing = _missing_packages()
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
         _apt_install(missing)
@@ -91,7 +91,7 @@ def _check_machine() -> None:
 
 
 def _missing_packages() -> list[str]:
-    """Debian's names for what this machine lacks."""
+    """Debian's names of the packages that this machine lacks."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     missing = []
     if not _compiles_cxx20():
@@ -101,8 +101,6 @@ def _missing_packages() -> list[str]:
     probe = [sys.executable, "-c", "import ensurepip, venv"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         missing.append(f"{version}-venv")
-    if not shutil.which("make"):
-        missing.append("make")
     return missing
 
 
@@ -132,7 +130,7 @@ def _apt_install(names: list[str]) -> None:
 def _install_hint(names: list[str]) -> str:
     hint = f"this machine lacks {', '.join(names)}; install with: "
     if shutil.which("dnf"):
-        return hint + "sudo dnf install gcc-c++ make python3-devel"
+        return hint + "sudo dnf install gcc-c++ python3-devel"
     return hint + f"sudo apt-get install {' '.join(names)}"
 
 
