@@ -1,0 +1,267 @@
+"""Code of README.md and docs/*.md: what there is to check, and which check each piece belongs to.
+
+Python, diff and YAML blocks are checked by their kind, so a new one is checked without further ado. Every command needs
+an entry in exactly one of the tables below. `tests/distributed/test_documentation.py` and
+`tests/docker/test_documentation.py` run what the tables say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.distributed.harness import ROOT
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
+_PROGRAMS = "python|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
+IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) \S")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A Python, diff, YAML or text block, or a single command."""
+
+    page: str
+    line: int
+    kind: str
+    """The block's language, or "command"."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line} {self.kind}: {self.text.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a documented command is run small."""
+
+    append: str = ""
+    """Arguments behind it, which override earlier ones."""
+    replace: tuple[str, str] = ("", "")
+    """A part of the command, and what stands there in the test."""
+    prints: str = ""
+    """What its output has to contain."""
+
+    def small(self, command: str) -> str:
+        """Return the command as the test runs it."""
+        old, new = self.replace
+        if old not in command:
+            raise ValueError(f"{old!r} is not in {command!r}")
+        return f"{command.replace(old, new) if old else command} {self.append}".strip()
+
+
+# The launchers' table of README.md, where train.py runs every Python block of these pages: launcher's ranks.
+LAUNCHED = {
+    "python train.py": 1,
+    "horovodrun -np 2 python train.py": 2,
+    "horovodrun --gloo -np 2 python train.py": 2,
+    "mpirun -np 2 --bind-to none python train.py": 2,
+    "torchrun --nproc-per-node 2 train.py": 2,
+}
+
+_DIGITS = "--dataset digits --epochs 1"
+HERE = {
+    "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
+    "make help": Run(prints="check-gpu"),
+    "python examples/mnist.py --help": Run(prints="--target-accuracy"),
+    "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
+    "python benchmarks/profile_step.py": Run(append="--rows 3", prints="aten::"),
+    'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
+        prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"
+    ),
+}
+
+_MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
+_TIMED = Run(append=f"{_DIGITS} --output none --batch-size 40", prints="epoch 1/1")
+_BENCH = Run(append="--max-size 1K --factor 256 --repeats 1", prints="ranks: 4 on a: 2, b: 2")
+# One strategy and one shape; a batch that leaves four ranks enough steps of the 1,500 digits.
+_SCALING = "--strategies horovod --scaling weak --shapes 2x2 --batch-size 40 --steps 3 --repeats 1"
+_SCRIPT = f"examples/mnist.py {_DIGITS} --output none"
+_EFFICIENCY = "2x2 under horovod: efficiency"
+
+
+def _scaling_of_mnist(append: str = "", shape: str = "2x2") -> Run:
+    # What stands behind the script are its own arguments, so ours have to stand before it.
+    options = _SCALING.replace("2x2", shape)
+    return Run(append, ("examples/mnist.py", f"{options} examples/mnist.py"), f"{shape} under horovod: efficiency")
+
+
+# On node a of the two-node cluster; `docker compose exec a` in front is left out.
+ON_NODE_A = {
+    "python examples/mnist.py": _MNIST,
+    "horovodrun -np 2 -H a:2 python examples/mnist.py": _MNIST,
+    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": _MNIST,
+    "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
+    "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
+    "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
+    "OMP_NUM_THREADS=1 python examples/mnist.py": _MNIST,
+    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
+    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": _BENCH,
+    "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
+        append="--repeats 1", prints="ranks: 2"
+    ),
+    "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
+    "--output none": _MNIST,
+    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=5 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
+    "--epochs 1": _TIMED,
+    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=150 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py --epochs 1 "
+    "--output none": _TIMED,
+    "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
+    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
+        append=f"{_SCALING} --strategies horovod,ring {_SCRIPT}", prints=_EFFICIENCY
+    ),
+    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server my_training.py "
+    "--epochs 1": Run(
+        append="--dataset digits --output none",
+        replace=("my_training.py", f"{_SCALING} examples/mnist.py"),
+        prints=_EFFICIENCY,
+    ),
+    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server --scaling weak "
+    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(
+        "--dataset digits"
+    ),
+    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ring --scaling strong --steps 200 --repeats 2 "
+    "examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist("--dataset digits"),
+    "python scripts/scaling_test.py --hosts localhost:2 --scaling weak --strategies horovod,ddp,ring,parameter_server "
+    "--steps 80 examples/mnist.py --network large --dataset mnist --epochs 1 --output none "
+    "--lr 0.001": _scaling_of_mnist("--dataset digits", "1x2"),
+}
+
+# Commands that tests/docker/test_documentation.py runs on this machine, each in a test of its own.
+BY_DOCKER = (
+    "docker run --rm trainer:cpu python examples/mnist.py",
+    "docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d",
+    "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build -d",
+    "DATA_DIR=/path/to/data docker compose up -d",
+)
+
+# Commands that something else in this project runs, with its words there.
+ELSEWHERE = {
+    "make run": (".ci/run", "make run "),
+    "make test": (".ci/run", "make test\n"),
+    "make lint": (".ci/run", "make lint\n"),
+    "make test-docker": (".ci/run", "make test-docker "),
+    "make image-gpu": ("Makefile", "|| $(MAKE) image-gpu"),
+    "docker build -t trainer:cpu .": ("Makefile", "docker build -t trainer:cpu ."),
+    "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
+    "docker compose up -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
+    "docker compose down -v": ("tests/docker/cluster.py", '"down", "--volumes"'),
+    "srun --mpi=pmix -n 2 python train.py": ("tests/distributed/test_srun.py", "pmix"),
+}
+# The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
+_MACHINES = "tests/docker/test_machines.py"
+_HOST = "docker compose -f docker-compose.host.yml"
+_KEYS = "run --rm -T node trainer-node keys"
+ELSEWHERE |= {
+    r"printf 'NODE=a\nADDRESS_A=10.0.0.1\nADDRESS_B=10.0.0.2\n' > .env": (_MACHINES, '("ADDRESS_B", ADDRESS_B)'),
+    f"{_HOST} {_KEYS} create a b": (_MACHINES, '"create", "a", "b"'),
+    f"{_HOST} {_KEYS} export b | ssh machine-b 'cd trainer && {_HOST} {_KEYS} import'": (_MACHINES, '"export", "b"'),
+    f"{_HOST} up -d": (_MACHINES, "machine.up()"),
+    f"{_HOST} down -v": (_MACHINES, "machine.down()"),
+    f"{_HOST} exec node horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": (
+        _MACHINES,
+        '"-np", "4", "-H", "a:2,b:2"',
+    ),
+}
+
+# Commands that no test runs, with the reason.
+UNTESTED = {
+    "make check-gpu": "needs GPUs",
+    'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
+    "make bench": "the same",
+    "make accuracy": "trains 15 times; tests/unit/test_benchmarks.py",
+    "make lock": "resolves all versions anew from the package index",
+    "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
+}
+
+# Names of commands in running text, which are no whole commands.
+MENTIONED = ("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo")
+
+_TABLES = (LAUNCHED, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)
+
+
+def claims(unit: Unit) -> int:
+    """Return how many checks a unit has."""
+    if unit.kind == "command":
+        return sum(unit.text in table for table in _TABLES)
+    return int(unit.kind in ("python", "diff", "yaml", "text"))
+
+
+def claimed() -> set[str]:
+    """Return every command that a check expects in the pages."""
+    return {command for table in _TABLES for command in table}
+
+
+def units(kind: str | None = None) -> list[Unit]:
+    """Return all blocks and commands of the pages, or those of one kind."""
+    found = [unit for page in PAGES for unit in read_page(page, (ROOT / page).read_text())]
+    return [unit for unit in found if kind in (None, unit.kind)]
+
+
+def read_page(page: str, text: str) -> Iterator[Unit]:
+    """Yield the fenced blocks, the commands in indented blocks, and the commands in running text and tables."""
+    lines, number = text.split("\n"), 0
+    while number < len(lines):
+        begin, line = number, lines[number]
+        number += 1
+        if line.startswith("```"):
+            number = lines.index("```", number)
+            yield Unit(page, begin + 1, line.removeprefix("```") or "no language", "\n".join(lines[begin + 1 : number]))
+            number += 1
+        elif line.startswith("    ") and line.strip():
+            while line.endswith("\\") or line.endswith("|"):
+                line = f"{line.removesuffix(chr(92)).rstrip()} {lines[number].strip()}"
+                number += 1
+            yield Unit(page, begin + 1, "command", _plain(line))
+        elif line.strip():
+            # A code span may go over the end of a line, in a paragraph but not in a table.
+            while not line.startswith("|") and lines[number].strip() and not lines[number].startswith(("|", "`" * 3)):
+                line = f"{line} {lines[number].strip()}"
+                number += 1
+            for span in re.findall(r"`([^`]+)`", line):
+                if IS_COMMAND.match(span):
+                    yield Unit(page, begin + 1, "command", _plain(span))
+
+
+def _plain(command: str) -> str:
+    """Return a command without its comment and without `docker compose exec a` in front."""
+    command = re.sub(r"\s{2,}# .*", "", command).strip()
+    inner = command.removeprefix("docker compose exec a ")
+    return inner if inner != command else command
+
+
+PLAIN_LOOP = """\
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(1010, 20), torch.randint(3, (1010,)))
+model = torch.nn.Linear(20, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(dataset, batch_size=100, shuffle=True)
+for epoch in range(5):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def apply_diff(diff: str, script: str) -> str:
+    """Return `script` with the hunks of a diff applied, which "…" separates.
+
+    Raises:
+        ValueError: a hunk's old lines are not in the script exactly once.
+    """
+    for hunk in diff.split("\n …\n"):
+        lines = hunk.split("\n")
+        old = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+        new = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+        if script.count(old) != 1:
+            raise ValueError(f"these lines are {script.count(old)} times in the plain loop:\n{old}")
+        script = script.replace(old, new)
+    return script

@@ -1,0 +1,134 @@
+"""README.md and docs/: every command and snippet has a check, and those that need no container are run here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.documentation import (
+    ELSEWHERE,
+    HERE,
+    IS_COMMAND,
+    LAUNCHED,
+    PAGES,
+    PLAIN_LOOP,
+    apply_diff,
+    claimed,
+    claims,
+    read_page,
+    units,
+)
+from tests.distributed.harness import ROOT, Outcome, run_job
+from trainer import TrainerConfig
+from trainer.strategies import NAMES
+
+# What train.py is in these tests: it runs every snippet of the pages as a script, and writes the weights of its model.
+RUN_SNIPPETS = """
+import json, runpy
+from pathlib import Path
+import trainer
+for snippet in sorted(Path("snippets").glob("*.py")):
+    model = runpy.run_path(str(snippet), run_name="__main__")["model"]
+    weights = [value.tolist() for value in model.state_dict().values()]
+    Path(f"{snippet}.{trainer.current_world().rank}").write_text(json.dumps(weights))
+"""
+_FOLDERS = "trainer|scripts|tests|examples|benchmarks|patches|docs|ssh|requirements"
+_IN_SHELL = "import os, sys; os.chdir(sys.argv[1]); os.execvp('bash', ['bash', '-c', sys.argv[2]])"
+
+
+def in_shell(folder: Path, command: str) -> Outcome:
+    """Run a command in `folder` as a user would type it."""
+    root_may = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return run_job("python", 1, ["-c", _IN_SHELL, str(folder), command], env=root_may)
+
+
+def test_every_block_and_command_has_exactly_one_check() -> None:
+    assert [str(unit) for unit in units() if claims(unit) != 1] == []
+
+
+def test_every_check_belongs_to_a_command_of_the_pages() -> None:
+    assert claimed() - {unit.text for unit in units("command")} == set()
+
+
+def test_pictures_in_text_hide_no_command() -> None:
+    assert [
+        str(unit) for unit in units("text") for line in unit.text.split("\n") if IS_COMMAND.match(line.strip())
+    ] == []
+
+
+def test_blocks_are_found_in_every_form() -> None:
+    page = (
+        "See `make a` and `word`, or `make\nb c`.\n\n    make d   # why\n    make e | \\\n        make f\n\n"
+        "| `make g` |\n\n```python\nx\n```\n```\ny\n```\n"
+    )
+    found = [(unit.kind, unit.text) for unit in read_page("page", page)]
+    commands = [("command", f"make {rest}") for rest in ("a", "b c", "d", "e | make f", "g")]
+    assert found == [*commands, ("python", "x"), ("no language", "y")]
+    assert [claims(unit) for unit in read_page("page", page)] == [0, 0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_what_something_else_runs_is_there(command: str) -> None:
+    file, words = ELSEWHERE[command]
+    assert words in (ROOT / file).read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", LAUNCHED)
+def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None:
+    folder = tmp_path / "snippets"
+    folder.mkdir()
+    (tmp_path / "train.py").write_text(RUN_SNIPPETS)
+    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in units("python")}
+    snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in units("diff")}
+    if LAUNCHED[command] == 1:
+        snippets["plain.py"] = PLAIN_LOOP
+    for name, text in snippets.items():
+        (folder / name).write_text(text)
+    outcome = in_shell(tmp_path, command)
+    assert outcome.code == 0, outcome.output
+    for name in snippets:
+        by_rank = [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(LAUNCHED[command])]
+        assert by_rank.count(by_rank[0]) == len(by_rank), f"{name} ends with other weights on another rank"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", HERE)
+def test_commands_run(tmp_path: Path, command: str) -> None:
+    for entry in ROOT.iterdir():  # what a command writes by default goes to the folder beside these
+        if entry.name not in ("runs", ".git"):
+            (tmp_path / entry.name).symlink_to(entry)
+    outcome = in_shell(tmp_path, HERE[command].small(command))
+    assert outcome.code == 0, outcome.output
+    assert HERE[command].prints in outcome.output
+
+
+def test_settings_have_the_documented_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (ROOT / "docs/trainer.md").read_text(), re.MULTILINE)
+    documented = {name: ast.literal_eval(default) for name, default in rows}
+    assert documented == {field.name: field.default for field in dataclasses.fields(TrainerConfig)}
+
+
+def test_strategies_are_all_in_the_table() -> None:
+    table = (ROOT / "docs/strategies.md").read_text().split("\n\n")[2]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, heading = link.partition("#")
+        target = folder / file if file else ROOT / page
+        assert target.exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.+)", target.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w-]", "", one.lower().replace(" ", "-")) for one in headings], link
+    for path in re.findall(rf"`((?:{_FOLDERS})/[^` ]*)`", text):
+        assert list(ROOT.glob(f"{path.rstrip('/')}*")), path
