@@ -1,16 +1,20 @@
-"""Latency and bandwidth of one all-reduce, from 4 B to 256 MB, for every transport that this machine has.
+"""Measure latency and bandwidth of an all-reduce, from 4 B to 256 MB, over every available transport.
 
     horovodrun -np 2 python scripts/comm_bench.py
     horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json comm.json --plot comm.svg
     torchrun --nproc-per-node 2 scripts/comm_bench.py --only gloo parameter_server
 
-Conventions of NVIDIA's nccl-tests (doc/PERFORMANCE.md): `size` is the payload on each rank; `time` is that of one
-operation, averaged over the ranks, in a row of them between two barriers, after warming up; algorithm bandwidth is
-size / time; bus bandwidth is that times 2·(N - 1)/N, which can be held against the speed of the link whatever N is.
-`wrong` counts elements that are not the expected sum, over all ranks. Of several repeats, the median is shown.
-GB/s are 10^9 bytes a second. What a rank sends is counted twice: by the transport, where it is ours, and by the kernel,
-which sees TCP alone: not the memory through which MPI's ranks of one host, or GPUs, exchange. The JSON file is written
-anew after every row, so that an interruption loses one.
+The columns follow NVIDIA's nccl-tests (doc/PERFORMANCE.md):
+
+    size           payload of each rank, in bytes
+    time           of one operation: mean over the ranks and over operations back to back, median over the repeats
+    algbw          algorithm bandwidth, size / time; GB/s are 10^9 bytes per second
+    busbw          bus bandwidth, algbw · 2·(N - 1)/N: comparable with the link's speed for any number of ranks N
+    wrong          number of elements, over all ranks, that are not the expected sum
+    sent per rank  bytes sent in one operation, counted by the transport; only this library's transports count them
+    over TCP       bytes sent in one operation, counted by the kernel; shared memory and GPU links are not TCP
+
+The JSON file is rewritten after every row, so an interruption loses one row at most.
 """
 
 from __future__ import annotations
@@ -39,19 +43,19 @@ from trainer.launch.world import World, current_world
 from trainer.tuning import tune
 from trainer.tuning.host import share_machine
 
-# A row of operations shall last this long, within these numbers of them.
-_ROW_S = 0.2
-_FEWEST, _MOST = 3, 1000
-_LONG_S = 1.0
-"""An operation that takes so long is not made several times in a row: what disturbs it is averaged out by itself."""
-_WARM_UP = 3
+_REPEAT_S = 0.2
+"""Target duration of a repeat, which is a number of operations back to back."""
+_MIN_OPERATIONS, _MAX_OPERATIONS = 3, 1000
+_LONG_OPERATION_S = 1.0
+"""From this duration on, a repeat is a single operation, which is long enough for disturbances to average out."""
+_WARM_UP_OPERATIONS = 3
 _SETTLE_S = 0.02
-"""After which what an operation has left in the sockets is on its way, but for links below about 100 Mbit/s."""
+"""Time for the socket buffers to drain, before the sent bytes are read. Too short below about 100 Mbit/s."""
 
 
 def main() -> int:
     report_failures()
-    options = _parse_args()
+    options = _parse_options()
     world = current_world(options.device)
     for file in filter(None, (options.json, options.plot) if world.is_root else ()):
         check_writable(file)
@@ -62,7 +66,7 @@ def main() -> int:
     rows: list[Row] = []
     facts = describe(world, rendezvous.all_gather(world.host))
     if world.is_root:
-        _say("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+        _print("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
@@ -80,10 +84,10 @@ def main() -> int:
 def _measure(
     name: str, world: World, rendezvous: Rendezvous, options: argparse.Namespace, machine_ids: list[str]
 ) -> Iterator[Row]:
-    """Joins one transport, and yields a row for each size; the ranks agree on whether it can be had.
+    """Open one transport and yield a row for each size; skip a transport that any rank cannot open.
 
     Args:
-        machine_ids: of each rank; several containers may be on one.
+        machine_ids: `machine_id()` of every rank; containers on one machine share it.
     """
     transport, problem = None, ""
     try:
@@ -93,17 +97,17 @@ def _measure(
     problems = [one for one in rendezvous.all_gather(problem) if one]
     if transport is None or problems:
         if world.is_root:
-            _say(f"# {name}: left out: {problems[0]}")
+            _print(f"# {name}: left out: {problems[0]}")
         if transport is not None:
             transport.abandon()
         return
-    # As in training: what has just taken its share of a host's cores may be one of several containers on a machine,
-    # and threads that wait for each other to be given a core would be all that is measured.
+    # As in training: a strategy sets its threads for the cores of its host, which may be one of several containers on a
+    # machine. With more threads than cores, scheduling would dominate the measurement.
     share_machine(world, machine_ids)
     for size in options.sizes:
         row = _measure_size(name, transport, size, world, rendezvous, options)
         if world.is_root:
-            _say(table_line(row))
+            _print(table_line(row))
         yield row
         if row.out_of_place_s > options.max_seconds:
             break
@@ -121,22 +125,20 @@ def _measure_size(
         lambda: transport.out_of_place(source, result),
         lambda: transport.in_place(source),
     )
-    source.zero_()  # sums of zeros stay zero, however often they are summed up
+    source.zero_()  # repeated sums of zeros stay zero
     sent, over_tcp = _count_sent(transport, source)
     times: list[list[float]] = [[], []]
     for operation in operations:
-        _time(operation, transport, _WARM_UP if size < 2**24 else 1)
-    trials = [_time(operation, transport, 1) for operation in operations]
-    longest = max(float(one) for one in rendezvous.all_gather(str(max(trials))))
-    fewest = _FEWEST if longest < _LONG_S else 1
-    number = max(fewest, min(_MOST, int(_ROW_S / max(longest, 1e-7))))
+        _time(operation, transport, _WARM_UP_OPERATIONS if size < 2**24 else 1)
+    trial_s = max(_time(operation, transport, 1) for operation in operations)
+    number = _operations_per_repeat(max(float(one) for one in rendezvous.all_gather(str(trial_s))))
     for _ in range(options.repeats):
         for kind, operation in enumerate(operations):
             rendezvous.all_gather("ready")
             own = _time(operation, transport, number)
             times[kind].append(statistics.mean(float(one) for one in rendezvous.all_gather(str(own))))
     return Row(
-        transport=transport.name,  # type: ignore[attr-defined]  # each names itself
+        transport=transport.name,  # type: ignore[attr-defined]  # every subclass sets it
         key=name,
         size=size,
         ranks=world.size,
@@ -149,8 +151,13 @@ def _measure_size(
     )
 
 
+def _operations_per_repeat(operation_s: float) -> int:
+    least = _MIN_OPERATIONS if operation_s < _LONG_OPERATION_S else 1
+    return max(least, min(_MAX_OPERATIONS, int(_REPEAT_S / max(operation_s, 1e-7))))
+
+
 def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int | None]:
-    """Bytes that this rank sends in one operation: by the transport's own count, and over TCP by the kernel's."""
+    """Return the bytes that this rank sends in one operation, as the transport counts them and as the kernel does."""
     transport.wait()
     time.sleep(_SETTLE_S)
     before = (transport.bytes_sent, tcp_bytes_sent())
@@ -163,13 +170,13 @@ def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int |
 
 
 def _mean(count: int | None, rendezvous: Rendezvous) -> float | None:
-    """Over all ranks."""
+    """Return the mean over all ranks; None where a rank has no count."""
     counts = rendezvous.all_gather("" if count is None else str(count))
     return statistics.mean(int(one) for one in counts) if all(counts) else None
 
 
 def _time(operation: Callable[[], None], transport: Transport, number: int) -> float:
-    """Seconds of one operation in a row of `number`."""
+    """Return the mean seconds of one operation, over `number` back to back."""
     transport.wait()
     started = time.perf_counter()
     for _ in range(number):
@@ -179,7 +186,7 @@ def _time(operation: Callable[[], None], transport: Transport, number: int) -> f
 
 
 def _count_wrong(transport: Transport, source: Tensor, result: Tensor, world: World) -> int:
-    """Elements that are not the sum, of one operation of each kind. All values are whole, so sums are exact."""
+    """Return the number of wrong elements after one operation of each kind. Values are integers, so sums are exact."""
     pattern = torch.arange(source.numel(), device=source.device) % 251
     expected = (pattern * world.size + world.size * (world.size - 1) // 2).float()
     source.copy_(pattern + world.rank)
@@ -195,42 +202,26 @@ def _links(world: World) -> list[str]:
     return [f"# {line}" for line in describe_links()] if world.device.type == "cuda" else []
 
 
-def _say(text: str) -> None:
-    # In one piece, which mpirun marks as one.
+def _print(text: str) -> None:
+    # With a single write, because mpirun prefixes every write with the rank.
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
+    """Return a size in bytes, rounded down to whole float32 values."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
     number, unit = text.rstrip("BKMGibkmg"), text[len(text.rstrip("BKMGibkmg")) :].upper().rstrip("B").rstrip("I")
     if not number.isdecimal() or unit not in units or int(number) * units[unit] < 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; valid are 4 and more bytes, as in 4, 64K or 256M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; valid are 4 bytes and more, as in 4, 64K or 256M")
     return int(number) * units[unit] // 4 * 4
 
 
-def _parse_args() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    names = tuple(TRANSPORTS)
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
-    )
-    parser.add_argument("--min-size", type=_bytes, default="4", metavar="SIZE", help="smallest payload (default: 4)")
-    parser.add_argument(
-        "--max-size", type=_bytes, default="256M", metavar="SIZE", help="largest payload (default: 256M)"
-    )
-    parser.add_argument("--factor", type=int, default=4, metavar="F", help="from size to size (default: %(default)s)")
-    parser.add_argument("--sizes", type=_bytes, nargs="+", metavar="SIZE", help="these instead of that row of sizes")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rows per size (default: %(default)s)")
-    parser.add_argument(
-        "--max-seconds", type=float, default=2.0, metavar="S",
-        help="leave a transport's larger sizes out once one operation takes longer (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png or .svg; needs matplotlib")
+    _add_options(parser)
     options = parser.parse_args()
     for name, least in (("factor", 2), ("repeats", 1)):
         if getattr(options, name) < least:
@@ -241,12 +232,28 @@ def _parse_args() -> argparse.Namespace:
         parser.error(f"--plot is {options.plot}; valid endings are {', '.join(PICTURES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; install it with `pip install trainer[plots]`")
-    if options.sizes:
-        return options
-    options.sizes = [options.min_size]
-    while options.sizes[-1] * options.factor <= options.max_size:
-        options.sizes.append(options.sizes[-1] * options.factor)
+    if not options.sizes:
+        options.sizes = [options.min_size]
+        while options.sizes[-1] * options.factor <= options.max_size:
+            options.sizes.append(options.sizes[-1] * options.factor)
     return options
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add, names = parser.add_argument, tuple(TRANSPORTS)
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"transports, of {', '.join(names)}")
+    add("--min-size", type=_parse_size, default="4", metavar="SIZE", help="smallest payload (default: 4)")
+    add("--max-size", type=_parse_size, default="256M", metavar="SIZE", help="largest payload (default: 256M)")
+    add("--factor", type=int, default=4, metavar="F", help="ratio of one size to the last (default: %(default)s)")
+    add("--sizes", type=_parse_size, nargs="+", metavar="SIZE", help="exactly these sizes")
+    add("--repeats", type=int, default=3, metavar="N", help="timed repeats for each size (default: %(default)s)")
+    add(
+        "--max-seconds", type=float, default=2.0, metavar="S",
+        help="skip a transport's larger sizes after one that takes longer (default: %(default)s)",
+    )  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add("--json", type=Path, metavar="FILE", help="write all results to this file")
+    add("--plot", type=Path, metavar="FILE", help=f"draw a plot ({', '.join(PICTURES)}); needs matplotlib")
 
 
 if __name__ == "__main__":

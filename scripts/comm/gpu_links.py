@@ -1,4 +1,4 @@
-"""What stands between the GPUs of this host, and how one knows; for comm_bench.py."""
+"""GPU interconnects of this host: the link between each pair of GPUs, and RDMA; for comm_bench.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# The legend of `nvidia-smi topo -m`.
+# As in the legend of `nvidia-smi topo -m`.
 _MEANING = {
     "PIX": "PCIe, one bridge",
     "PXB": "PCIe, several bridges",
@@ -19,23 +19,23 @@ _MEANING = {
 
 
 def describe_links() -> list[str]:
-    """A line per pair of GPUs, and one about RDMA; each names its source."""
+    """Return one line for each pair of GPUs and one about RDMA; each names its source."""
     pairs = parse_topology(_output(["nvidia-smi", "topo", "-m"]))
     count = torch.cuda.device_count()
     lines = []
     for first in range(count):
         for second in range(first + 1, count):
             direct = torch.cuda.can_device_access_peer(first, second)
-            link = pairs.get((first, second), "unknown: nvidia-smi topo -m does not say")
+            link = pairs.get((first, second), "unknown: nvidia-smi topo -m does not list it")
             lines.append(
                 f"GPU {first} and {second}: {link} (nvidia-smi topo -m), peer-to-peer "
                 f"{'yes' if direct else 'no'} (cudaDeviceCanAccessPeer)"
             )
-    return [*(lines or [f"{count} GPU on this host: nothing between GPUs"]), rdma(Path("/sys"))]
+    return [*(lines or [f"{count} GPU on this host, so no link between GPUs"]), describe_rdma(Path("/sys"))]
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """What `nvidia-smi topo -m` says about each pair of GPUs, in words."""
+    """Return the kind of link between each pair of GPUs, from the output of `nvidia-smi topo -m`."""
     found = {}
     for line in text.splitlines():
         head, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()[:64] or [""]
@@ -50,8 +50,12 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     return found
 
 
-def rdma(sys_root: Path) -> str:
-    """Whether an adapter can read a GPU's memory by itself."""
+def describe_rdma(sys_root: Path) -> str:
+    """Describe whether a network adapter can access GPU memory directly (GPUDirect RDMA).
+
+    Args:
+        sys_root: where sysfs is mounted.
+    """
     adapters = sorted(path.name for path in (sys_root / "class/infiniband").glob("*"))
     if not adapters:
         return f"GPUDirect RDMA: no, there is no adapter in {sys_root}/class/infiniband"
@@ -60,7 +64,7 @@ def rdma(sys_root: Path) -> str:
         return f"GPUDirect RDMA: yes, for {', '.join(adapters)} (module {module} is loaded)"
     return (
         f"GPUDirect RDMA: not through a module (neither nvidia_peermem nor nv_peer_mem is loaded); NCCL_DEBUG=INFO "
-        f"shows whether NCCL takes DMA-BUF for {', '.join(adapters)}"
+        f"shows whether NCCL uses DMA-BUF for {', '.join(adapters)}"
     )
 
 

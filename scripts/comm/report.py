@@ -1,9 +1,8 @@
-"""comm_bench.py's results as a table, as JSON and as a plot."""
+"""Results of comm_bench.py as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,52 +13,59 @@ import torch
 
 from trainer.files import write_atomically
 from trainer.launch.world import World
-from trainer.tuning.host import cpu_model
+from trainer.tuning.host import cpu_model, host_cores
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One size over one transport."""
+    """Result for one size on one transport."""
 
     transport: str
     key: str
-    """By which `--only` knows it."""
+    """Name of the transport for `--only`."""
     size: int
     """Payload on each rank, bytes."""
     ranks: int
     operations: int
-    """In each of the rows whose median is taken."""
+    """Number of operations in each timed repeat."""
     out_of_place_s: float
+    """Seconds of one operation, median over the repeats."""
     in_place_s: float
     wrong: int
+    """Number of elements that were not the expected sum."""
     bytes_sent: float | None
-    """Per rank and operation, to wherever, where the transport counts them."""
+    """Bytes sent per rank and operation, as the transport counts them; None where it does not."""
     tcp_bytes: float | None
-    """Per rank and operation, as the kernel counts them: headers of the transport included, memory that ranks of one
-    host share left out. None where the kernel does not."""
+    """Bytes sent over TCP per rank and operation, as the kernel counts them; None where it does not. Includes the
+    transport's headers, and excludes memory shared between ranks of one host."""
 
     def algorithm_bandwidth(self, seconds: float) -> float:
-        """Bytes per second, as whoever calls it sees them."""
+        """Return the payload's bytes per second."""
         return self.size / seconds
 
     def bus_bandwidth(self, seconds: float) -> float:
-        """Bytes per second that a link has to carry for that, in the best of algorithms (nccl-tests)."""
+        """Return the bytes per second that each link carries under an optimal algorithm, as nccl-tests defines it."""
         return self.algorithm_bandwidth(seconds) * 2 * (self.ranks - 1) / self.ranks
 
 
 def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
-    """Where this is measured."""
+    """Return the ranks, the device and the versions of a measurement.
+
+    Args:
+        hosts: name of each rank's host.
+    """
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_model()
     return {
         "ranks": f"{world.size} on " + ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items()),
-        "device": f"{device}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+        "device": f"{device}, {host_cores()} cores, Linux {platform.release()}",
         "versions": f"PyTorch {torch.__version__}, Python {platform.python_version()}",
     }
 
 
 def table_head() -> str:
+    """Return the two header lines of the table."""
     return (
         f"{'':26} {'size':>10}  {'out of place':^30}  {'in place':^30} {'wrong':>6} {'sent per rank':>14} "
         f"{'over TCP':>12}\n"
@@ -69,6 +75,8 @@ def table_head() -> str:
 
 
 def table_line(row: Row) -> str:
+    """Return a row of the table."""
+
     def figures(seconds: float) -> str:
         bandwidths = (row.algorithm_bandwidth(seconds), row.bus_bandwidth(seconds))
         return f"{seconds * 1e6:12.1f} {bandwidths[0] / 1e9:8.3f} {bandwidths[1] / 1e9:8.3f}"
@@ -81,6 +89,7 @@ def table_line(row: Row) -> str:
 
 
 def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Write all results as JSON."""
     entries = [
         {
             **asdict(row),
@@ -95,7 +104,7 @@ def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> Non
 
 
 def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Time and bus bandwidth against size, both on logarithmic scales, a curve per transport."""
+    """Draw time and bus bandwidth against size, on logarithmic scales, with one curve per transport."""
     import matplotlib as mpl
 
     mpl.use("Agg")

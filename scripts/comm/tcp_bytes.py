@@ -1,4 +1,4 @@
-"""How many bytes this process has sent over TCP, as the kernel counts them; for comm_bench.py."""
+"""The kernel's count of the bytes that this process has sent over TCP; for comm_bench.py."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import struct
 from contextlib import closing
 from pathlib import Path
 
-# In struct tcp_info of linux/tcp.h, since Linux 4.19: tcpi_bytes_sent and tcpi_bytes_retrans.
+# The fields tcpi_bytes_sent and tcpi_bytes_retrans of struct tcp_info (linux/tcp.h), since Linux 4.19.
 _COUNTERS = struct.Struct("=200xQQ")
 
 
 def tcp_bytes_sent() -> int | None:
-    """Over all connections that this process has open, without what was sent again; None where the kernel is older."""
+    """Return the bytes sent over all open connections, retransmissions excluded; None where the kernel is older."""
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
             copy = os.dup(int(entry.name))
-        except OSError:  # closed meanwhile
+        except OSError:  # it was closed in the meantime
             continue
         try:
             connection = socket.socket(fileno=copy)
-        except OSError:  # no socket
+        except OSError:  # not a socket
             os.close(copy)
             continue
         with closing(connection):
             try:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
-            except OSError:  # a socket, but not TCP's
+            except OSError:  # not a TCP socket
                 continue
         if len(info) < _COUNTERS.size:
             return None
-        sent, again = _COUNTERS.unpack(info)
-        total += sent - again
+        sent, retransmitted = _COUNTERS.unpack(info)
+        total += sent - retransmitted
     return total

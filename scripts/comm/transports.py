@@ -1,6 +1,7 @@
-"""Transports of an all-reduce behind one small interface, for comm_bench.py.
+"""Transports of an all-reduce behind one interface, for comm_bench.py.
 
-Each is joined, measured and left before the next one, so that no idle thread of another one takes a core.
+Each transport is opened, measured and closed before the next one, so that no idle thread of another transport uses a
+core.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ class Transport(ABC):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def close(self) -> None:  # noqa: B027 (nothing to leave is a valid default)
-        """Leave the transport. Collective."""
+    def close(self) -> None:  # noqa: B027 (nothing to close is a valid default)
+        """Close the transport. Collective."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Leave a transport that another rank could not join. Not collective."""
+        """Close a transport that another rank could not open. Not collective."""
 
 
 class Horovod(Transport):
+    """Horovod, over NCCL, MPI or Gloo."""
+
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
         tune(world, horovod=True)
         import horovod.torch as hvd
@@ -64,7 +67,7 @@ class Horovod(Transport):
             if not hvd.nccl_built():
                 raise ConfigError("this Horovod was built without NCCL")
             self.device = world.device
-        self._is_ours = not hvd.is_initialized()  # else the rendezvous uses it as well
+        self._is_ours = not hvd.is_initialized()  # the rendezvous may use it too
         hvd.init()
         over = "NCCL" if self.device.type == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
         self.name = f"Horovod over {over}"
@@ -81,6 +84,8 @@ class Horovod(Transport):
 
 
 class RawMPI(Transport):
+    """MPI through mpi4py."""
+
     name = "MPI"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
@@ -96,7 +101,7 @@ class RawMPI(Transport):
 
 
 class TorchDistributed(Transport):
-    """torch.distributed's all-reduce, which knows in-place only: out of place, a copy comes before it."""
+    """All-reduce of torch.distributed, which only works in place; out of place, the tensor is copied first."""
 
     backend: str
 
@@ -121,10 +126,14 @@ class TorchDistributed(Transport):
 
 
 class RawGloo(TorchDistributed):
+    """Gloo through torch.distributed."""
+
     name, backend = "Gloo", "gloo"
 
 
 class RawNCCL(TorchDistributed):
+    """NCCL through torch.distributed."""
+
     name, backend = "NCCL", "nccl"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
@@ -136,7 +145,7 @@ class RawNCCL(TorchDistributed):
 
 
 class StrategyTransport(Transport):
-    """A strategy's own all-reduce. Out of place, a copy comes before it."""
+    """All-reduce of one of the library's strategies, in place; out of place, the tensor is copied first."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy: Any = strategy
@@ -160,6 +169,8 @@ class StrategyTransport(Transport):
 
 
 class OurRing(StrategyTransport):
+    """Ring all-reduce of `trainer`."""
+
     name = "ring (trainer)"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
@@ -167,13 +178,15 @@ class OurRing(StrategyTransport):
 
 
 class OurParameterServer(StrategyTransport):
+    """Parameter server of `trainer`."""
+
     name = "parameter server (trainer)"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
         super().__init__(make_strategy("parameter_server", world))
 
 
-# Horovod last: once it has shut down, nothing else of MPI's should start.
+# Horovod comes last: after its shutdown no other user of MPI may start.
 TRANSPORTS: dict[str, Callable[[World, Rendezvous], Any]] = {
     "mpi": RawMPI,
     "ring": OurRing,

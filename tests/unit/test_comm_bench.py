@@ -1,4 +1,4 @@
-"""The communication benchmark: its figures, its mistakes, its picture, and a run of every transport."""
+"""The communication benchmark: its figures, its error messages, its plot, and a run of every transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comm.gpu_links import parse_topology, rdma
+from comm.gpu_links import describe_rdma, parse_topology
 from comm.report import Row, plot, table_line, write_json
 from comm.tcp_bytes import tcp_bytes_sent
 from comm.transports import TRANSPORTS, Transport
@@ -50,9 +50,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert table_line(row(bytes_sent=7.0, tcp_bytes=9.0)).split()[-2:] == ["7", "9"]
 
 
-def test_ranks_in_several_containers_are_measured_with_their_share_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_in_several_containers_share_the_machines_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -79,7 +77,7 @@ def test_ranks_in_several_containers_are_measured_with_their_share_of_the_machin
     assert (measured.wrong, seen) == (0, {1})
 
 
-def test_the_kernel_counts_what_goes_over_tcp() -> None:
+def test_bytes_over_tcp_are_counted_by_the_kernel() -> None:
     before = tcp_bytes_sent()
     assert before is not None
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
@@ -91,7 +89,7 @@ def test_the_kernel_counts_what_goes_over_tcp() -> None:
             assert tcp_bytes_sent() == before + 5070
 
 
-def test_everything_is_in_the_json_file(tmp_path: Path) -> None:
+def test_the_json_file_has_every_field(tmp_path: Path) -> None:
     write_json(tmp_path / "comm.json", {"ranks": "4"}, [row(bytes_sent=7.0)])
     written = json.loads((tmp_path / "comm.json").read_text())
     assert written["where"] == {"ranks": "4"}
@@ -100,19 +98,19 @@ def test_everything_is_in_the_json_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["comm.json"]
 
 
-def test_the_picture_names_every_transport(tmp_path: Path) -> None:
+def test_the_plot_names_every_transport(tmp_path: Path) -> None:
     rows = [row(size=4**power, transport=name) for power in range(1, 5) for name in ("MPI", "ring (trainer)")]
     plot(tmp_path / "comm.svg", {"ranks": "4 on a: 2, b: 2", "device": "a CPU"}, rows)
     drawn = (tmp_path / "comm.svg").read_text()
-    for words in ("MPI", "ring (trainer)", "Bus bandwidth", "4 on a: 2, b: 2"):
-        assert f"<!-- {words}" in drawn or words in drawn
+    for text in ("MPI", "ring (trainer)", "Bus bandwidth", "4 on a: 2, b: 2"):
+        assert re.search(f"<!-- .*{re.escape(text)}", drawn), text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (["--max-size", "3"], "'3' is no size; valid are 4 and more bytes, as in 4, 64K or 256M"),
-        (["--max-size", "2Q"], "'2Q' is no size"),
+        (["--max-size", "3"], "'3' is not a size; valid are 4 bytes and more, as in 4, 64K or 256M"),
+        (["--max-size", "2Q"], "'2Q' is not a size"),
         (["--min-size", "8K", "--max-size", "4K"], "--max-size is 4096 bytes, less than --min-size, 8192"),
         (["--factor", "1"], "--factor is 1; it must be at least 2"),
         (["--plot", "comm.txt"], "--plot is comm.txt; valid endings are .png, .svg, .pdf"),
@@ -120,16 +118,16 @@ def test_the_picture_names_every_transport(tmp_path: Path) -> None:
         (["--json", "nowhere/comm.json"], "nowhere/comm.json cannot be written: No such file"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
+def test_an_invalid_option_is_one_line(arguments: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode != 0
-    assert words in done.stderr
+    assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
-def test_what_stands_between_gpus_is_read_from_the_topology() -> None:
+def test_gpu_links_are_read_from_the_topology() -> None:
     found = parse_topology(TOPOLOGY)
     assert found[0, 1] == "NVLink, 4 links"
     assert found[0, 2] == "PCIe and the link between CPUs"
@@ -137,12 +135,12 @@ def test_what_stands_between_gpus_is_read_from_the_topology() -> None:
     assert parse_topology("") == {}
 
 
-def test_rdma_is_said_with_its_reason(tmp_path: Path) -> None:
-    assert "no, there is no adapter" in rdma(tmp_path)
+def test_rdma_is_reported_with_its_reason(tmp_path: Path) -> None:
+    assert "no, there is no adapter" in describe_rdma(tmp_path)
     (tmp_path / "class/infiniband/mlx5_0").mkdir(parents=True)
-    assert "neither nvidia_peermem nor nv_peer_mem is loaded" in rdma(tmp_path)
+    assert "neither nvidia_peermem nor nv_peer_mem is loaded" in describe_rdma(tmp_path)
     (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
-    assert rdma(tmp_path) == "GPUDirect RDMA: yes, for mlx5_0 (module nvidia_peermem is loaded)"
+    assert describe_rdma(tmp_path) == "GPUDirect RDMA: yes, for mlx5_0 (module nvidia_peermem is loaded)"
 
 
 @pytest.mark.distributed
@@ -154,7 +152,7 @@ def test_rdma_is_said_with_its_reason(tmp_path: Path) -> None:
         ("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}),
     ],
 )
-def test_every_transport_that_is_there_sums_rightly(
+def test_every_available_transport_sums_correctly(
     tmp_path: Path, launcher: str, expected: set[str], left_out: set[str]
 ) -> None:
     json_file = tmp_path / "comm.json"
@@ -166,7 +164,7 @@ def test_every_transport_that_is_there_sums_rightly(
     assert set(re.findall(r"# (\w+): left out", outcome.output)) == left_out
     for entry in rows:
         assert entry["wrong"] == 0
-        assert 0 < entry["in_place_s"] < 60
+        assert entry["in_place_s"] > 0
     sizes = [4, 2048, 2**20]
     assert [entry["size"] for entry in rows] == sizes * len(expected)
     for entry in rows:
