@@ -1,16 +1,16 @@
-"""Does it scale, and if not, why: the same training on 1x1, 1x2, 2x1 and 2x2, measured, taken apart and explained.
+"""Measure how a training script scales over hosts and ranks, where the time goes, and what to change.
 
     python scripts/scaling_test.py                                  # on this host: 1x1 and 1x2
     python scripts/scaling_test.py --hosts a:2,b:2                  # on two hosts, from a
     python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server
     python scripts/scaling_test.py --hosts a:2,b:2 my_training.py --epochs 1
 
-Any script that trains through Trainer or trainer.prepare will do; what stands behind it are its own arguments. Every
-shape (hosts x ranks on each) is run several times, in turns. Weak scaling keeps the samples per rank and step, so that
-the global batch grows; strong scaling keeps the global batch. Each step is taken apart (trainer/timing.py), the network
-is measured with scripts/comm_bench.py, and from one rank by itself and the network alone the other shapes are
-predicted, those that were measured for comparison. Results go to a folder: scaling.json, scaling.svg, and scaling.html
-with all of it. Interrupted, it keeps what was measured until then.
+Any script that trains through Trainer or trainer.prepare can be measured; its own arguments follow its name. Every
+shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
+and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
+(trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted from a single rank
+and the network, and compared with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page
+with everything. After an interruption they contain the runs until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from scaling.jobs import JobError, Plan, time_network, time_steps
 from scaling.models import Shape
 from scaling.options import parse_args
-from scaling.report import draw, show, write_json, write_page
+from scaling.report import draw, render_text, write_json, write_page
 from scaling.results import Results, Run
 from tqdm import tqdm
 
@@ -38,29 +38,28 @@ from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
 
-_ALONE = Shape(hosts=1, per_host=1)
+_SINGLE = Shape(hosts=1, per_host=1)
 
 
 def main() -> int:
     report_failures()
     options = parse_args(__doc__)
     interrupt_on(*INTERRUPTS)
-    plan = options.plan
     _make_folder(options.output)
-    results = Results(plan=plan, batch=options.batch_size, command=sys.argv)
-    todo = list(_runs(options))
+    results = Results(plan=options.plan, batch=options.batch_size, command=sys.argv)
+    planned = list(_planned_runs(options))
     code = 0
-    bar = tqdm(total=len(todo) + 1, desc="scaling", unit="job", disable=not sys.stderr.isatty(), file=sys.stderr)
+    bar = tqdm(total=len(planned) + 1, desc="scaling", unit="job", disable=not sys.stderr.isatty(), file=sys.stderr)
     try:
-        _measure(results, todo, options, bar)
+        _measure(results, planned, options, bar)
     except KeyboardInterrupt:
         results.interrupted, code = True, 130
-        for number in INTERRUPTS:  # what follows takes a moment, and is what was measured for
+        for number in INTERRUPTS:  # a second Ctrl-C must not prevent the results from being written
             signal.signal(number, signal.SIG_IGN)
-        _say(bar, f"interrupted after {len(results.runs)} of {len(todo)} runs; what follows is what they say")
+        _print_line(bar, f"interrupted after {len(results.runs)} of {len(planned)} runs; their results follow")
     bar.close()
     if any(run.timing for run in results.runs):
-        _hand_over(results, options.output)
+        _write_results(results, options.output)
     return code or int(bool(results.problems()))
 
 
@@ -72,45 +71,49 @@ def _make_folder(folder: Path) -> None:
         raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 
 
-def _measure(results: Results, todo: Sequence[Run], options: argparse.Namespace, bar: Any) -> None:
-    """One rank by itself, the network, then everything in turns."""
-    plan, file = options.plan, options.output / "scaling.json"
+def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespace, bar: Any) -> None:
+    """Measure a single rank, the network, then all planned runs and, with --try-advice, the advice."""
+    file = options.output / "scaling.json"
     share = max(1, host_cores() // max(shape.per_host for shape in options.shapes))
-    first = _by_itself(results, 1, options.batch_size, share, bar)
+    first = _measure_single_rank(results, 1, options.batch_size, share, bar)
     if first.timing is None:
         raise TrainerError(f"one rank by itself cannot be measured: {first.problem}")
     write_json(file, results)
-    if any(shape != _ALONE for shape in options.shapes):
-        try:
-            size, device = first.timing["gradient_bytes"], first.timing["device"]
-            results.networks = time_network(plan, options.strategies, size, device)
-        except JobError as error:
-            results.no_network = str(error)
-            _say(bar, f"the network cannot be measured: {error}")
+    if any(shape != _SINGLE for shape in options.shapes):
+        _measure_network(results, first.timing, options.strategies, bar)
     bar.update()
-    for run in todo:
-        _by_itself(results, run.round, options.batch_size, share, bar)
-        done = _run_once(run, plan)
+    for run in planned:
+        _measure_single_rank(results, run.round, options.batch_size, share, bar)
+        done = _run_once(run, results.plan)
         results.runs.append(done)
-        _tell(bar, done)
-        if done.timing is not None and done.shape != _ALONE:  # beside a rank that has as many threads
+        _report_run(bar, done)
+        if done.timing is not None and done.shape != _SINGLE:
+            # The efficiency compares with a single rank that has the same number of threads.
             for batch in dict.fromkeys((done.batch, options.batch_size)):
-                _by_itself(results, done.round, batch, done.timing["threads"], bar)
+                _measure_single_rank(results, done.round, batch, done.timing["threads"], bar)
         write_json(file, results)
-    for run, promise in results.promises() if options.try_advice else ():
-        tried = _run_once(run, plan)
-        results.tried.append((tried, promise))
-        _tell(bar, tried)
+    for run, trial in results.trials() if options.try_advice else ():
+        tried = _run_once(run, results.plan)
+        results.tried.append((tried, trial))
+        _report_run(bar, tried)
         write_json(file, results)
 
 
-def _by_itself(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:
-    """One rank, alone on its host, with so many threads; once in each round, like what it is held against."""
+def _measure_network(results: Results, timing: dict[str, Any], strategies: Sequence[str], bar: Any) -> None:
+    try:
+        results.networks = time_network(results.plan, strategies, timing["gradient_bytes"], timing["device"])
+    except JobError as error:
+        results.no_network = str(error)
+        _print_line(bar, f"the network cannot be measured: {error}")
+
+
+def _measure_single_rank(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:
+    """Run a single rank with so many threads, once in each round, and return the run of the latest round."""
     done = results.alone.setdefault((batch, threads), [])
     if not any(run.round == number for run in done):
-        run = Run(shape=_ALONE, strategy="single", scaling="alone", round=number, batch=batch)
+        run = Run(shape=_SINGLE, strategy="single", scaling="alone", round=number, batch=batch)
         done.append(_run_once(run, results.plan, threads))
-        _tell(bar, done[-1], counts=False)
+        _report_run(bar, done[-1], is_planned=False)
     return done[-1]
 
 
@@ -122,36 +125,36 @@ def _run_once(run: Run, plan: Plan, threads: int | None = None) -> Run:
     return run.ended(timing=timing)
 
 
-def _runs(options: argparse.Namespace) -> Iterator[Run]:
-    """All runs, each round whole, so that what slows the machine down for a while slows all of them."""
+def _planned_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield all runs, round by round, so that a slow phase of the machine affects all shapes alike."""
     for number in range(1, options.repeats + 1):
         for scaling, shape in product(options.scaling, options.shapes):
             batch = options.batch_size if scaling == "weak" else options.batch_size // shape.ranks
-            if shape != _ALONE:
+            if shape != _SINGLE:
                 for strategy in options.strategies:
                     yield Run(shape=shape, strategy=strategy, scaling=scaling, round=number, batch=batch)
-            elif scaling == options.scaling[0]:  # it is the same in both
+            elif scaling == options.scaling[0]:  # a single rank is the same in weak and strong scaling
                 yield Run(shape=shape, strategy="single", scaling="both", round=number, batch=batch)
 
 
-def _hand_over(results: Results, folder: Path) -> None:
+def _write_results(results: Results, folder: Path) -> None:
     write_json(folder / "scaling.json", results)
-    print(show(results))
+    print(render_text(results))
     if importlib.util.find_spec("matplotlib") is None:
-        print("trainer: no picture and no page without matplotlib: `pip install trainer[plots]`", file=sys.stderr)
+        print("trainer: scaling.svg and scaling.html need matplotlib: `pip install trainer[plots]`", file=sys.stderr)
         return
     draw(folder / "scaling.svg", results)
     write_page(folder / "scaling.html", results)
     print(f"\n{folder}: scaling.json, scaling.svg, scaling.html")
 
 
-def _tell(bar: Any, run: Run, *, counts: bool = True) -> None:
-    bar.update(counts)
-    words = run.problem or f"{run.samples_per_s:,.0f} samples/s, {run.timing['steps']} steps"  # type: ignore[index]
-    _say(bar, f"{run}: {words}")
+def _report_run(bar: Any, run: Run, *, is_planned: bool = True) -> None:
+    bar.update(is_planned)
+    outcome = run.problem or f"{run.samples_per_s:,.0f} samples/s, {run.timing['steps']} steps"  # type: ignore[index]
+    _print_line(bar, f"{run}: {outcome}")
 
 
-def _say(bar: Any, text: str) -> None:
+def _print_line(bar: Any, text: str) -> None:
     bar.write(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Advice on a run that does not scale, each with the speed-up that it promises; for scaling_test.py."""
+"""Advice for a shape that scales badly, with a predicted gain for each; for scaling_test.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from scaling.models import Link
 
 _ACCUMULATE = (2, 4, 8)
-_WORTH_IT = 1.1
-"""Promises below this factor are not made: a measurement could not tell."""
+_LEAST_GAIN = 1.1
+"""A smaller gain could not be told from noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A shape under one strategy: mean seconds of a step, and samples/s."""
+    """Measurement of a shape under one strategy. Times are mean seconds of a step."""
 
     shape: str
     strategy: str
@@ -28,11 +28,11 @@ class Measured:
     gradient_bytes: int
     samples_per_s: float
     efficiency: float | None
-    """None where a rank by itself was not measured so."""
+    """None where no single rank was measured with the same number of threads."""
     cores: int
-    """Of all machines together."""
+    """Cores of all machines."""
     threads: int
-    """Of all ranks together."""
+    """Threads of all ranks."""
 
     @property
     def step(self) -> float:
@@ -41,73 +41,80 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Something to do, and how many times as many samples/s it promises."""
+    """A change to the job, and its predicted gain."""
 
     what: str
     gain: float
+    """Predicted samples/s with the change, divided by those without it."""
     options: tuple[str, ...] = ()
-    """Of examples/mnist.py; a script of one's own has its own names for them. Empty where no option does it."""
+    """Options of examples/mnist.py for the change; empty where it has none. Other scripts may name them differently."""
 
 
-def advise(run: Measured, others: Sequence[Measured], halved: float | None, busy: float = 0.0) -> list[Advice]:
-    """What promises at least a tenth more samples/s, the best first.
+def advise(
+    run: Measured, others: Sequence[Measured], half_size_ratio: float | None, full_load_s: float = 0.0
+) -> list[Advice]:
+    """Return the changes with a predicted gain of at least a tenth, the largest gain first.
 
     Args:
-        others: everything else that was measured, with the same batch.
-        halved: what part of its time an exchange of half the bytes takes on this shape; None where nobody knows.
-        busy: input and compute of a step while all ranks are at it, seconds. Ranks that share cores, and mostly wait,
-            are quicker than that in what they do in between.
+        others: all other measurements with the same batch.
+        half_size_ratio: time of an exchange of half the bytes on this shape, divided by that of all bytes; None where
+            no link was measured.
+        full_load_s: seconds of input and compute in a step while all ranks compute. The measured time is shorter where
+            ranks share cores and mostly wait for the exchange.
     """
-    found = [*_accumulate(run, busy), *_compress(run, halved), *_change(run, others)]
-    return sorted((one for one in found if one.gain >= _WORTH_IT), key=lambda one: -one.gain)
+    found = [*_accumulate(run, full_load_s), *_compress(run, half_size_ratio), *_change(run, others)]
+    return sorted((one for one in found if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
 
 
-def sentence(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
-    """All of it, for a person."""
+def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
+    """Summarize a measurement and its advice in a few sentences.
+
+    Args:
+        link: the slowest link of the shape; None where it was not measured.
+    """
     lost = run.exchange + run.waiting
-    known = "not known" if run.efficiency is None else f"{run.efficiency:.0%}"
-    parts = [f"{run.shape} under {run.strategy}: efficiency {known}."]
+    efficiency = "unknown" if run.efficiency is None else f"{run.efficiency:.0%}"
+    parts = [f"{run.shape} under {run.strategy}: efficiency {efficiency}."]
     if run.threads > run.cores:
-        parts.append(
-            f"{run.threads} threads share {run.cores} cores, so that {run.cores / run.threads:.0%} is all there can be."
-        )
+        limit = f"{run.cores / run.threads:.0%}"
+        parts.append(f"{run.threads} threads share {run.cores} cores, which limits the efficiency to {limit}.")
     if link is not None and math.isfinite(link.gbit_per_s):
         parts.append(
-            f"The link carries {link.gbit_per_s:.3g} Gbit/s, a small message takes {link.latency_s * 1e3:.2g} ms."
+            f"The link carries {link.gbit_per_s:.3g} Gbit/s; a small message takes {link.latency_s * 1e3:.2g} ms."
         )
     parts.append(f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
                  f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×")  # fmt: skip
     if run.input > lost and run.input > 0.1 * run.step:
         parts[-1] += f"; input takes {run.input / run.step:.0%} of a step: load with more workers, or from memory"
     if not advice:
-        parts[-1] += "; nothing that is known here would make it a tenth faster."
+        parts[-1] += "; no known change is predicted to gain a tenth or more."
         return " ".join(parts)
     listed = [f"{one.what} for about {one.gain:.2g} ×" for one in advice[:3]]
-    return " ".join(parts) + "; " + ", or ".join(listed) + "."
+    return f"{' '.join(parts)}. Advice: {', or '.join(listed)}."
 
 
-def _accumulate(run: Measured, busy: float) -> list[Advice]:
-    """One exchange for k steps. Unevenness of k steps adds up like independent noise, with the root of k."""
+def _accumulate(run: Measured, full_load_s: float) -> list[Advice]:
+    """Advise one exchange for k steps. Their variations add up like independent noise, with the square root of k."""
     found = []
     for steps in _ACCUMULATE:
-        step = max(busy, run.input + run.compute) + run.exchange / steps + run.waiting / math.sqrt(steps)
+        step = max(full_load_s, run.input + run.compute) + run.exchange / steps + run.waiting / math.sqrt(steps)
         what = f"accumulate {steps} (a global batch {steps} times as large)"
         found.append(Advice(what=what, gain=run.step / step, options=("--accumulate", str(steps))))
-    # The smallest that has most of what the largest has: a large global batch has a price of its own.
+    # Advise the smallest k with most of the largest gain, because a large global batch can cost accuracy.
     enough = 1 + 0.75 * (max(one.gain for one in found) - 1)
     return [one for one in found if one.gain >= enough][:1]
 
 
-def _compress(run: Measured, halved: float | None) -> list[Advice]:
-    if halved is None:
+def _compress(run: Measured, half_size_ratio: float | None) -> list[Advice]:
+    if half_size_ratio is None:
         return []
-    saved = (run.exchange + run.hidden) * (1 - halved)
+    saved = (run.exchange + run.hidden) * (1 - half_size_ratio)
     gain = run.step / (run.step - min(saved, run.exchange))
     return [Advice(what="use fp16 compression", gain=gain, options=("--compression", "fp16"))]
 
 
 def _change(run: Measured, others: Sequence[Measured]) -> list[Advice]:
-    """The best strategy on this shape, and the best of the smaller shapes."""
+    """Advise the fastest other strategy on this shape, and the fastest smaller shape."""
     same = [one for one in others if one.shape == run.shape and one.strategy != run.strategy]
     smaller = [one for one in others if one.ranks < run.ranks]
     found = []

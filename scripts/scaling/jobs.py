@@ -1,4 +1,4 @@
-"""The jobs that scaling_test.py measures: started one at a time, and ended with all their processes."""
+"""Run the jobs that scaling_test.py measures, one at a time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scaling.models import Link, Network, Shape, is_slow, model_of, of_ring
+from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
 from trainer.errors import TrainerError
 from trainer.launch.processes import Finished, run
 from trainer.tuning.open_mpi import ring_from_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSPORT_OF = {"horovod": "horovod", "ddp": "gloo", "ring": "ring", "parameter_server": "parameter_server"}
-"""The transport of comm_bench.py that each strategy uses; ddp uses NCCL where there are GPUs."""
-_PARTS = (16, 8, 4, 2, 1)
-"""Of the gradients' size: messages are so much smaller on more ranks, or with compression."""
+"""Transport in comm_bench.py of each strategy; ddp uses NCCL on GPUs."""
+_DIVISORS = (16, 8, 4, 2, 1)
+"""The gradients' size is divided by these, because messages are smaller on more ranks and with compression."""
 
 
 class JobError(Exception):
-    """A job that failed; its text is what the job said last, in one line."""
+    """A job failed; the text is its problem in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host and its slots, the number of ranks that it takes."""
 
     name: str
     slots: int
@@ -37,33 +37,41 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all runs of a sitting have in common."""
+    """Settings that all runs share."""
 
     hosts: Sequence[Host]
     script: Sequence[str]
-    """With its arguments."""
+    """The training script and its arguments."""
     batch_flag: str
-    """By which the script takes the number of samples per rank and step; empty where it takes none."""
+    """The script's option for samples per rank and step; empty where it has none."""
     steps: int | None
+    """Measured steps of each run; None for a whole epoch."""
     timeout_s: float
+    """Of each run."""
 
-    def place(self, shape: Shape) -> str:
-        """The shape, as horovodrun's -H wants it."""
+    def placement(self, shape: Shape) -> str:
+        """Return the value of horovodrun's -H for a shape."""
         return ",".join(f"{host.name}:{shape.per_host}" for host in self.hosts[: shape.hosts])
 
     def launch(self, shape: Shape, command: Sequence[str]) -> list[str]:
+        """Return the command that runs `command` on every rank of a shape."""
         if shape.ranks == 1:
             return list(command)
-        return ["horovodrun", "-np", str(shape.ranks), "-H", self.place(shape), *command]
+        return ["horovodrun", "-np", str(shape.ranks), "-H", self.placement(shape), *command]
 
 
 def time_steps(
     plan: Plan, shape: Shape, strategy: str, batch: int, *, threads: int | None = None, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Runs the script once and returns the timing of its last epoch: the fields of `trainer.timing.EpochTiming`.
+    """Run the script once and return the timing of its last epoch: the fields of `EpochTiming` (trainer/profiling).
+
+    Args:
+        batch: samples per rank and step.
+        threads: PyTorch threads per rank; None for the default.
+        options: further options of the script.
 
     Raises:
-        JobError: it failed, took too long, or left no timing.
+        JobError: the script failed, timed out, or wrote no timing.
     """
     command = [sys.executable, *plan.script, *options]
     if plan.batch_flag:
@@ -79,7 +87,7 @@ def time_steps(
         if not lines:
             raise JobError(
                 "it left no timing: rank 0 has to run on this host, train through Trainer or trainer.prepare, and "
-                f"take more than 5 steps; it said: {done.last_line}"
+                f"take more than 5 steps; its last line of output: {done.last_line}"
             )
         timing: dict[str, Any] = json.loads(lines[-1])
     if timing["world_size"] != shape.ranks:
@@ -90,13 +98,14 @@ def time_steps(
 
 
 def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) -> dict[str, Network]:
-    """What lies between ranks of one host, and of two, as each strategy's transport sees it.
+    """Measure the links within a host and between two hosts, with the transport of each strategy.
 
     Args:
-        size: of the gradients, bytes.
+        size: bytes of the gradients.
+        device: cpu or cuda.
 
     Raises:
-        JobError: it cannot be measured.
+        JobError: a link cannot be measured.
     """
     first, second = plan.hosts[0], plan.hosts[1] if len(plan.hosts) > 1 else None
     local = _time_links(plan, f"{first.name}:2", strategies, size, device) if first.slots > 1 else {}
@@ -104,42 +113,49 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
         return {name: Network(local=local.get(name)) for name in strategies}
     remote = _time_links(plan, f"{first.name}:1,{second.name}:1", strategies, size, device)
     found = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
-    # Two ranks send both ways over one connection, which not every transport does at full speed; larger rings never do.
+    # Two ranks send in both directions over one connection, which some transports do at reduced speed. Rings of more
+    # ranks send in one direction per connection, so the link is measured again with three ranks.
     four = Shape(hosts=2, per_host=2)
-    rings = [name for name in strategies if model_of(name, size, four) == "ring" and is_slow(found[name], size)]
+    rings = [
+        name for name in strategies if model_of(name, size, four) == "ring" and is_network_bound(found[name], size)
+    ]
     if rings and first.slots > 1:
         three = _time_links(plan, f"{first.name}:2,{second.name}:1", rings, size, device)
-        for name, line in three.items():
-            # Below a size of its own, Horovod's is no ring; what 4 bytes take is latency whatever carries them.
+        for name, times in three.items():
+            # Horovod uses a ring only from a certain size on. The time of 4 bytes is latency under any algorithm.
             least = ring_from_bytes(3) if name == "horovod" else 0
-            points = tuple(point for point in line.points if point[0] == 4 or point[0] >= least)
-            found[name] = replace(found[name], one_way=of_ring(Link(points), 3))
+            points = tuple(point for point in times.points if point[0] == 4 or point[0] >= least)
+            found[name] = replace(found[name], one_way=link_from_ring(Link(points), 3))
     return found
 
 
-def _time_links(plan: Plan, place: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
-    """The times of an all-reduce on the ranks of `place`, at the size that is exchanged and below it."""
-    ranks = sum(host.slots for host in parse_hosts(place))
-    # On three ranks as much more as makes the messages, K/N each, those of two.
-    sizes = [4, *(max(16, size * ranks // 2 // part) for part in _PARTS)]
+def _time_links(plan: Plan, placement: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
+    """Measure an all-reduce on the ranks of `placement`, at the size of the gradients and below."""
+    ranks = sum(host.slots for host in parse_hosts(placement))
+    # A ring's messages are K/N, so more ranks get a larger K for messages of the same size.
+    sizes = [4, *(max(16, size * ranks // 2 // divisor) for divisor in _DIVISORS)]
     keys = {name: "nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name] for name in strategies}
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "links.json")
         command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *keys.values(), "--repeats", "2"]
         command += ["--sizes", *map(str, sizes), "--max-seconds", "1e9", "--device", device, "--json", str(file)]
-        _run(["horovodrun", "-np", str(ranks), "-H", place, *command], {}, plan.timeout_s)
+        _run(["horovodrun", "-np", str(ranks), "-H", placement, *command], {}, plan.timeout_s)
         rows = json.loads(file.read_text())["rows"]
     links = {}
     for name, key in keys.items():
         points = tuple((row["size"], row["in_place_s"]) for row in rows if row["key"] == key)
         if not points:
-            raise JobError(f"{name} has no transport on {place}; scripts/comm_bench.py says why")
+            raise JobError(f"{name} has no transport on {placement}; scripts/comm_bench.py prints the reason")
         links[name] = Link(points)
     return links
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Finished:
-    """Raises JobError where the exit code is not 0, or `timeout_s` are over."""
+    """Run a command to its end; end it with all its processes at the timeout.
+
+    Raises:
+        JobError: it failed or timed out.
+    """
     done = run(command, env={**os.environ, **env}, timeout_s=timeout_s)
     if done.problem:
         raise JobError(done.problem)
@@ -147,10 +163,10 @@ def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Fi
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """From `a:2,b:2`.
+    """Parse hosts and slots, as in `a:2,b:2`.
 
     Raises:
-        TrainerError: it does not read like that.
+        TrainerError: the text is not valid.
     """
     hosts = []
     for part in text.split(","):
@@ -162,14 +178,14 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_shapes(text: str | None, hosts: Sequence[Host]) -> list[Shape]:
-    """From `1x1,2x2`; None stands for one and all hosts with one and all ranks.
+    """Parse shapes, as in `1x1,2x2`; None gives one host and all hosts, with one rank and all slots on each.
 
     Raises:
-        TrainerError: it does not read like that, or the hosts have no room for a shape.
+        TrainerError: the text is not valid, or the hosts have too few slots for a shape.
     """
-    room = min(host.slots for host in hosts)
+    slots_per_host = min(host.slots for host in hosts)
     if text is None:
-        sizes = [(count, ranks) for count in (1, len(hosts)) for ranks in (1, room)]
+        sizes = [(count, ranks) for count in (1, len(hosts)) for ranks in (1, slots_per_host)]
         return [Shape(hosts=count, per_host=ranks) for count, ranks in dict.fromkeys(sizes)]
     shapes = []
     for part in text.replace("×", "x").split(","):
@@ -182,5 +198,5 @@ def parse_shapes(text: str | None, hosts: Sequence[Host]) -> list[Shape]:
             named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
             raise TrainerError(f"--shapes has {part}, for which --hosts {named} has no room")
         shapes.append(shape)
-    # Everything is measured against one rank.
+    # Efficiency and predictions need a single rank.
     return list(dict.fromkeys([Shape(hosts=1, per_host=1), *shapes]))

@@ -1,10 +1,10 @@
-"""What an exchange costs on other shapes than those on which it was measured, and what a whole step costs then.
+"""Performance models: predict the exchange and the step time of one shape from measurements of another.
 
-An all-reduce of K bytes between two ranks sends, whichever way it is done, two messages of K/2 each way; how long that
-takes is measured for several K. Larger shapes follow by counting the messages and their sizes; where ranks of one host
-and of several take part, the slower link counts. With a line through the measurements, A + B·K, the formulas are those
-of their sources, which are with each; but the time of a message is no line where a protocol changes with its size, or
-where a connection has to gather speed, and then the measurement at that size is what counts.
+An all-reduce of K bytes between two ranks sends two messages of K/2 in each direction, whatever the algorithm. Its time
+is measured for several K. Other shapes follow from the number of messages and their sizes; where a step of an algorithm
+uses links within a host and between hosts, the slower one counts. The formulas are those of the cited sources, but a
+message's time is looked up in the measurements instead of a fitted A + B·K: protocols change with the message size, and
+a TCP connection needs time to reach its speed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from statistics import fmean
 from trainer.strategies.bucketed import BUCKET_BYTES
 from trainer.tuning.open_mpi import ring_from_bytes
 
-# A link between hosts that is so many times slower than memory is the limit itself; a faster one waits for the cores.
-LINK_IS_THE_LIMIT = 3.0
+NETWORK_BOUND_RATIO = 3.0
+"""A link between hosts is the bottleneck where it is this many times slower than memory; otherwise the cores are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """So many processes on each of so many hosts."""
+    """A number of hosts, and a number of ranks on each."""
 
     hosts: int
     per_host: int
@@ -38,16 +38,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Link:
-    """How long an all-reduce between two ranks takes, measured.
+    """Measured time of an all-reduce between two ranks.
 
     Args:
-        points: bytes and seconds, by size.
+        points: pairs of bytes and seconds, sorted by size.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, size: float) -> float:
-        """Between two measurements, and beyond the last one, along the line through its neighbours."""
+        """Return the time for a size, interpolated linearly, and extrapolated beyond the largest measured size."""
         (low, least), *rest = self.points
         if size <= low or not rest:
             return least
@@ -61,53 +61,58 @@ class Link:
 
     @property
     def latency_s(self) -> float:
-        """Of the smallest."""
+        """Return the time of the smallest message."""
         return self.points[0][1]
 
     @property
     def s_per_byte(self) -> float:
-        """What the largest takes beyond the smallest."""
+        """Return the additional time per byte, from the smallest to the largest message."""
         (low, least), (high, most) = self.points[0], self.points[-1]
         return max(0.0, (most - least) / (high - low)) if high > low else 0.0
 
     @property
     def gbit_per_s(self) -> float:
-        """What a rank sends, and receives at the same time: K bytes in an all-reduce between two."""
+        """Return the bandwidth in each direction: a rank sends and receives K bytes in an all-reduce of two."""
         return 8e-9 / self.s_per_byte if self.s_per_byte > 0 else math.inf
 
     def slowed(self, factor: float) -> Link:
+        """Return a link that takes `factor` times as long."""
         return Link(tuple((size, seconds * factor) for size, seconds in self.points))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What lies between two ranks, as one transport sees it; None where no shape has it."""
+    """Links between two ranks, measured with one transport; None where no shape uses the link."""
 
     local: Link | None = None
-    """On one host."""
+    """Within a host."""
     remote: Link | None = None
-    """On two."""
+    """Between two hosts."""
     one_way: Link | None = None
-    """On two, as larger rings see it, whose neighbours send over a connection in one direction; None where that has
-    not been measured apart."""
+    """Between two hosts in a ring of more than two ranks, where each connection carries data in one direction only;
+    None where it has not been measured separately."""
 
-    def between(self, shape: Shape) -> tuple[Link, Link]:
-        """The links of a shape: within a host and across, each standing in where the other has not been measured."""
+    def links(self, shape: Shape) -> tuple[Link, Link]:
+        """Return the links within a host and between hosts; each replaces the other where that was not measured."""
         known = self.remote or self.local
         if known is None:
-            raise ValueError("nothing has been measured")
+            raise ValueError("no link has been measured")
         remote = known if shape.hosts > 1 else self.local or known
         return self.local or known, remote
 
 
-def of_ring(line: Link, ranks: int) -> Link:
-    """What lies between two ranks, from the times of a ring of more: the same messages, of which it has fewer."""
-    return Link(tuple((2 * size / ranks, seconds / (ranks - 1)) for size, seconds in line.points))
+def link_from_ring(ring_times: Link, ranks: int) -> Link:
+    """Return the link between two ranks, from the all-reduce times of a ring of more ranks."""
+    # The messages are the same, but a ring of N ranks sends N - 1 times as many of them.
+    return Link(tuple((2 * size / ranks, seconds / (ranks - 1)) for size, seconds in ring_times.points))
 
 
 def ring(size: float, shape: Shape, network: Network) -> float:
-    """2·(N - 1) messages of K/N bytes; the slowest link holds all up. Patarasuk and Yuan, JPDC 2009."""
-    local, remote = network.between(shape)
+    """Return the time of a ring: 2·(N - 1) messages of K/N bytes, at the slowest link's speed.
+
+    Patarasuk and Yuan, JPDC 2009.
+    """
+    local, remote = network.links(shape)
     n = shape.ranks
     if shape.hosts > 1 and n > 2:
         remote = network.one_way or remote
@@ -116,12 +121,13 @@ def ring(size: float, shape: Shape, network: Network) -> float:
 
 
 def tree(size: float, shape: Shape, network: Network) -> float:
-    """Vector halving and distance doubling, then back: 2·log2(N) messages.
+    """Return the time of recursive halving and doubling: 2·log2(N) messages.
 
-    Rabenseifner's, in Thakur, Rabenseifner and Gropp, IJHPCA 2005. Ranks of one host are neighbours and exchange the
-    large halves first; what is left for the link between hosts is K/P of every rank, all P of them at the same time.
+    Rabenseifner's algorithm, in Thakur, Rabenseifner and Gropp, IJHPCA 2005. Ranks of one host are neighbours and
+    exchange the large halves first. Then all P ranks of a host send K/P each over the link between hosts, at the same
+    time.
     """
-    local, remote = network.between(shape)
+    local, remote = network.links(shape)
     left, seconds = size, 0.0
     for _ in range(math.ceil(math.log2(shape.per_host))):
         seconds += local.seconds(left)
@@ -133,18 +139,21 @@ def tree(size: float, shape: Shape, network: Network) -> float:
 
 
 def hierarchical(size: float, shape: Shape, network: Network) -> float:
-    """A ring within each host, one of the hosts, one within each again. Goyal et al., arXiv:1706.02677, section 4."""
-    local, remote = network.between(shape)
+    """Return the time of a reduction within each host, a ring of the hosts, and a broadcast within each host.
+
+    Goyal et al., arXiv:1706.02677, section 4.
+    """
+    local, remote = network.links(shape)
     p, m = shape.per_host, shape.hosts
     return (p - 1) * local.seconds(2 * size / p) + (m - 1) * remote.seconds(2 * size / m)
 
 
 def parameter_server(size: float, shape: Shape, network: Network) -> float:
-    """One server, beside rank 0: its host's link carries K bytes in and out for each rank on another host.
+    """Return the time with one server on rank 0's host, whose link carries K bytes each way for each remote rank.
 
-    Li et al., OSDI 2014, section 2; a server for each shard divides it by their number.
+    Li et al., OSDI 2014, section 2. With one server per shard, divide by the number of servers.
     """
-    local, remote = network.between(shape)
+    local, remote = network.links(shape)
     elsewhere = shape.ranks - shape.per_host
     inside = local.seconds(size) + size * local.s_per_byte * (shape.ranks / 2 - 1)
     across = remote.seconds(size) + size * remote.s_per_byte * (elsewhere - 1)
@@ -161,7 +170,7 @@ _OF_STRATEGY = {"ddp": "ring", "ring": "ring", "parameter_server": "parameter se
 
 
 def model_of(strategy: str, size: float, shape: Shape) -> str:
-    """What a strategy does with so many bytes: Gloo has a ring, and Horovod leaves it to MPI, as we set that up."""
+    """Return the name of the model for a strategy. Gloo uses a ring; Horovod uses MPI, which `trainer.tuning` sets."""
     if strategy != "horovod":
         return _OF_STRATEGY[strategy]
     return "ring" if shape.hosts > 1 and shape.ranks > 2 and size >= ring_from_bytes(shape.ranks) else "tree"
@@ -169,87 +178,90 @@ def model_of(strategy: str, size: float, shape: Shape) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank by itself, on its share of the cores: seconds of a step."""
+    """A single rank on its share of the cores: mean seconds of a step."""
 
     input: float
     compute: float
     window: float
-    """Of the compute time, in which an exchange in pieces can go on beside it."""
+    """Part of the compute time that an exchange in several messages can overlap with."""
     gradient_bytes: int
-    own: tuple[float, ...] = ()
-    """Its steps' seconds, from the quickest to the slowest: means of equally many."""
+    step_groups: tuple[float, ...] = ()
+    """Distribution of the step's seconds: means of groups of equal size, sorted."""
     accumulate: float = 1.0
     """Steps for each exchange."""
 
-    def waiting(self, ranks: int) -> float:
-        """For the slowest of so many, mean: what the largest of N steps is expected to have above the mean.
+    def expected_wait(self, ranks: int) -> float:
+        """Return the mean time that a rank waits for the slowest of so many, in seconds.
 
-        The largest of N independent draws has the N-th power of their distribution function (David and Nagaraja, Order
-        Statistics, section 2.1). What slows down all ranks of a host at once is not independent, and counts too much.
+        It is the expected maximum of N steps less the mean step. The maximum of N independent values has the N-th power
+        of their distribution function (David and Nagaraja, Order Statistics, section 2.1). Disturbances that affect all
+        ranks of a host at once are not independent, so they make this too large.
         """
-        if not self.own:
+        if not self.step_groups:
             return 0.0
-        pieces = len(self.own)
-        chances = (((at + 1) / pieces) ** ranks - (at / pieces) ** ranks for at in range(pieces))
-        return sum(chance * seconds for chance, seconds in zip(chances, self.own, strict=True)) - fmean(self.own)
+        count = len(self.step_groups)
+        weights = (((at + 1) / count) ** ranks - (at / count) ** ranks for at in range(count))
+        slowest = sum(weight * seconds for weight, seconds in zip(weights, self.step_groups, strict=True))
+        return slowest - fmean(self.step_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step, from a rank by itself and from the network alone."""
+    """Predicted seconds of a step."""
 
     shape: Shape
     model: str
     compute: float
-    """Seconds, input included."""
+    """Includes input."""
     exchange: float
-    """In all, seconds."""
+    """Whole exchange."""
     exposed: float
-    """Of it, what nothing hides."""
+    """Part of the exchange that does not overlap with compute."""
     waiting: float = 0.0
-    """For the slowest rank."""
+    """Waiting for the slowest rank."""
 
     @property
     def step(self) -> float:
         return self.compute + self.exposed + self.waiting
 
 
-def predict(rank: Rank, shape: Shape, network: Network, model: str, *, crowd: float = 1.0) -> Prediction:
-    """A step on `shape`.
+def predict(rank: Rank, shape: Shape, network: Network, model: str, *, threads_per_core: float = 1.0) -> Prediction:
+    """Predict a step on `shape` from a single rank and the network.
 
     Args:
-        crowd: threads that compute for each core. Above 1 they share it, and each takes that much longer; below 1
-            there are cores to spare.
+        threads_per_core: computing threads per core. Above 1 the cores are oversubscribed, and each thread takes that
+            much longer. Below 1 there are free cores.
     """
-    slower = max(1.0, crowd)
-    compute = (rank.input + rank.compute) * slower
+    slowdown = max(1.0, threads_per_core)
+    compute = (rank.input + rank.compute) * slowdown
     exchange = 0.0
     if shape.ranks > 1:
-        exchange = MODELS[model](rank.gradient_bytes, shape, _crowded(network, rank.gradient_bytes, slower))
-    # Up to there all gradients travel as one message, which nothing can hide.
-    pieces = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
-    # A link works beside the cores; an exchange that is itself work for the cores hides where one of them is free.
-    hides = pieces > 1 and (crowd < 1 or is_slow(network, rank.gradient_bytes))
-    window = rank.window * slower if hides else 0.0
-    exposed = max(exchange / pieces, exchange - window) / rank.accumulate
+        loaded = _oversubscribed(network, rank.gradient_bytes, slowdown)
+        exchange = MODELS[model](rank.gradient_bytes, shape, loaded)
+    # A single message is sent after the last gradient, so it cannot overlap with compute.
+    messages = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
+    # A network-bound exchange leaves the cores to compute. One that needs cores overlaps only where a core is free.
+    overlaps = messages > 1 and (threads_per_core < 1 or is_network_bound(network, rank.gradient_bytes))
+    window = rank.window * slowdown if overlaps else 0.0
+    exposed = max(exchange / messages, exchange - window) / rank.accumulate
     exchange /= rank.accumulate
-    # As if ranks that share a core were through together: fewer to wait for, whose unevenness adds up like noise. What
-    # they wait for a time slice of the core comes on top, and is not known.
-    waiting = math.sqrt(slower) * rank.waiting(max(1, round(shape.ranks / slower)))
+    # Assumes that ranks which share a core finish together, so there are fewer to wait for, and that their variations
+    # add up like independent noise. Time spent waiting for a time slice is not modelled.
+    waiting = math.sqrt(slowdown) * rank.expected_wait(max(1, round(shape.ranks / slowdown)))
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
 
 
-def is_slow(network: Network, size: float) -> bool:
-    """Whether, for so many bytes, the link between hosts is the limit itself, not the cores that feed it."""
+def is_network_bound(network: Network, size: float) -> bool:
+    """Return whether the link between hosts, not the cores, limits an exchange of so many bytes."""
     local, remote = network.local, network.remote
-    return bool(local and remote and remote.seconds(size) > LINK_IS_THE_LIMIT * local.seconds(size))
+    return bool(local and remote and remote.seconds(size) > NETWORK_BOUND_RATIO * local.seconds(size))
 
 
-def _crowded(network: Network, size: float, crowd: float) -> Network:
-    """The network as ranks see it that wait for a core: what is work for cores takes longer, a slow link does not."""
-    across = 1.0 if is_slow(network, size) else crowd
+def _oversubscribed(network: Network, size: float, slowdown: float) -> Network:
+    """Return the network as seen from oversubscribed cores: only links that are limited by the cores slow down."""
+    across = 1.0 if is_network_bound(network, size) else slowdown
     local, remote, one_way = (
         link.slowed(factor) if link else None
-        for link, factor in ((network.local, crowd), (network.remote, across), (network.one_way, across))
+        for link, factor in ((network.local, slowdown), (network.remote, across), (network.one_way, across))
     )
     return Network(local=local, remote=remote, one_way=one_way)

@@ -1,4 +1,4 @@
-"""The command line of scaling_test.py."""
+"""Command-line options of scaling_test.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALINGS = ("weak", "strong")
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
-    """The options, checked, with `plan` and `shapes` made of them.
+    """Parse and check the options; `plan` and `shapes` are derived from them.
 
     Raises:
         TrainerError: a value is not valid.
@@ -22,35 +22,37 @@ def parse_args(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    _add_what(parser)
-    _add_how(parser)
+    _add_subject(parser)
+    _add_procedure(parser)
     default = "examples/mnist.py --epochs 1 --output none"
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=f"and its arguments (default: {default})")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help=f"training script and its arguments (default: {default})"
+    )
     options = parser.parse_args()
     _check(options)
     return options
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is measured")
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure")
     add, slots = group.add_argument, f"localhost:{max(2, host_cores())}"
-    add("--hosts", default=slots, metavar="LIST", help="with their slots, this one first (default: %(default)s)")
+    add("--hosts", default=slots, metavar="LIST", help="hosts and slots, this host first (default: %(default)s)")
     add("--shapes", metavar="LIST", help="hosts x ranks on each (default: one and all hosts, with one and all slots)")
     add("--strategies", default="horovod", metavar="LIST", help=f"of {','.join(TRANSPORT_OF)} (default: %(default)s)")
     add("--scaling", default=",".join(SCALINGS), metavar="LIST", help="weak, strong or both (default: %(default)s)")
-    add("--batch-size", type=int, default=100, metavar="N", help="of one rank by itself (default: %(default)s)")
+    add("--batch-size", type=int, default=100, metavar="N", help="samples per step on 1x1 (default: %(default)s)")
     add(
         "--batch-flag", default="--batch-size", metavar="FLAG",
-        help="by which the script takes it; '' where it has its own (default: %(default)s)",
+        help="the script's option for samples per rank and step; '' for none (default: %(default)s)",
     )  # fmt: skip
 
 
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how").add_argument
-    add("--steps", default="100", metavar="N|all", help="of each run, after 5 to warm up (default: %(default)s)")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
-    add("--timeout", type=float, default=900.0, metavar="S", help="after which a run is ended (default: %(default)s)")
-    add("--try-advice", action="store_true", help="follow it, with the options of examples/mnist.py, and compare")
+def _add_procedure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how to measure").add_argument
+    add("--steps", default="100", metavar="N|all", help="steps of each run, after 5 to warm up (default: %(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of each shape (default: %(default)s)")
+    add("--timeout", type=float, default=900.0, metavar="S", help="of each run, in seconds (default: %(default)s)")
+    add("--try-advice", action="store_true", help="run the advice, with the options of examples/mnist.py, and compare")
     add("--output", type=Path, default=Path("runs/scaling"), metavar="DIR", help="for results (default: %(default)s)")
 
 
@@ -62,18 +64,18 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--steps is {options.steps!r}; valid is a positive number, or all")
     for name, valid in (("strategies", tuple(TRANSPORT_OF)), ("scaling", SCALINGS)):
         chosen = list(dict.fromkeys(getattr(options, name).split(",")))
-        if strange := [one for one in chosen if one not in valid]:
-            raise ConfigError(f"--{name} has {strange[0]!r}; valid are {', '.join(valid)}")
+        if unknown := [one for one in chosen if one not in valid]:
+            raise ConfigError(f"--{name} has {unknown[0]!r}; valid are {', '.join(valid)}")
         setattr(options, name, chosen)
     hosts = parse_hosts(options.hosts)
     options.shapes = parse_shapes(options.shapes, hosts)
     if hosts[0].name not in ("localhost", socket.gethostname()):
         raise ConfigError(
-            f"--hosts begins with {hosts[0].name}, and this is {socket.gethostname()}; start it on the first"
+            f"--hosts begins with {hosts[0].name}, and this is {socket.gethostname()}; run this on the first host"
         )
     if "strong" in options.scaling and options.batch_flag == "":
         raise ConfigError(
-            "strong scaling needs --batch-flag, by which the script takes its batch; valid without is weak"
+            "strong scaling needs --batch-flag, the script's option for its batch size; valid without it is weak"
         )
     uneven = [shape for shape in options.shapes if options.batch_size % shape.ranks]
     if "strong" in options.scaling and uneven:

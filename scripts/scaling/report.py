@@ -1,4 +1,4 @@
-"""What scaling_test.py has found, as a table, as JSON, as a picture and as one page with all of it."""
+"""Results of scaling_test.py as text, as JSON, as a plot and as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from trainer.files import write_atomically
 TEMPLATE = Path(__file__).resolve().with_name("page.html")
 PHASES = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
-_WHY_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
-_GUESS_HEAD = (
+_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
+_PREDICTION_HEAD = (
     "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
 )  # fmt: skip
 
 
-def show(results: Results) -> str:
-    """Everything, for a terminal; the tables are Markdown's, too."""
+def render_text(results: Results) -> str:
+    """Return all results as text for a terminal; the tables are Markdown."""
     parts = ["\n".join(f"{name}: {fact}" for name, fact in results.facts().items())]
     for title, head, body in tables(results):
         if body:
-            parts.append(f"{title}\n\n{_markdown(head, body)}")
+            parts.append(f"{title}\n\n{markdown_table(head, body)}")
     parts += [text for _, _, text in results.advice()]
-    parts += tried(results)
+    parts += trial_lines(results)
     if results.problems():
-        parts.append("\n".join(["What failed:", *results.problems()]))
+        parts.append("\n".join(["Failures:", *results.problems()]))
     if not results.larger():
-        parts.append("No link between hosts was measured, so nothing is predicted for more of them.")
+        parts.append("No link between hosts was measured, so larger numbers of hosts are not predicted.")
     if results.interrupted:
         parts.append("Interrupted: this is what was measured until then.")
     return "\n\n".join(parts)
 
 
 def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """Title, head and lines of each table."""
+    """Return title, column names and rows of each table."""
     rows = results.rows()
     return [
         ("Measured (medians)", _RUN_HEAD, [_run_cells(row) for row in rows]),
-        ("Where the time of a step goes, ms, mean over ranks", _WHY_HEAD, [_why_cells(row) for row in rows]),
+        ("Phases of a step (ms, mean over ranks)", _STEP_HEAD, [_step_cells(row) for row in rows]),
         (
-            "The network, as an all-reduce between two ranks sees it",
+            "Network (measured with an all-reduce between two ranks)",
             ("ranks", "strategy", "small message ms", "Gbit/s each way"),
             [
                 _link_cells(where, name, link)
@@ -59,62 +59,62 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
             ],
         ),
         (
-            "Predicted from one rank by itself and the network, beside what was measured",
-            _GUESS_HEAD,
-            [_guess_cells(row) for row in rows if row.predicted],
+            "Predicted from a single rank and the network, compared with the measurement",
+            _PREDICTION_HEAD,
+            [_prediction_cells(row) for row in rows if row.predicted],
         ),
         (
-            "Predicted for more hosts like these",
+            "Predicted for more hosts of the same kind",
             ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
             [
                 (
-                    str(guess.shape.ranks), str(guess.shape), guess.model, strategy, f"{guess.exchange * 1e3:.3g}",
-                    f"{guess.waiting * 1e3:.3g}", f"{guess.step * 1e3:.3g}", f"{efficiency:.0%}",
+                    str(one.shape.ranks), str(one.shape), one.model, strategy, f"{one.exchange * 1e3:.3g}",
+                    f"{one.waiting * 1e3:.3g}", f"{one.step * 1e3:.3g}", f"{efficiency:.0%}",
                 )
-                for strategy, guess, efficiency in results.larger()
+                for strategy, one, efficiency in results.larger()
             ],
         ),
     ]  # fmt: skip
 
 
-def tried(results: Results) -> list[str]:
-    """A line for each advice that was followed."""
+def trial_lines(results: Results) -> list[str]:
+    """Return a line for each advice that was tried, with its predicted and its measured gain."""
     lines = []
-    for run, promise in results.tried:
-        if not run.timing:  # it is among the problems
+    for run, trial in results.tried:
+        if not run.timing:  # listed as a failure
             continue
-        gain = run.samples_per_s / promise.base
+        gain = run.samples_per_s / trial.base
         lines.append(
-            f"Tried on {run.shape} under {run.strategy}: {' '.join(run.options)} promised {promise.advice.gain:.2f} × "
-            f"and gave {gain:.2f} × ({promise.base:,.0f} to {run.samples_per_s:,.0f} samples/s; the promise is off by "
-            f"{promise.advice.gain / gain - 1:+.0%})"
+            f"Tried on {run.shape} under {run.strategy}: {' '.join(run.options)}; predicted {trial.advice.gain:.2f} ×, "
+            f"measured {gain:.2f} × ({trial.base:,.0f} to {run.samples_per_s:,.0f} samples/s); "
+            f"prediction off by {trial.advice.gain / gain - 1:+.0%}"
         )
     return lines
 
 
 def write_json(path: Path, results: Results) -> None:
-    """Every run with all that it said, and what follows from them."""
+    """Write all runs with their timings, and everything computed from them."""
     content = {
         "where": results.facts(),
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
-        "alone": [_entry(run) for run in results.lone_runs()],
+        "alone": [_entry(run) for run in results.single_rank_runs()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
-            {"strategy": strategy, **asdict(guess), "efficiency": efficiency}
-            for strategy, guess, efficiency in results.larger()
+            {"strategy": strategy, **asdict(one), "efficiency": efficiency}
+            for strategy, one, efficiency in results.larger()
         ],
         "advice": [{"text": text, "found": [asdict(one) for one in found]} for _, found, text in results.advice()],
-        "tried": [{**_entry(run), "promised": asdict(promise)} for run, promise in results.tried],
+        "tried": [{**_entry(run), "promised": asdict(trial)} for run, trial in results.tried],
         "problems": results.problems(),
     }
     write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def write_page(path: Path, results: Results) -> None:
-    """One file with everything in it: no script, nothing from elsewhere."""
+    """Write a self-contained HTML page, without scripts and without external resources."""
     import jinja2
     from markupsafe import Markup
 
@@ -123,16 +123,16 @@ def write_page(path: Path, results: Results) -> None:
         facts=results.facts(),
         tables=[one for one in tables(results) if one[2]],
         advice=[text for _, _, text in results.advice()],
-        tried=tried(results),
+        trials=trial_lines(results),
         problems=results.problems(),
         interrupted=results.interrupted,
-        pictures=[Markup(_svg(figure)) for figure in (_curves(results), _bars(results))],  # noqa: S704 (drawn here)
+        plots=[Markup(_svg(figure)) for figure in (_curves(results), _bars(results))],  # noqa: S704 (our own SVG)
     )
     write_atomically(path, page)
 
 
 def draw(path: Path, results: Results) -> None:
-    """samples/s and efficiency against ranks, with the ideal line."""
+    """Draw samples/s and efficiency against ranks, with the ideal line."""
     write_atomically(path, _svg(_curves(results)))
 
 
@@ -150,17 +150,17 @@ def _curves(results: Results) -> Any:
         if row.shape.ranks > 1:
             lines.setdefault((row.strategy, row.scaling), []).append(row)
     for (strategy, scaling), own in lines.items():
-        # One host's shapes first, so that the line goes through the fullest of each size.
+        # Of shapes with the same number of ranks, the one on fewer hosts comes first.
         line = sorted([*alone, *own], key=lambda row: (row.shape.ranks, row.shape.hosts))
         points, style = [row.shape.ranks for row in line], "-" if scaling == "weak" else "--"
         rates = [row.measured.samples_per_s for row in line]
         (drawn,) = left.plot(points, rates, style, marker="o", label=f"{strategy}, {scaling}")
         right.plot(points, [_percent(row) for row in line], style, marker="o", color=drawn.get_color())
-    for row in next(iter(lines.values()), []):  # the shapes' names are those of all lines
+    for row in next(iter(lines.values()), []):  # one annotation serves all lines
         for axes, value in ((left, row.measured.samples_per_s), (right, _percent(row))):
             axes.annotate(str(row.shape), (row.shape.ranks, value), xytext=(5, 5), textcoords="offset points")
     left.set(title="Throughput (higher is better)", ylabel="samples/s", xlabel="ranks", ylim=(0, None))
-    right.set(title="Efficiency: of as many ranks by themselves", ylabel="%", xlabel="ranks", ylim=(0, None))
+    right.set(title="Efficiency (relative to as many single ranks)", ylabel="%", xlabel="ranks", ylim=(0, None))
     for axes in (left, right):
         axes.set_xticks(ranks)
         axes.grid(alpha=0.3)
@@ -178,12 +178,12 @@ def _bars(results: Results) -> Any:
     names = [f"{row.shape} {row.strategy}, {row.scaling}" for row in rows]
     left = [0.0] * len(rows)
     for phase, color in PHASES.items():
-        # Per sample of a rank, so that steps of different sizes can be compared.
+        # Per sample, so that steps with different batches can be compared.
         widths = [getattr(row.measured, phase) * 1e6 / row.batch for row in rows]
         axes.barh(names, widths, left=left, color=color, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(title="Where the time goes", xlabel="µs for each of a rank's samples")
+    axes.set(title="Phases of a step", xlabel="µs per sample of a rank")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 if len(rows) > 6 else -0.3), ncols=4)
     return figure
 
@@ -192,7 +192,7 @@ def _pyplot() -> Any:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "scaling"  # the same picture from the same figures
+    mpl.rcParams["svg.hashsalt"] = "scaling"  # the same figures give the same file
     from matplotlib import pyplot
 
     return pyplot
@@ -205,7 +205,8 @@ def _svg(figure: Any) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, padded for a terminal; the first three columns are left-aligned."""
     widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
     align: list[Callable[[str, int], str]] = [str.ljust, str.ljust, str.ljust, *[str.rjust] * (len(head) - 3)]
     lines = [
@@ -230,14 +231,14 @@ def _run_cells(row: Row) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _why_cells(row: Row) -> Sequence[str]:
+def _step_cells(row: Row) -> Sequence[str]:
     one = row.measured
     phases = (one.step, one.input, one.compute, one.exchange, one.waiting, one.hidden)
     return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
 
 
-def _guess_cells(row: Row) -> Sequence[str]:
-    assert row.predicted is not None  # noqa: S101 (the caller has looked)
+def _prediction_cells(row: Row) -> Sequence[str]:
+    assert row.predicted is not None  # noqa: S101 (the caller has checked)
     return (
         str(row.shape), row.strategy, row.scaling, row.predicted.model, f"{row.predicted.exchange * 1e3:.3g}",
         f"{row.predicted.waiting * 1e3:.3g}",
