@@ -1,8 +1,8 @@
-"""Trains the default recipe of examples/mnist.py with several seeds and numbers of processes, and says how well.
+"""Trains the default recipe of examples/mnist.py with several seeds and numbers of processes; tables the accuracy.
 
 python benchmarks/accuracy.py --data-dir data
 
-Exits with code 1 when a run failed or one test accuracy is below 99 %.
+Exits with code 1 when a run failed or a test accuracy is below 99 %.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAST_LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One training."""
+    """Result of one training."""
 
     np: int
     """Processes."""
@@ -38,12 +38,12 @@ class Outcome:
     percent: float | None
     """Test accuracy; None when the run failed."""
     seconds: float
-    """Of the whole command, start and evaluation included."""
+    """Seconds of the whole command, with start and evaluation."""
     problem: str | None = None
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; `--help` shows it."""
+    """Parse the command line; `--help` shows it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -64,7 +64,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(np: int, seed: int, *, epochs: int, data_dir: Path, timeout_s: float) -> Outcome:
-    """Trains once; what went wrong is in the outcome."""
+    """Train once; a failure is described in the outcome."""
     options = ["--epochs", str(epochs), "--seed", str(seed), "--data-dir", str(data_dir)]
     finished = run(
         [*launch("examples/mnist.py", np), *options, "--dataset", "mnist", "--output", "none"], timeout_s=timeout_s
@@ -75,17 +75,17 @@ def train(np: int, seed: int, *, epochs: int, data_dir: Path, timeout_s: float) 
 
 
 def read_accuracy(output: str) -> tuple[float | None, str | None]:
-    """Test accuracy in percent, and what is wrong with it."""
+    """Return the test accuracy in percent, and what is wrong with it."""
     found = _LAST_LINE.search(output)
     if found is None:
-        return None, "it did not say its test accuracy"
+        return None, "it printed no test accuracy"
     if found["evaluated"] != found["samples"]:
         return None, f"it was tested on {found['evaluated']} of {found['samples']} samples"
     return float(found["percent"]), None
 
 
 def render(outcomes: Sequence[Outcome]) -> str:
-    """A row for each number of processes, a column for each seed, and the row's least."""
+    """Return a table: a row for each number of processes, a column for each seed, and the least of the row."""
     seeds = sorted({outcome.seed for outcome in outcomes})
     lines = ["processes  " + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + f"{'least':>9}"]
     for np in sorted({outcome.np for outcome in outcomes}):
@@ -98,7 +98,7 @@ def render(outcomes: Sequence[Outcome]) -> str:
 
 
 def summarise(outcomes: Sequence[Outcome], epochs: int, json_file: Path) -> bool:
-    """Writes the JSON and prints the table; returns whether every accuracy reaches the target."""
+    """Write the JSON and print the table; return whether every accuracy reaches the target."""
     machine = describe_machine()
     content = {"machine": machine, "epochs": epochs, "runs": [asdict(outcome) for outcome in outcomes]}
     json_file.write_text(json.dumps(content, indent=2) + "\n")
@@ -106,8 +106,8 @@ def summarise(outcomes: Sequence[Outcome], epochs: int, json_file: Path) -> bool
     print(f"test accuracy in percent after {epochs} epochs\n\n{render(outcomes)}")
     below = [outcome for outcome in outcomes if outcome.percent is None or outcome.percent < TARGET_PERCENT]
     for outcome in below:
-        word = outcome.problem or f"{outcome.percent:.2f} % is below {TARGET_PERCENT:g} %"
-        print(f"FAILED: np {outcome.np}, seed {outcome.seed}: {word}")
+        verdict = outcome.problem or f"{outcome.percent:.2f} % is below {TARGET_PERCENT:g} %"
+        print(f"FAILED: np {outcome.np}, seed {outcome.seed}: {verdict}")
     return not below
 
 
@@ -123,8 +123,8 @@ def main() -> int:
         for np in dict.fromkeys(args.np):
             outcome = train(np, seed, epochs=args.epochs, data_dir=data_dir, timeout_s=args.timeout)
             outcomes.append(outcome)
-            word = outcome.problem or f"{outcome.percent:.2f} %"
-            print(f"accuracy: np {np}, seed {seed}: {word} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
+            verdict = outcome.problem or f"{outcome.percent:.2f} %"
+            print(f"accuracy: np {np}, seed {seed}: {verdict} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
     return 0 if summarise(outcomes, args.epochs, args.json) else 1
 
 

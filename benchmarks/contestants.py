@@ -1,4 +1,4 @@
-"""Who is compared, how each is started, and how its word is read and checked."""
+"""Contestants: how each one is started, and how its report is read and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from trainer.launch.processes import Finished
 
 TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
 LEAST_ACCURACY = 0.90
-"""Of the tutorial network after two epochs, which reaches 0.954 to 0.960 with one rank and with two."""
+"""Test accuracy after two epochs. The tutorial network reaches 0.954 to 0.960 on one rank and on two."""
+OURS, LIMIT = "ours", "limit"
+PEERS = ("tuned", "horovod", "ddp", "plain")
 
 _RECIPE = ("--network", "tutorial", "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
 _EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
@@ -33,21 +35,33 @@ class Contestant:
     script: str
     options: tuple[str, ...] = ()
     launcher: str = "horovodrun"
-    exact: bool = True
-    """Takes the batches and the dropout of ours, so that its losses must be ours to the last bit."""
+    same_losses: bool = True
+    """Its batches, dropout and gradients are ours, so its losses must equal ours to the last bit."""
+    rounded: bool = False
+    """It reports by epoch lines, whose rounded rate and seconds give the samples only roughly."""
 
 
 CONTESTANTS: Mapping[str, Contestant] = {
-    "ours": Contestant(
+    OURS: Contestant(
         title="trainer (ours)", script="examples/mnist.py", options=(*_EXAMPLE, "--decay", "none", "--dataset", "mnist")
     ),
     "tuned": Contestant(
-        title="Horovod loop by hand, tuned as ours", script="benchmarks/horovod_loop.py", options=("--tuned",)
+        title="hand-written Horovod loop, tuned settings", script="benchmarks/horovod_loop.py", options=("--tuned",)
     ),
-    "horovod": Contestant(title="Horovod loop by hand, as it comes", script="benchmarks/horovod_loop.py"),
-    "ddp": Contestant(title="DDP loop by hand, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
+    "horovod": Contestant(title="hand-written Horovod loop, default settings", script="benchmarks/horovod_loop.py"),
+    "ddp": Contestant(title="hand-written DDP loop, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
     "plain": Contestant(
-        title="plain Horovod example, DataLoader", script="examples/mnist_plain.py", options=_EXAMPLE, exact=False
+        title="plain Horovod example, DataLoader",
+        script="examples/mnist_plain.py",
+        options=_EXAMPLE,
+        same_losses=False,
+        rounded=True,
+    ),
+    LIMIT: Contestant(
+        title="limit: compute without exchange",
+        script="benchmarks/compute_loop.py",
+        launcher="torchrun",
+        same_losses=False,
     ),
 }
 
@@ -63,48 +77,53 @@ class Run:
     report: Report | None
     problem: str | None
     """Why this run does not count; None when it does."""
-    last_words: str = ""
-    """The end of stderr of a run that failed."""
+    stderr_tail: str = ""
+    """End of stderr of a run that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
-    """What every run of a sitting has in common."""
+class RunSettings:
+    """Settings that all runs of a benchmark share."""
 
     data_dir: Path
-    """As the user has it, with the four files plain or as .gz."""
+    """The user's folder, with the four files plain or as .gz."""
     plain_data_dir: Path
-    """With the files decompressed, which torchvision asks for."""
+    """With the files decompressed, as torchvision requires."""
     work_dir: Path
-    """For the runs' records."""
+    """Holds the runs' records."""
     epochs: int
     timeout_s: float
 
 
-def start(name: str, ranks: int, round: int, course: Course) -> Run:
-    """Runs a contestant once and reads its report. One rank stays on one core."""
+def start(name: str, ranks: int, round: int, settings: RunSettings) -> Run:
+    """Run a contestant once and read its report. A single rank is bound to one core."""
     contestant = CONTESTANTS[name]
-    data_dir = course.plain_data_dir if name == "plain" else course.data_dir
+    data_dir = settings.plain_data_dir if name == "plain" else settings.data_dir
     command = launch(contestant.script, ranks, contestant.launcher)
-    command += [*contestant.options, "--epochs", str(course.epochs), "--data-dir", str(data_dir)]
-    record = course.work_dir / f"{name}-{ranks}-{round}"
+    command += [*contestant.options, "--epochs", str(settings.epochs), "--data-dir", str(data_dir)]
+    record = settings.work_dir / f"{name}-{ranks}-{round}"
     if name == "ours":
         command += ["--output", str(record)]
     if ranks == 1:
         command = on_one_core(command)
-    finished = run(command, timeout_s=course.timeout_s, threads=1)
+    finished = run(command, timeout_s=settings.timeout_s, threads=1)
     report, problem = None, finished.problem
     if problem is None:
         report = read_report(finished, record)
-        problem = check(report, course.epochs, exact=contestant.exact)
-    words = finished.stderr_tail if problem else ""
+        problem = check(report, settings.epochs, rounded=contestant.rounded)
     return Run(
-        contestant=name, ranks=ranks, round=round, command=command, report=report, problem=problem, last_words=words
+        contestant=name,
+        ranks=ranks,
+        round=round,
+        command=command,
+        report=report,
+        problem=problem,
+        stderr_tail=finished.stderr_tail if problem else "",
     )
 
 
 def read_report(finished: Finished, record: Path) -> Report | None:
-    """A run's report: from its record, its report line, or its epoch lines; None when it has said nothing."""
+    """Return a run's report, from its record, its report line or its epoch lines; None when it has none of them."""
     if (record / "epochs.jsonl").exists():
         return _from_record((record / "epochs.jsonl").read_text())
     for line in finished.stdout.splitlines():
@@ -113,10 +132,9 @@ def read_report(finished: Finished, record: Path) -> Report | None:
     return _from_epoch_lines(finished.stdout)
 
 
-def check(report: Report | None, epochs: int, *, exact: bool = True) -> str | None:
-    """What is wrong with a report, in a few words; None for one that counts."""
-    # Epoch lines tell the samples only through a rounded rate and rounded seconds.
-    slack = 0 if exact else TRAIN_SAMPLES // 100
+def check(report: Report | None, epochs: int, *, rounded: bool = False) -> str | None:
+    """Return what is wrong with a report, in one line; None for a report that counts."""
+    slack = TRAIN_SAMPLES // 100 if rounded else 0
     if report is None or len(report.seconds) != epochs:
         return f"WRONG: it did not report {epochs} epochs"
     if any(abs(samples - TRAIN_SAMPLES) > slack for samples in report.samples):
@@ -129,13 +147,13 @@ def check(report: Report | None, epochs: int, *, exact: bool = True) -> str | No
 
 
 def differing_losses(runs: list[Run]) -> list[str]:
-    """Names the exact contestants whose training losses are not those of the first one, to the last bit.
+    """Describe the runs whose training losses differ from the first run's, among contestants that must agree exactly.
 
-    Two ranks add two gradients, which has but one order, so neither MPI nor Gloo has a choice there.
+    The sum of two ranks' gradients does not depend on their order, so MPI and Gloo give the same bits.
     """
     found = []
     for ranks in sorted({one.ranks for one in runs}):
-        exact = [one for one in runs if one.ranks == ranks and one.report and CONTESTANTS[one.contestant].exact]
+        exact = [one for one in runs if one.ranks == ranks and one.report and CONTESTANTS[one.contestant].same_losses]
         for other in exact[1:]:
             assert exact[0].report is not None
             assert other.report is not None

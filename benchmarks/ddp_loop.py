@@ -1,4 +1,4 @@
-"""The tutorial network trained by a hand-written DistributedDataParallel loop (Gloo) over batches from memory.
+"""Hand-written DistributedDataParallel loop over Gloo: trains the tutorial network on batches cut from memory.
 
 torchrun --nproc-per-node 2 benchmarks/ddp_loop.py --data-dir data
 """
@@ -18,22 +18,22 @@ from trainer.launch.failure import report_failures
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """`tensor`, which then holds the sum."""
+    """Sum `tensor` over the ranks in place, and return it."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def main() -> None:
     report_failures()
-    args = common.peer_parser(__doc__).parse_args()
+    args = common.loop_parser(__doc__).parse_args()
     dist.init_process_group("gloo")
     model = DistributedDataParallel(common.make_network(args.seed))
     optimizer = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
-    place = common.Place(dist.get_rank(), dist.get_world_size())
-    common.train_and_report(model, optimizer, args, place, sum_over_ranks)
+    rank_info = common.RankInfo(dist.get_rank(), dist.get_world_size())
+    common.train_and_report(model, optimizer, args, rank_info, sum_over_ranks)
     dist.destroy_process_group()
-    # Gloo's threads outlive the group. One that lets go of its last tensor while the interpreter shuts down
-    # aborts the process ("terminate called without an active exception"), so the interpreter does not.
+    # Gloo's threads outlive the group. One that frees its last tensor while the interpreter shuts down aborts the
+    # process ("terminate called without an active exception"), so the interpreter's shutdown is skipped.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,10 +1,10 @@
-"""A longer wire for a container: every frame to and from it arrives later, none is lost, none overtakes another.
+"""Delays every Ethernet frame to and from a container by a fixed time, without loss or reordering.
 
-    python benchmarks/delay_line.py PID MILLISECONDS        # as root; until it is told to end
+    python benchmarks/delay_line.py PID MILLISECONDS        # as root; until it is terminated
 
-For kernels without netem, which would do it in one line. The container's virtual cable (a veth pair) is taken off its
-bridge, a tap device takes its place there, and this process carries frames between the two. Large frames stay large:
-both sides speak the virtio header, in which the kernel notes what it has not cut into packets yet.
+It is for kernels without netem. The container's veth device is taken off its bridge and replaced there by a tap device.
+This process forwards frames between the two. Frames that the kernel has not segmented yet stay whole: both sides use
+the virtio header, which describes them.
 """
 
 from __future__ import annotations
@@ -29,39 +29,42 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 0x01, 0x02, 0x04
 _SOL_PACKET, _PACKET_VNET_HDR, _ETH_P_ALL, _PACKET_OUTGOING = 263, 15, 3, 4
 _HEADER_BYTES = 10
 _FRAME_BYTES = 2**17
-_TAP = "longwire0"
+_TAP = "delayline0"
 
 
 def main() -> int:
     if len(sys.argv) != 3:
-        print("delay_line: it takes a process in the container's network, and milliseconds", file=sys.stderr)
+        print(
+            "delay_line: usage: delay_line.py PID MILLISECONDS; PID is a process in the container's network",
+            file=sys.stderr,
+        )
         return 2
     pid, delay_s = sys.argv[1], float(sys.argv[2]) / 1e3
     interrupt_on(*INTERRUPTS)
-    cable = _cable_of(pid)
-    bridge = Path(f"/sys/class/net/{cable}/master").resolve().name
+    veth = _veth_of(pid)
+    bridge = Path(f"/sys/class/net/{veth}/master").resolve().name
     tap = _open_tap()
-    wire = _open_cable(cable)
+    packets = _open_veth(veth)
     try:
-        _ip("link", "set", cable, "nomaster")
+        _ip("link", "set", veth, "nomaster")
         _ip("link", "set", _TAP, "master", bridge, "up")
-        print(f"{cable} is {delay_s * 1e3:g} ms away from {bridge}", flush=True)
-        _carry(tap, wire, delay_s)
+        print(f"frames between {veth} and {bridge} are delayed by {delay_s * 1e3:g} ms", flush=True)
+        _forward(tap, packets, delay_s)
     except KeyboardInterrupt:
         pass
     finally:
         os.close(tap)
-        _ip("link", "set", cable, "master", bridge)
+        _ip("link", "set", veth, "master", bridge)
     return 0
 
 
-def _carry(tap: int, wire: socket.socket, delay_s: float) -> None:
-    """Frames in both directions, each as late as it is due."""
+def _forward(tap: int, packets: socket.socket, delay_s: float) -> None:
+    """Forward frames in both directions, each when its delay is over."""
     waiting: list[tuple[float, int, bytes, bool]] = []
     number = 0
     selector = selectors.DefaultSelector()
     selector.register(tap, selectors.EVENT_READ)
-    selector.register(wire, selectors.EVENT_READ)
+    selector.register(packets, selectors.EVENT_READ)
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for key, _ in selector.select(left):
@@ -70,8 +73,8 @@ def _carry(tap: int, wire: socket.socket, delay_s: float) -> None:
                 if from_tap:
                     frame = os.read(tap, _FRAME_BYTES)
                 else:
-                    frame, sender = wire.recvfrom(_FRAME_BYTES)
-                    if sender[2] == _PACKET_OUTGOING:  # what was put there by this process itself
+                    frame, sender = packets.recvfrom(_FRAME_BYTES)
+                    if sender[2] == _PACKET_OUTGOING:  # sent by this process itself
                         continue
             except BlockingIOError:
                 continue
@@ -80,7 +83,7 @@ def _carry(tap: int, wire: socket.socket, delay_s: float) -> None:
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, frame, from_tap = heapq.heappop(waiting)
             if from_tap:
-                wire.send(frame)
+                packets.send(frame)
             else:
                 os.write(tap, frame)
 
@@ -94,24 +97,24 @@ def _open_tap() -> int:
     return device
 
 
-def _open_cable(name: str) -> socket.socket:
-    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
-    wire.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**26)
-    wire.bind((name, 0))
-    return wire
+def _open_veth(name: str) -> socket.socket:
+    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+    opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**26)
+    opened.bind((name, 0))
+    return opened
 
 
-def _cable_of(pid: str) -> str:
-    """The host's end of the pair whose other end is eth0 of the process's network."""
-    # Asked of ip, because /sys shows the network of whoever mounted it.
+def _veth_of(pid: str) -> str:
+    """Return the host's end of the veth pair whose other end is eth0 in the process's network."""
+    # From ip, because /sys shows the network namespace in which it was mounted.
     command = ["nsenter", "--target", pid, "--net", "ip", "-oneline", "link", "show", "eth0"]
     line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     index = line.split("@if")[1].split(":")[0]
     for device in Path("/sys/class/net").iterdir():
         if (device / "ifindex").read_text().strip() == index:
             return device.name
-    raise SystemExit(f"delay_line: no device of this host has the number {index}")
+    raise SystemExit(f"delay_line: no device of this host has index {index}")
 
 
 def _ip(*arguments: str) -> None:

@@ -1,8 +1,8 @@
-"""The tutorial network trained by a hand-written Horovod loop over batches cut from memory.
+"""Hand-written Horovod loop: trains the tutorial network on batches cut from memory.
 
 python benchmarks/horovod_loop.py --data-dir data
 horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data
-horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data --tuned    # set up as the library does
+horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data --tuned    # the library's settings
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.tuning import tune
 
 def main() -> None:
     report_failures()
-    parser = common.peer_parser(__doc__)
+    parser = common.loop_parser(__doc__)
     parser.add_argument("--tuned", action="store_true", help="tuning and grouping as the library chooses them")
     args = parser.parse_args()
     if args.tuned:
@@ -42,7 +42,7 @@ def main() -> None:
         summed: Tensor = hvd.allreduce(tensor, op=hvd.Sum)
         return summed
 
-    common.train_and_report(model, optimizer, args, common.Place(hvd.rank(), hvd.size()), sum_over_ranks)
+    common.train_and_report(model, optimizer, args, common.RankInfo(hvd.rank(), hvd.size()), sum_over_ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How contestants are started."""
+"""Launching: starts contestants through their launchers, in a clean environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.launch import processes
 from trainer.launch.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
-# What would set up "Horovod as it comes" after all, or give the ranks a GPU.
-_FOREIGN_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "MALLOC_", "OMP_", "MKL_")
+# The user's settings, which would change what "default settings" means.
+_USER_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "MALLOC_", "OMP_", "MKL_")
 
 
 def run(command: Sequence[str], *, timeout_s: float, threads: int | None = None) -> Finished:
-    """Runs `command` in the project's root, without the tuning that this process's environment may hold.
+    """Run `command` in the project's root, without the tuning that this process's environment may hold.
 
     Args:
         threads: OMP_NUM_THREADS for every rank; None leaves the choice to the contestant.
@@ -26,9 +26,9 @@ def run(command: Sequence[str], *, timeout_s: float, threads: int | None = None)
 
 
 def launch(script: str, ranks: int, launcher: str = "horovodrun") -> list[str]:
-    """The command that starts `script` on so many ranks of this host; one rank of Horovod needs no launcher."""
+    """Return the command that starts `script` on so many ranks of this host; one rank of Horovod needs no launcher."""
     if launcher == "torchrun":
-        # Standalone takes a free port; the default one belongs to whatever else torchrun runs on this host.
+        # Standalone takes a free port; the default port may be taken by another torchrun on this host.
         return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), script]
     if ranks == 1:
         return [sys.executable, script]
@@ -36,14 +36,14 @@ def launch(script: str, ranks: int, launcher: str = "horovodrun") -> list[str]:
 
 
 def on_one_core(command: Sequence[str]) -> list[str]:
-    """`command`, bound to the first core that this process may use."""
+    """Return `command` bound to the first core that this process may use."""
     if shutil.which("taskset") is None:
         return list(command)
     return ["taskset", "-c", str(min(os.sched_getaffinity(0))), *command]
 
 
 def _environment(threads: int | None) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_SETTINGS)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_USER_SETTINGS)}
     kept["CUDA_VISIBLE_DEVICES"] = ""
     if threads is not None:
         kept["OMP_NUM_THREADS"] = str(threads)

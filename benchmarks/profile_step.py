@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: torch's profiler over the tutorial network, batch 100, one thread.
+"""Profiles a training step with torch's profiler: the tutorial network, batch 100, one thread.
 
 python benchmarks/profile_step.py
-horovodrun -np 2 python benchmarks/profile_step.py    # rank 0's step, its exchange included
+horovodrun -np 2 python benchmarks/profile_step.py    # rank 0's step, with its exchange
 
-Needs no data: the images are random, which costs the same.
+It needs no data, because random images cost the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""From runs to one table: medians, ratios paired by round, and whether the targets are met."""
+"""Results of a benchmark: medians, ratios paired by round, the limit, and the targets.
+
+The limit on N ranks is the epoch time of N ranks that compute side by side without exchanging gradients. One rank's
+time divided by N is no fair limit, because the other cores are idle then: ranks that run at the same time share memory
+bandwidth, the clock's headroom and the hypervisor's time, whether they exchange gradients or not.
+
+Ratios are taken within a round, then their median over the rounds. Quartiles are those of `statistics.quantiles` with
+method "exclusive"; for three rounds they are the smallest and the largest ratio.
+
+Ours is behind a peer when the whole interquartile range of the ratios (our seconds / the peer's seconds) is above 1.
+Targets that rest on rounds are judged from three rounds on.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +17,35 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.contestants import CONTESTANTS, TRAIN_SAMPLES, Run
+from benchmarks.contestants import CONTESTANTS, LIMIT, OURS, PEERS, TRAIN_SAMPLES, Run
 from benchmarks.overhead import Overhead
 
-MOST_OVERHEAD_US = 20.0
-MOST_OVERHEAD_PERCENT = 1.0
-# What it is, whose seconds are divided by whose (each on so many ranks), and the least that the ratio shall be.
-_COMPARED = (
-    ("2 ranks: faster than the plain Horovod example", ("plain", 2), ("ours", 2), 3.0),
-    ("2 ranks: faster than the DDP loop", ("ddp", 2), ("ours", 2), 1.2),
-    ("2 ranks: faster than the Horovod loop as it comes", ("horovod", 2), ("ours", 2), 1.3),
-    ("2 ranks over 1 rank on 1 core, images/s", ("ours", 1), ("ours", 2), 1.8),
+BEHIND_RULE = (
+    "ours is behind a peer when the whole interquartile range of the rounds' ratios (our seconds / its seconds) is "
+    "above 1.\nFewer than 3 rounds are not judged"
 )
+LEAST_PERCENT_OF_LIMIT = 95.0
+MOST_OVERHEAD_US = 20.0
+_LEAST_ROUNDS = 3
+# What the ratio says, whose seconds are divided, and by whose (each on so many ranks).
+_RATIOS = (
+    ("2 ranks: plain Horovod example / ours, seconds", ("plain", 2), (OURS, 2)),
+    ("2 ranks: DDP loop / ours, seconds", ("ddp", 2), (OURS, 2)),
+    ("2 ranks: Horovod loop with default settings / ours, seconds", ("horovod", 2), (OURS, 2)),
+    ("2 ranks / 1 rank on 1 core, ours, images/s", (OURS, 1), (OURS, 2)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A value over the rounds."""
+
+    median: float
+    low: float
+    """The lower quartile; the smallest value where there are fewer than three."""
+    high: float
+    """The upper quartile; the largest value where there are fewer than three."""
+    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,139 +55,208 @@ class Row:
     contestant: str
     ranks: int
     runs: int
-    """That count; the others failed."""
+    """Runs that count; the others failed."""
     median_s: float
     """Per epoch, the first epoch of each run discarded."""
     least_s: float
     most_s: float
     images_per_s: float
     """At the median."""
+    percent_of_limit: Spread | None
+    """100 × the limit's seconds / this contestant's seconds, paired by round; None without the limit."""
     times_ours: float | None
-    """Its seconds over ours, each round for itself, then the median; None without ours."""
+    """Median of this contestant's seconds / ours, paired by round; None without ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Least seconds of an epoch on so many ranks of this machine."""
+
+    ranks: int
+    side_by_side_s: float
+    """Median epoch of the ranks that compute at the same time without exchange. This is the limit."""
+    alone_s: float | None
+    """Median epoch of one rank alone, divided by the number of ranks; None where it was not measured."""
+    alone_percent: Spread | None
+    """100 × `alone_s` / `side_by_side_s`, paired by round: what is lost by computing side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something that we set out to reach."""
+    """A value that is wanted, and what was measured."""
 
     text: str
     value: float
     wanted: float
     unit: str
     at_most: bool = False
+    low: float
+    """Lower quartile of the value."""
+    high: float
+    """Upper quartile of the value."""
+    met: bool | None
+    """None where the measurements do not suffice."""
+    reason: str = ""
+    """Why the target is not judged."""
 
-    @property
-    def met(self) -> bool:
-        return self.value <= self.wanted if self.at_most else self.value >= self.wanted
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A value without a target."""
+
+    text: str
+    value: float
+    unit: str
 
 
 def epoch_seconds(run: Run) -> float:
-    """Seconds of an epoch after the first, which warms up; the median where there are several."""
+    """Return the seconds of an epoch after the first, which warms up; the median where there are several."""
     assert run.report is not None
     return statistics.median(run.report.seconds[1:])
 
 
-def paired_ratio(runs: Sequence[Run], over: tuple[str, int], under: tuple[str, int]) -> float | None:
-    """Median over rounds of one (contestant, ranks)'s seconds over another's in the same round.
+def paired_ratios(runs: Sequence[Run], over: tuple[str, int], under: tuple[str, int]) -> list[float]:
+    """Return one (contestant, ranks)'s seconds over another's, for each round that has both.
 
     What slows the machine down for a while slows both runs of a round, and leaves their ratio alone.
-    None when no round has both.
     """
     upper, lower = _by_round(runs, *over), _by_round(runs, *under)
-    ratios = [upper[number] / lower[number] for number in upper.keys() & lower.keys()]
-    return statistics.median(ratios) if ratios else None
+    return [upper[number] / lower[number] for number in sorted(upper.keys() & lower.keys())]
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return median and quartiles; None where there is no value."""
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    if len(values) >= _LEAST_ROUNDS:
+        low, _, high = statistics.quantiles(values, n=4, method="exclusive")
+    return Spread(median=statistics.median(values), low=low, high=high, rounds=len(values))
 
 
 def make_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for each contestant and number of ranks that has a run which counts."""
+    """Return a row for each contestant and number of ranks that has a run which counts."""
     rows = []
     for ranks in sorted({one.ranks for one in runs}):
         for name in CONTESTANTS:
-            seconds = list(_by_round(runs, name, ranks).values())
-            if seconds:
-                median = statistics.median(seconds)
-                rows.append(
-                    Row(
-                        contestant=name,
-                        ranks=ranks,
-                        runs=len(seconds),
-                        median_s=median,
-                        least_s=min(seconds),
-                        most_s=max(seconds),
-                        images_per_s=TRAIN_SAMPLES / median,
-                        times_ours=paired_ratio(runs, (name, ranks), ("ours", ranks)),
-                    )
-                )
+            if seconds := list(_by_round(runs, name, ranks).values()):
+                rows.append(_row(runs, name, ranks, seconds))
     return rows
 
 
-def make_targets(runs: Sequence[Run], overheads: Sequence[Overhead], step_us: float | None) -> list[Target]:
-    """The targets for which there are measurements.
+def _row(runs: Sequence[Run], name: str, ranks: int, seconds: list[float]) -> Row:
+    to_ours = spread(paired_ratios(runs, (name, ranks), (OURS, ranks)))
+    return Row(
+        contestant=name,
+        ranks=ranks,
+        runs=len(seconds),
+        median_s=statistics.median(seconds),
+        least_s=min(seconds),
+        most_s=max(seconds),
+        images_per_s=TRAIN_SAMPLES / statistics.median(seconds),
+        percent_of_limit=_percent(runs, (LIMIT, ranks), (name, ranks)),
+        times_ours=to_ours.median if to_ours else None,
+    )
+
+
+def make_limits(runs: Sequence[Run]) -> list[Limit]:
+    """Return the limit for each number of ranks above 1 on which it was measured."""
+    limits = []
+    alone = list(_by_round(runs, LIMIT, 1).values())
+    for ranks in sorted({one.ranks for one in runs} - {1}):
+        if seconds := list(_by_round(runs, LIMIT, ranks).values()):
+            limits.append(
+                Limit(
+                    ranks=ranks,
+                    side_by_side_s=statistics.median(seconds),
+                    alone_s=statistics.median(alone) / ranks if alone else None,
+                    alone_percent=_percent(runs, (LIMIT, 1), (LIMIT, ranks), divisor=ranks),
+                )
+            )
+    return limits
+
+
+def make_targets(runs: Sequence[Run], overheads: Sequence[Overhead], cores: int) -> list[Target]:
+    """Return the targets for which there are measurements.
 
     Args:
-        step_us: of the tutorial network on one rank, µs; see `tutorial_step_us`.
+        cores: that the ranks may use.
     """
     targets = []
-    for text, over, under, wanted in _COMPARED:
-        ratio = paired_ratio(runs, over, under)
-        if ratio is not None:
-            targets.append(Target(text=text, value=ratio, wanted=wanted, unit="×"))
-    # On two ranks the exchange makes the blocks too uneven for a verdict; our layer is the same one there.
-    for overhead in (one for one in overheads if one.ranks == 1):
-        text = "our layer, per step"
-        targets.append(Target(text=text, value=overhead.median_us, wanted=MOST_OVERHEAD_US, unit=" µs", at_most=True))
-        if step_us is not None:
-            share = 100 * overhead.median_us / step_us
-            text = "our layer, of the tutorial network's step"
-            targets.append(Target(text=text, value=share, wanted=MOST_OVERHEAD_PERCENT, unit=" %", at_most=True))
-    return targets
+    found = _percent(runs, (LIMIT, 2), (OURS, 2))
+    if found is not None:
+        targets.append(_limit_target(found, cores))
+    for ranks in sorted({one.ranks for one in runs}):
+        for name in PEERS:
+            ratio = spread(paired_ratios(runs, (OURS, ranks), (name, ranks)))
+            if ratio is not None:
+                targets.append(_peer_target(name, ranks, ratio))
+    # On two ranks the exchange makes the blocks too uneven to judge; our layer is the same code there.
+    return targets + [_overhead_target(one) for one in overheads if one.ranks == 1]
 
 
-def tutorial_step_us(runs: Sequence[Run], batch_size: int) -> float | None:
-    """µs of one step of ours on one rank; None when it was not run there."""
-    seconds = list(_by_round(runs, "ours", 1).values())
-    return statistics.median(seconds) / (TRAIN_SAMPLES / batch_size) * 1e6 if seconds else None
+def make_facts(runs: Sequence[Run], overheads: Sequence[Overhead], batch_size: int) -> list[Fact]:
+    """Return the ratios to the peers, and our layer's share of a step, for which there are measurements."""
+    facts = []
+    for text, over, under in _RATIOS:
+        if ratio := spread(paired_ratios(runs, over, under)):
+            facts.append(Fact(text=text, value=ratio.median, unit="×"))
+    seconds = list(_by_round(runs, OURS, 1).values())
+    for overhead in (one for one in overheads if one.ranks == 1 and seconds):
+        step_us = statistics.median(seconds) / (TRAIN_SAMPLES / batch_size) * 1e6
+        text = "1 rank: our layer's share of the tutorial network's step"
+        facts.append(Fact(text=text, value=100 * overhead.median_us / step_us, unit=" %"))
+    return facts
 
 
-def render_rows(rows: Sequence[Row]) -> str:
-    """The table, as text."""
-    head = ("contestant", "ranks", "s/epoch", "min-max", "images/s", "× ours' time")
-    body = [
-        (
-            CONTESTANTS[row.contestant].title,
-            str(row.ranks),
-            f"{row.median_s:.2f}",
-            f"{row.least_s:.2f}-{row.most_s:.2f}",
-            f"{row.images_per_s:,.0f}",
-            "" if row.times_ours is None else f"{row.times_ours:.2f}",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths, strict=True)) for line in (head, tuple("-" * w for w in widths), *body))
-    ]
-    return "\n".join(lines)
-
-
-def render_targets(targets: Sequence[Target]) -> str:
-    """A line for each target: what is wanted, what was found, and whether that will do."""
-    width = max((len(target.text) for target in targets), default=0)
-    return "\n".join(
-        f"{target.text.ljust(width)}  {target.value:7.2f}{target.unit}  (wanted: "
-        f"{'≤' if target.at_most else '≥'} {target.wanted:g}{target.unit})  {'met' if target.met else 'FELL SHORT'}"
-        for target in targets
+def _limit_target(found: Spread, cores: int) -> Target:
+    reason = _too_few(found) or ("" if cores >= 2 else "2 ranks share 1 core")
+    return Target(
+        text="2 ranks: ours, of the limit",
+        value=found.median,
+        wanted=LEAST_PERCENT_OF_LIMIT,
+        unit=" %",
+        low=found.low,
+        high=found.high,
+        met=None if reason else found.median >= LEAST_PERCENT_OF_LIMIT,
+        reason=reason,
     )
 
 
-def render_overhead(overhead: Overhead) -> str:
-    """One measurement of our layer's cost, in a line."""
-    return (
-        f"our layer, {_in_words(overhead.ranks)}: {overhead.median_us:.1f} µs per step "
-        f"(quartiles {overhead.low_us:.1f}-{overhead.high_us:.1f}; {overhead.pairs} pairs of blocks of "
-        f"{overhead.steps} steps; a whole step of the probe by hand: {overhead.by_hand_us:.0f} µs)"
+def _peer_target(name: str, ranks: int, ratio: Spread) -> Target:
+    reason = _too_few(ratio)
+    return Target(
+        text=f"{in_words(ranks)}: not behind {CONTESTANTS[name].title}",
+        value=ratio.median,
+        wanted=1.0,
+        unit="×",
+        at_most=True,
+        low=ratio.low,
+        high=ratio.high,
+        met=None if reason else ratio.low <= 1.0,
+        reason=reason,
     )
+
+
+def _overhead_target(overhead: Overhead) -> Target:
+    return Target(
+        text="1 rank: our layer, per step",
+        value=overhead.median_us,
+        wanted=MOST_OVERHEAD_US,
+        unit=" µs",
+        at_most=True,
+        low=overhead.low_us,
+        high=overhead.high_us,
+        met=overhead.median_us <= MOST_OVERHEAD_US,
+    )
+
+
+def _too_few(found: Spread) -> str:
+    return "" if found.rounds >= _LEAST_ROUNDS else f"fewer than {_LEAST_ROUNDS} rounds"
+
+
+def _percent(runs: Sequence[Run], over: tuple[str, int], under: tuple[str, int], *, divisor: int = 1) -> Spread | None:
+    return spread([100 * ratio / divisor for ratio in paired_ratios(runs, over, under)])
 
 
 def _by_round(runs: Sequence[Run], contestant: str, ranks: int) -> dict[int, float]:
@@ -170,5 +267,6 @@ def _by_round(runs: Sequence[Run], contestant: str, ranks: int) -> dict[int, flo
     }
 
 
-def _in_words(ranks: int) -> str:
+def in_words(ranks: int) -> str:
+    """Return "1 rank", "2 ranks" and so on."""
     return f"{ranks} rank{'s' * (ranks > 1)}"

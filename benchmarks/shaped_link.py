@@ -1,12 +1,12 @@
-"""Two nodes in containers whose link is made slow: are scaling_test.py's predictions and promises kept?
+"""Checks scaling_test.py's predictions between two containers whose link is made slow.
 
     docker compose up --build -d
     python benchmarks/shaped_link.py          # as root, with Docker, tc and nsenter; half an hour
 
-Each link is put between the running nodes a and b, scaling_test.py is run on 1x1 and 2x2 with --try-advice, and one
-table says by how much the predictions of 2x2 and the promises were off. The exit code is 1 where one is by more than a
-fifth, or where something could not be measured. Rates are tc's token buckets on both nodes' eth0. A delay is a wire of
-our own (delay_line.py), because not every kernel has netem.
+For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. One table shows
+the errors of the predictions for 2x2 and of the predicted gains of its advice. The exit code is 1 when an error is
+above a fifth, or when something could not be measured. Rates are tc's token buckets on both nodes' eth0. Delays are
+made by delay_line.py, because not every kernel has netem.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ TOLERANCE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
-    """What lies between the nodes."""
+class Link:
+    """Properties of the link between the nodes."""
 
     rate: str | None = None
-    """As tc reads it, in each direction."""
+    """In tc's notation, in each direction."""
     delay_ms: float | None = None
     """In each direction."""
     network: str = "large"
-    """Of examples/mnist.py."""
+    """Network of examples/mnist.py."""
     steps: int = 20
 
 
-WIRES = {
-    "1gbit": Wire(rate="1gbit", steps=40),
-    "100mbit": Wire(rate="100mbit", steps=10),
-    "20ms": Wire(delay_ms=20, network="default", steps=20),
+LINKS = {
+    "1gbit": Link(rate="1gbit", steps=40),
+    "100mbit": Link(rate="100mbit", steps=10),
+    "20ms": Link(delay_ms=20, network="default", steps=20),
 }
 
 
@@ -60,21 +60,21 @@ def main() -> int:
     check_writable(options.json)
     found: dict[str, Any] = {}
     for name in options.only:
-        with wire(WIRES[name]):
-            found[name] = measure(name, WIRES[name], options)
+        with shaped(LINKS[name]):
+            found[name] = measure(name, LINKS[name], options)
         write_atomically(options.json, json.dumps(found, indent=1) + "\n")
-    compared = [one for name, result in found.items() for one in compare(name, result)]
-    print("\n".join(["", "| link | strategy | what | promised | measured | off by |", "|---|---|---|---|---|---|"]))
-    print("\n".join(map(str, compared)))
-    kept = [one for one in compared if abs(one.off) <= TOLERANCE]
-    print(f"\n{len(kept)} of {len(compared)} within {TOLERANCE:.0%}")
+    errors = [one for name, result in found.items() for one in compare(name, result)]
+    print("\n".join(["", "| link | strategy | value | predicted | measured | error |", "|---|---|---|---|---|---|"]))
+    print("\n".join(map(str, errors)))
+    within = [one for one in errors if abs(one.error) <= TOLERANCE]
+    print(f"\n{len(within)} of {len(errors)} within {TOLERANCE:.0%}")
     failed = [f"{name}: {problem}" for name, result in found.items() for problem in result["problems"]]
     print("\n".join(failed))
-    return int(len(kept) < len(compared) or bool(failed) or not compared)
+    return int(len(within) < len(errors) or bool(failed) or not errors)
 
 
-def measure(name: str, one: Wire, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the scaling test on node a, and returns its JSON."""
+def measure(name: str, one: Link, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the scaling test on node a; return its JSON."""
     folder = f"runs/shaped-{name}"
     command = [
         *["python", "scripts/scaling_test.py", "--hosts", "a:2,b:2", "--shapes", "1x1,2x2", "--scaling", "weak"],
@@ -84,10 +84,10 @@ def measure(name: str, one: Wire, options: argparse.Namespace) -> dict[str, Any]
     ]
     print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(command)}", file=sys.stderr, flush=True)
     on_a = ["docker", "compose", "exec", "-T", "a"]
-    _output(*on_a, "rm", "-rf", folder)  # what an earlier sitting found there is not what this one finds
+    _output(*on_a, "rm", "-rf", folder)  # the results of an earlier run
     try:
         ended = subprocess.run([*on_a, *command], cwd=ROOT, check=False)
-    except KeyboardInterrupt:  # which reaches the client alone
+    except KeyboardInterrupt:  # which reaches only the client
         _output(*on_a, "pkill", "-f", "scaling_test.py")
         raise
     result: dict[str, Any] = json.loads(_output(*on_a, "cat", f"{folder}/scaling.json"))
@@ -97,63 +97,65 @@ def measure(name: str, one: Wire, options: argparse.Namespace) -> dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """Something that was promised, and what came of it."""
+class Prediction:
+    """A predicted value and the measured one."""
 
     link: str
     strategy: str
-    what: str
-    promised: float
+    value: str
+    predicted: float
     measured: float
 
     @property
-    def off(self) -> float:
-        """As a part of what was measured; infinite where nothing was."""
-        return self.promised / self.measured - 1 if self.measured else math.inf
+    def error(self) -> float:
+        """Return the error relative to the measured value; infinite where nothing was measured."""
+        return self.predicted / self.measured - 1 if self.measured else math.inf
 
     def __str__(self) -> str:
-        numbers = (f"{self.promised:,.4g}", f"{self.measured:,.4g}", f"{self.off:+.0%}")
-        cells = (self.link, self.strategy, self.what, *numbers)
+        numbers = (f"{self.predicted:,.4g}", f"{self.measured:,.4g}", f"{self.error:+.0%}")
+        cells = (self.link, self.strategy, self.value, *numbers)
         return f"| {' | '.join(cells)} |"
 
 
-def compare(name: str, result: dict[str, Any]) -> Iterator[Compared]:
-    """The predictions of 2x2, then the promises."""
+def compare(name: str, result: dict[str, Any]) -> Iterator[Prediction]:
+    """Yield the predictions for 2x2, then the predicted gains of the advice."""
     for row in result["rows"]:
         if row["error"] is not None:
             guess, seen = row["predicted_samples_per_s"], row["measured"]["samples_per_s"]
-            yield Compared(link=name, strategy=row["strategy"], what="2x2, samples/s", promised=guess, measured=seen)
+            yield Prediction(
+                link=name, strategy=row["strategy"], value="2x2, samples/s", predicted=guess, measured=seen
+            )
     for tried in result["tried"]:
-        gain, what = tried["promised"]["advice"]["gain"], " ".join(tried["options"])
+        gain, option = tried["promised"]["advice"]["gain"], " ".join(tried["options"])
         seen = tried["samples_per_s"] / tried["promised"]["base"]
-        yield Compared(link=name, strategy=tried["strategy"], what=f"{what}, ×", promised=gain, measured=seen)
+        yield Prediction(link=name, strategy=tried["strategy"], value=f"{option}, ×", predicted=gain, measured=seen)
 
 
 @contextmanager
-def wire(one: Wire) -> Iterator[None]:
-    """Puts the link between the nodes, and takes it away again."""
+def shaped(link: Link) -> Iterator[None]:
+    """Shape the link between the nodes, and restore it at the end."""
     line = None
     try:
-        for node in NODES if one.rate else ():
-            # So much may wait, as in a switch with a large buffer; more is dropped.
-            rule = ["tbf", "rate", one.rate or "", "burst", "128kb", "latency", "20ms"]
+        for node in NODES if link.rate else ():
+            # Up to 20 ms of data may wait, as in a switch with a large buffer; more is dropped.
+            rule = ["tbf", "rate", link.rate or "", "burst", "128kb", "latency", "20ms"]
             _in_network_of(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *rule)
-        if one.delay_ms:
+        if link.delay_ms:
             line = subprocess.Popen(
-                [sys.executable, str(ROOT / "benchmarks/delay_line.py"), _pid("b"), str(one.delay_ms)],
+                [sys.executable, str(ROOT / "benchmarks/delay_line.py"), _pid("b"), str(link.delay_ms)],
                 stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             if line.stdout is None or not line.stdout.readline():
-                raise TrainerError("the delay line does not start")
+                raise TrainerError("delay_line.py does not start")
         yield
         if line is not None and line.poll() is not None:
-            raise TrainerError("the delay line has ended before the measurement, which says nothing then")
+            raise TrainerError("delay_line.py ended before the measurement did, so the results are not valid")
     finally:
         if line is not None:
             line.terminate()
             line.wait()
-        for node in NODES if one.rate else ():
-            with suppress(TrainerError):  # where there is no rule yet, there is none to take away
+        for node in NODES if link.rate else ():
+            with suppress(TrainerError):  # which fails where the rule was not set
                 _in_network_of(node, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
@@ -179,15 +181,15 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--only", nargs="+", default=list(WIRES), metavar="LINK", help=f"of {', '.join(WIRES)}")
+    parser.add_argument("--only", nargs="+", default=list(LINKS), metavar="LINK", help=f"of {', '.join(LINKS)}")
     parser.add_argument("--strategies", default="horovod,ring", metavar="LIST", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--json", type=Path, default=Path("shaped-link.json"), metavar="FILE", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    if strange := [name for name in options.only if name not in WIRES]:
-        raise ConfigError(f"--only has {strange[0]!r}; valid are {', '.join(WIRES)}")
+    if strange := [name for name in options.only if name not in LINKS]:
+        raise ConfigError(f"--only has {strange[0]!r}; valid are {', '.join(LINKS)}")
     return options
 
 

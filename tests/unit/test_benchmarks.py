@@ -1,4 +1,4 @@
-"""The benchmarks' own code: how runs are read and checked, what is computed from them, and that nothing outlives it."""
+"""Benchmarks: starting, reading and checking of runs, and that no process outlives one."""
 
 from __future__ import annotations
 
@@ -6,90 +6,26 @@ import gzip
 import json
 import struct
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from benchmarks import accuracy, compare, launching, results
-from benchmarks.common import REPORT_PREFIX, Report, learning_rate, mnist_folder
-from benchmarks.contestants import CONTESTANTS, Course, Run, check, differing_losses, read_report, start
-from benchmarks.overhead import Overhead
+from benchmarks import accuracy, compare, launching
+from benchmarks.common import REPORT_PREFIX, learning_rate, mnist_folder
+from benchmarks.contestants import CONTESTANTS, Run, RunSettings, check, differing_losses, read_report, start
 from examples.datasets.mnist import FILES
+from tests.unit.benchmark_runs import GOOD, make_run, report
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
 from trainer.files import check_writable
 from trainer.launch.processes import Finished
 from trainer.lr_schedule import make_schedule
 
-GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], accuracy=0.95, evaluated=10000)
-
-
-def report(**changes: object) -> Report:
-    return Report(**{**vars(GOOD), **changes})
-
-
-def make_run(contestant: str, ranks: int, round: int, *epochs_s: float, problem: str | None = None) -> Run:
-    return Run(
-        contestant=contestant,
-        ranks=ranks,
-        round=round,
-        command=[],
-        report=report(seconds=[99.0, *epochs_s]),
-        problem=problem,
-    )
-
 
 def finished(stdout: str) -> Finished:
     return Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
-
-
-def overhead(median_us: float) -> Overhead:
-    return Overhead(ranks=1, median_us=median_us, low_us=1, high_us=30, ours_us=200, by_hand_us=190, pairs=10, steps=50)
-
-
-def test_the_first_epoch_is_discarded() -> None:
-    assert results.epoch_seconds(make_run("ours", 1, 0, 4.0, 2.0, 3.0)) == 3.0
-
-
-def test_ratios_are_taken_round_by_round() -> None:
-    # The machine was four times slower in round 1, for both: the ratio of the medians would be 3.5.
-    runs = [make_run("ours", 2, 0, 2.0), make_run("plain", 2, 0, 6.0)]
-    runs += [make_run("ours", 2, 1, 8.0), make_run("plain", 2, 1, 24.0)]
-    runs += [make_run("ours", 2, 2, 2.0), make_run("plain", 2, 2, 7.0)]
-    assert results.paired_ratio(runs, ("plain", 2), ("ours", 2)) == 3.0
-
-
-def test_a_round_without_its_pair_does_not_count() -> None:
-    runs = [make_run("ours", 2, 0, 2.0, problem="killed after 300 s"), make_run("ddp", 2, 0, 8.0)]
-    assert results.paired_ratio(runs, ("ddp", 2), ("ours", 2)) is None
-    runs += [make_run("ours", 2, 1, 2.0), make_run("ddp", 2, 1, 3.0)]
-    assert results.paired_ratio(runs, ("ddp", 2), ("ours", 2)) == 1.5
-
-
-def test_a_row_holds_median_spread_and_rate() -> None:
-    runs = [make_run("ours", 1, number, seconds) for number, seconds in enumerate((5.0, 4.0, 9.0))]
-    (row,) = results.make_rows(runs)
-    assert (row.median_s, row.least_s, row.most_s, row.images_per_s, row.times_ours) == (5.0, 4.0, 9.0, 12000.0, 1.0)
-    table = results.render_rows([row]).splitlines()
-    assert len({len(line) for line in table}) == 1
-    assert table[2].split()[-5:] == ["1", "5.00", "4.00-9.00", "12,000", "1.00"]
-
-
-def test_targets_say_whether_they_are_met() -> None:
-    runs = [make_run("ours", 1, 0, 6.0), make_run("ours", 2, 0, 3.0), make_run("ddp", 2, 0, 3.3)]
-    targets = results.make_targets(runs, [overhead(15.0)], results.tutorial_step_us(runs, 100))
-    assert [(round(target.value, 3), target.met) for target in targets] == [
-        (1.1, False),
-        (2.0, True),
-        (15.0, True),
-        (0.15, True),
-    ]
-    lines = results.render_targets(targets).splitlines()
-    assert lines[0].endswith("1.10×  (wanted: ≥ 1.2×)  FELL SHORT")
-    assert lines[2].endswith("15.00 µs  (wanted: ≤ 20 µs)  met")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +46,17 @@ def test_a_wrong_result_is_named(wrong: dict[str, object], word: str) -> None:
     assert check(GOOD, epochs=2) is None
 
 
+def test_rounded_reports_may_be_off_by_a_percent() -> None:
+    roughly = report(samples=[60000, 59500])
+    assert check(roughly, epochs=2, rounded=True) is None
+    assert check(roughly, epochs=2) is not None
+
+
+def test_only_the_plain_example_and_the_limit_may_have_other_losses() -> None:
+    assert [name for name, one in CONTESTANTS.items() if not one.same_losses] == ["plain", "limit"]
+    assert [name for name, one in CONTESTANTS.items() if one.rounded] == ["plain"]
+
+
 def test_exact_contestants_must_share_their_losses() -> None:
     assert differing_losses([make_run("ours", 2, 0, 1.0), make_run("tuned", 2, 0, 2.0)]) == []
     other = Run(
@@ -117,8 +64,9 @@ def test_exact_contestants_must_share_their_losses() -> None:
     )
     (difference,) = differing_losses([make_run("ours", 2, 0, 1.0), other])
     assert "tuned and ours on 2 ranks" in difference
-    plain = Run(contestant="plain", ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
-    assert differing_losses([make_run("ours", 2, 0, 1.0), plain]) == []
+    for name in ("plain", "limit"):
+        free = Run(contestant=name, ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
+        assert differing_losses([make_run("ours", 2, 0, 1.0), free]) == []
 
 
 def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp_path: Path) -> None:
@@ -139,7 +87,7 @@ def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp
     assert read_report(finished(""), tmp_path) == GOOD
 
 
-def test_the_peers_learning_rate_is_the_librarys() -> None:
+def test_the_loops_learning_rate_is_the_librarys() -> None:
     config = TrainerConfig(decay="none")
     schedule = make_schedule(config, world_size=2, updates_per_epoch=300, epochs=2)
     rates = [0.01 * schedule.factor(update) for update in range(600)]
@@ -154,12 +102,10 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: P
         f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
         "time.sleep(60)\n"
     )
-    started = time.monotonic()
     done = launching.run([sys.executable, "-c", script], timeout_s=3.0)
     assert done.code is None
     assert done.problem is not None
     assert done.problem.startswith("killed after")
-    assert time.monotonic() - started < 30
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -178,7 +124,7 @@ def test_a_failed_run_says_why() -> None:
 
 def test_the_accuracy_table() -> None:
     assert accuracy.read_accuracy("epoch\ntest accuracy 99.12 % (evaluated 10000/10000)\n") == (99.12, None)
-    assert accuracy.read_accuracy("nothing")[1] == "it did not say its test accuracy"
+    assert accuracy.read_accuracy("nothing")[1] == "it printed no test accuracy"
     assert accuracy.read_accuracy("test accuracy 99.12 % (evaluated 9999/10000)")[1] is not None
     outcomes = [accuracy.Outcome(np=1, seed=seed, percent=99.0 + seed / 10, seconds=1.0) for seed in (0, 1)]
     outcomes += [accuracy.Outcome(np=2, seed=0, percent=None, seconds=1.0, problem="exit code 1")]
@@ -200,8 +146,8 @@ def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.distributed
-def test_all_exact_contestants_train_the_same_on_two_ranks(tmp_path: Path) -> None:
-    """On a small MNIST of noise: what counts is that every one of them computes the same, to the last bit."""
+def test_all_contestants_train_on_two_ranks(tmp_path: Path) -> None:
+    """On a small MNIST of noise, all exact contestants end with the same losses to the last bit; the limit does not."""
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -215,13 +161,15 @@ def test_all_exact_contestants_train_the_same_on_two_ranks(tmp_path: Path) -> No
         (raw / f"{labels}.gz").write_bytes(gzip.compress(struct.pack(">2I", 0x801, samples) + digits.numpy().tobytes()))
     plain = tmp_path / "plain"
     compare.decompress_mnist(raw, plain)
-    course = Course(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
-    runs = [start(name, 2, 0, course) for name in CONTESTANTS]
+    settings = RunSettings(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
+    runs = [start(name, 2, 0, settings) for name in CONTESTANTS]
     for one in runs:
         assert one.report is not None, one.problem
         # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.
-        rounding = 0 if CONTESTANTS[one.contestant].exact else 1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005)
+        rounding = 1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005) if CONTESTANTS[one.contestant].rounded else 0
         assert one.report.samples[-1] == pytest.approx(800, abs=rounding)
         assert one.report.evaluated == 200
         assert one.problem is not None, "so few samples are not MNIST, and must not count"
     assert differing_losses(runs) == []
+    losses = {one.contestant: one.report.losses for one in runs if one.report is not None}
+    assert losses["limit"] != losses["tuned"], "the limit exchanged its gradients"

@@ -1,0 +1,41 @@
+"""Limit: every rank trains the tutorial network for itself, side by side with the others, without exchange.
+
+torchrun --nproc-per-node 2 benchmarks/compute_loop.py --data-dir data
+
+It is the hand-written loop with the library's host settings. The ranks start together and start each epoch together,
+because the sum of the losses over the ranks ends an epoch. So an epoch takes as long as the slowest rank computes. The
+sum goes through torchrun's store, since Horovod, MPI and Gloo each have a thread that wakes up during the steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks import common
+from trainer.launch.failure import report_failures
+from trainer.launch.rendezvous import Rendezvous
+from trainer.launch.world import current_world
+from trainer.tuning import tune
+
+
+def main() -> None:
+    report_failures()
+    args = common.loop_parser(__doc__).parse_args()
+    world = current_world("cpu")
+    tune(world)
+    rendezvous = Rendezvous(world)
+    model = common.make_network(args.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
+
+    def sum_over_ranks(tensor: Tensor) -> Tensor:
+        texts = rendezvous.all_gather(" ".join(value.hex() for value in tensor.tolist()))
+        values = [[float.fromhex(value) for value in text.split()] for text in texts]
+        return torch.tensor(values, dtype=tensor.dtype).sum(dim=0)
+
+    common.train_and_report(model, optimizer, args, common.RankInfo(world.rank, world.size), sum_over_ranks)
+    rendezvous.close()
+
+
+if __name__ == "__main__":
+    main()
