@@ -168,6 +168,8 @@ ELSEWHERE |= {
 
 # Commands that no test runs, with the reason.
 UNTESTED = {
+    "make test-fast": "is a part of `make test`",
+    "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
     "make bench": "the same",
