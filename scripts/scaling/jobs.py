@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError
 from trainer.launch.processes import Finished, run
 from trainer.tuning.open_mpi import ring_from_bytes
 
@@ -166,13 +166,13 @@ def parse_hosts(text: str) -> list[Host]:
     """Parse hosts and slots, as in `a:2,b:2`.
 
     Raises:
-        TrainerError: the text is not valid.
+        ConfigError: the text is not valid.
     """
     hosts = []
     for part in text.split(","):
         name, _, slots = part.partition(":")
         if not name or not slots.isdecimal() or int(slots) < 1:
-            raise TrainerError(f"--hosts is {text!r}; valid is host:ranks,host:ranks, as in a:2,b:2")
+            raise ConfigError(f"--hosts is {text!r}; valid is host:ranks,host:ranks, as in a:2,b:2")
         hosts.append(Host(name=name, slots=int(slots)))
     return hosts
 
@@ -181,7 +181,7 @@ def parse_shapes(text: str | None, hosts: Sequence[Host]) -> list[Shape]:
     """Parse shapes, as in `1x1,2x2`; None gives one host and all hosts, with one rank and all slots on each.
 
     Raises:
-        TrainerError: the text is not valid, or the hosts have too few slots for a shape.
+        ConfigError: the text is not valid, or the hosts have too few slots for a shape.
     """
     slots_per_host = min(host.slots for host in hosts)
     if text is None:
@@ -191,12 +191,12 @@ def parse_shapes(text: str | None, hosts: Sequence[Host]) -> list[Shape]:
     for part in text.replace("×", "x").split(","):
         count, _, ranks = part.partition("x")
         if not (count.isdecimal() and ranks.isdecimal() and int(count) and int(ranks)):
-            raise TrainerError(f"--shapes is {text!r}; valid is hosts x ranks on each, as in 1x1,1x2,2x1,2x2")
+            raise ConfigError(f"--shapes is {text!r}; valid is hosts x ranks on each, as in 1x1,1x2,2x1,2x2")
         shape = Shape(hosts=int(count), per_host=int(ranks))
         slots = [host.slots for host in hosts[: shape.hosts]]
         if len(slots) < shape.hosts or min(slots) < shape.per_host:
             named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-            raise TrainerError(f"--shapes has {part}, for which --hosts {named} has no room")
+            raise ConfigError(f"--shapes has {part}, for which --hosts {named} has no room")
         shapes.append(shape)
     # Efficiency and predictions need a single rank.
     return list(dict.fromkeys([Shape(hosts=1, per_host=1), *shapes]))

@@ -17,7 +17,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     """Parse and check the options; `plan` and `shapes` are derived from them.
 
     Raises:
-        TrainerError: a value is not valid.
+        ConfigError: a value is not valid.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -18,7 +18,7 @@ from scaling.report import draw, render_text, tables, write_json, write_page
 from scaling.results import Results, Run, Trial
 from tqdm import tqdm
 
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError
 
 SLOW, FAST = (  # 100 Mbit/s, 80 Gbit/s
     Link(((0, 1e-3), (10**9, 1e-3 + 80))),
@@ -214,9 +214,9 @@ def test_hosts_and_shapes() -> None:
     assert [str(shape) for shape in parse_shapes(None, parse_hosts("a:1"))] == ["1x1"]
     assert [str(shape) for shape in parse_shapes("2×2", hosts)] == ["1x1", "2x2"]
     for text in ("a", "a:0", "a:2,", "a:two"):
-        with pytest.raises(TrainerError, match="valid is host:ranks"):
+        with pytest.raises(ConfigError, match="valid is host:ranks"):
             parse_hosts(text)
-    with pytest.raises(TrainerError, match="--shapes has 3x1, for which --hosts a:2,b:2 has no room"):
+    with pytest.raises(ConfigError, match="--shapes has 3x1, for which --hosts a:2,b:2 has no room"):
         parse_shapes("3x1", hosts)
-    with pytest.raises(TrainerError, match="--shapes is '2by2'; valid is hosts x ranks on each"):
+    with pytest.raises(ConfigError, match="--shapes is '2by2'; valid is hosts x ranks on each"):
         parse_shapes("2by2", hosts)
