@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu lock clean
+.PHONY: help setup run test test-all test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -25,11 +25,14 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: setup  ## Run all tests but those with containers, those with real processes included
+test: setup  ## Run the tests, those with real processes included; minutes
+	@$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS)
+
+test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
 	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
 
-test-fast: setup  ## Run the tests that take seconds
-	@$(IN_VENV) python -m pytest -m "not distributed and not docker" $(ARGS)
+test-fast: setup  ## Run the tests that start no jobs, in about a minute
+	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""How Horovod broadcasts many tensors, run on every rank of one job; see `test_broadcast`."""
+"""How Horovod broadcasts many tensors, run on every rank of one job; see `jobs`."""
 
 from __future__ import annotations
 

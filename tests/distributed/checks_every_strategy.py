@@ -1,4 +1,4 @@
-"""What every strategy has to do, run on every rank of one job; see `test_every_strategy`."""
+"""What every strategy has to do, run on every rank of one job; see `jobs`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_no_sync_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_clipping_sees_the_exchanged_gradient(strategy: Strategy) -> None:
+def check_clipping_sees_the_averaged_gradient(strategy: Strategy) -> None:
     model, data = make_model(), make_data(5 * BATCH * strategy.world.size + 1)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size, clip_norm=0.05)
     make_trainer(strategy, model, clip_norm=0.05).fit(data, epochs=1)
@@ -140,7 +140,7 @@ def check_global_batch_norm_equals_one_process(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_local_batch_norm_ends_alike_everywhere(strategy: Strategy) -> None:
+def check_local_batch_norm_ends_the_same_on_all_ranks(strategy: Strategy) -> None:
     model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
     make_trainer(strategy, model).fit(data, data, epochs=1)
     assert_same_on_all_ranks(strategy, model)
@@ -224,24 +224,23 @@ def check_dynamic_graph(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_variants_learn_and_agree(strategy: Strategy) -> None:
-    data = make_data(40 * BATCH * strategy.world.size, torch.float32)
-    for settings in ({"precision": "bf16"}, {"precision": "fp16"}, {"compression": "fp16"}, {"channels_last": True}):
+def check_rounding_variants_stay_close_to_full_precision(strategy: Strategy) -> None:
+    data = make_data(3 * BATCH * strategy.world.size, torch.float32)
+    exact = train_alone(make_model(torch.float32), data, batch=BATCH * strategy.world.size)
+    for settings, rounds in (
+        ({"precision": "bf16"}, True),
+        ({"precision": "fp16"}, True),
+        ({"compression": "fp16"}, True),
+        ({"channels_last": True}, False),
+    ):
         model = make_model(torch.float32)
-        trainer = make_trainer(strategy, model, **settings)
-        first = trainer.evaluate(data).metrics["loss"]
-        last = trainer.fit(data, data, epochs=2)[-1].validation
-        assert last is not None
-        assert last.metrics["loss"] < 0.8 * first, settings
+        make_trainer(strategy, model, **settings).fit(data, epochs=1)
+        # The steps themselves move the weights by more than a tenth of their norm.
+        assert_equal(model, exact, 5e-3 if rounds else 1e-6)
+        if rounds:
+            with pytest.raises(AssertionError, match="differs by"):
+                assert_equal(model, exact, 1e-6)
         assert_same_on_all_ranks(strategy, model)
-
-
-def check_fp16_compression_rounds_what_is_sent(strategy: Strategy) -> None:
-    model, data = make_model(torch.float32), make_data(BATCH * strategy.world.size, torch.float32)
-    exact = train_alone(model, data, batch=BATCH * strategy.world.size)
-    make_trainer(strategy, model, compression="fp16").fit(data, epochs=1)
-    assert_equal(model, exact, 1e-3)
-    assert fingerprint(model) != fingerprint(exact), "nothing was rounded: the gradients went uncompressed"
 
 
 def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
@@ -260,7 +259,7 @@ def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
     assert fingerprint(in_memory) == fingerprint(loaded)
 
 
-def check_disagreements_are_named(strategy: Strategy) -> None:
+def check_differences_between_ranks_are_named(strategy: Strategy) -> None:
     last = strategy.world.size - 1
     odd = strategy.world.rank == last
 

@@ -1,4 +1,4 @@
-"""What holds for the ring alone, run on every rank of one job; see `test_ring`."""
+"""What holds for the ring alone, run on every rank of one job; see `jobs`."""
 
 from __future__ import annotations
 

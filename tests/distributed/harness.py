@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +25,7 @@ MARK = "TRAINER_TEST_JOB"
 # What a launcher sets, and what the library sets for Horovod: a job starts without either.
 _INHERITED = ("OMPI_", "PMIX_", "HOROVOD_", "OPAL_", "OMP_NUM_THREADS", "MALLOC_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
-LAUNCHERS = ("horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun")
+_STACK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,9 @@ class Outcome:
     code: int
     output: str
     """stdout and stderr of all ranks, as the launcher merged them."""
-    seconds: float
     timed_out: bool = False
-    stacks: Mapping[str, str] = field(default_factory=dict)
-    """Every rank's stack where the job ran into its deadline."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """Every rank's stack where the job hung."""
 
 
 def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
@@ -44,6 +47,16 @@ def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
         return [python, *script]
     if launcher == "torchrun":
         return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), *script]
+    if launcher in ("srun", "srun-without-pmix"):
+        return [
+            "srun",
+            "-n",
+            str(ranks),
+            "--overcommit",
+            f"--mpi={'pmix' if launcher == 'srun' else 'none'}",
+            python,
+            *script,
+        ]
     if launcher == "mpirun":
         return [
             *[str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
@@ -63,30 +76,61 @@ def run_job(
     *,
     timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
+    hangs_at: str = "",
 ) -> Outcome:
-    """Runs a job to its end or to its deadline; afterwards none of its processes is left."""
+    """Run a job to its end or to its deadline; afterwards none of its processes is left.
+
+    Args:
+        hangs_at: text in the job's output that moves the deadline to its appearance.
+    """
     with tempfile.TemporaryDirectory(prefix="trainer-job-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
         environment |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", MARK: folder, "PYTHONUNBUFFERED": "1"}
-        environment |= {"TRAINER_TEST_STACKS_AFTER_S": str(timeout_s - 10), **(env or {})}
         log = Path(folder, "output")
-        started = time.monotonic()
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 command_for(launcher, ranks, script),
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=cwd,
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=environment | dict(env or {}),
+                cwd=ROOT,
             )  # fmt: skip
+            stacks: Mapping[int, str] = {}
             try:
-                code, timed_out = process.wait(timeout=timeout_s), False
-            except subprocess.TimeoutExpired:
-                code, timed_out = 124, True
+                code = _wait(process, timeout_s, lambda: bool(hangs_at) and hangs_at in log.read_text(errors="replace"))
+                if code is None:
+                    stacks = _collect_stacks(Path(folder))
             finally:
                 kill_job(folder)
                 process.wait()
-        seconds = time.monotonic() - started
-        stacks = {path.name: path.read_text() for path in sorted(Path(folder).glob("stack-*"))}
-        return Outcome(code, log.read_text(errors="replace"), seconds, timed_out, stacks)
+        output = log.read_text(errors="replace")
+        return Outcome(124 if code is None else code, output, timed_out=code is None, stacks=stacks)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, hangs: Callable[[], bool]) -> int | None:
+    """Return the exit code; None where the job hangs or takes longer than `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not hangs():
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=0.2)
+    return None
+
+
+def leave_stacks_on_request(rank: int) -> None:
+    """Make this rank write its stack on SIGUSR1 to where `run_job` looks for it."""
+    file = Path(os.environ[MARK], f"stack-{rank}-{os.getpid()}").open("w")  # noqa: SIM115 (open until the rank ends)
+    faulthandler.register(signal.SIGUSR1, file=file)
+
+
+def _collect_stacks(folder: Path) -> dict[int, str]:
+    """Have every rank write its stack."""
+    files = sorted(folder.glob("stack-*"))
+    for file in files:
+        with suppress(ProcessLookupError):
+            os.kill(int(file.name.split("-")[2]), signal.SIGUSR1)
+    deadline, sizes = time.monotonic() + _STACK_TIMEOUT_S, [0]
+    while (0 in sizes or sizes != [file.stat().st_size for file in files]) and time.monotonic() < deadline:
+        sizes = [file.stat().st_size for file in files]
+        time.sleep(0.1)  # a stack of several threads is written in several pieces
+    return {int(file.name.split("-")[1]): file.read_text() for file in files}
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
@@ -110,23 +154,53 @@ def kill_job(mark: str) -> None:
             continue
 
 
+def checks_in(modules: Sequence[str]) -> dict[str, str]:
+    """Return the modules of `check_*` functions by their names; "module.check_name" stands for that one alone."""
+    modules_of: dict[str, str] = {}
+    for entry in modules:
+        module, _, only = entry.partition(".check_")
+        names = [f"check_{only}"] if only else vars(importlib.import_module(module))
+        modules_of |= {name: module for name in names if name.startswith("check_")}
+    return modules_of
+
+
 @dataclass(frozen=True)
 class Checks:
-    """What the check functions of a module did on every rank of one job."""
+    """What the check functions did on every rank of one job."""
 
     outcome: Outcome
     by_rank: list[dict[str, str]]
     """Per rank, each check's name with "passed" or its traceback."""
 
+    def failures(self, check: str) -> list[str]:
+        """Return what kept a check from passing, rank by rank, with all that is known of it; empty where it passed."""
+        failures = [
+            f"rank {rank}: {report.get(check, 'did not get this far')}"
+            for rank, report in enumerate(self.by_rank)
+            if report.get(check) != "passed"
+        ]
+        stacks = [f"stack of rank {rank}:\n{stack}" for rank, stack in self.outcome.stacks.items()]
+        return [*failures, *stacks, self.outcome.output[-3000:]] if failures else []
 
-def run_checks(module: str, launcher: str, ranks: int, *, strategy: str = "auto", timeout_s: float = 180.0) -> Checks:
-    """Runs every `check_*` function of `module`, in its order, on all ranks of one job.
+
+def run_checks(
+    modules: str | Sequence[str],
+    launcher: str,
+    ranks: int,
+    *,
+    strategy: str = "auto",
+    timeout_s: float = 240.0,
+    env: Mapping[str, str] | None = None,
+) -> Checks:
+    """Run the checks of these modules, in their order, on all ranks of one job.
 
     One job for many checks, because starting PyTorch on every rank takes longer than a check does.
     """
+    modules_of = checks_in([modules] if isinstance(modules, str) else modules)
     with tempfile.TemporaryDirectory(prefix="trainer-checks-") as folder:
-        script = ["-m", "tests.distributed.worker", module, strategy, folder]
-        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s)
+        script = ["-m", "tests.distributed.worker", strategy, folder]
+        script += [f"{module}:{name}" for name, module in modules_of.items()]
+        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env=env)
         by_rank = []
         for rank in range(ranks):
             report = Path(folder, f"rank-{rank}.jsonl")

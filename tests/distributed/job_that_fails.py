@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from tests.distributed.harness import leave_stacks_on_request
 from tests.distributed.reference import make_data, make_model, sgd
-from tests.distributed.worker import dump_stacks_before_the_deadline
 from trainer import Callback, Trainer, TrainerConfig, TrainerError
 from trainer.launch.environment import read_launch
 
@@ -32,6 +32,8 @@ class Mishap(Callback):
             if self.kind == "mistake":
                 raise TrainerError("sample 7 of the dataset has no label; every sample needs one")
             if self.kind == "hang":
+                time.sleep(1)  # by then the other ranks wait in this step's all-reduce
+                print(f"rank {self.rank} hangs", flush=True)
                 time.sleep(3600)
             if self.kind == "exit":
                 sys.exit(3)
@@ -42,7 +44,7 @@ class Mishap(Callback):
 
 def main() -> None:
     kind, rank, strategy = sys.argv[1], int(sys.argv[2]), [*sys.argv, "auto"][3]
-    dump_stacks_before_the_deadline(read_launch().rank)
+    leave_stacks_on_request(read_launch().rank)
     mishap = Mishap(kind, rank)
     model = make_model(torch.float32)
     config = TrainerConfig(batch_size=4, device="cpu")

@@ -1,4 +1,4 @@
-"""A loop of one's own whose last rank is slow to compute, and whose data are slow to come, for tests of timing.
+"""A training loop of one's own whose last rank is slow to compute, and whose data are slow to come.
 
 python job_that_is_timed.py STRATEGY SECONDS_OF_THE_SLOW_RANK SECONDS_OF_INPUT
 """
@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 import trainer
 from trainer.data.loader import InMemory, ShardedLoader
+from trainer.strategies.base import Strategy
 
 
-def main() -> None:
-    strategy, slow_s, input_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+def train(strategy: str | Strategy, slow_s: float, input_s: float) -> None:
+    """Train for an epoch of 4000 samples, which the step timer may end earlier."""
 
     def late(inputs: Tensor) -> Tensor:
         time.sleep(input_s)
@@ -36,4 +37,5 @@ def main() -> None:
         optimizer.step()
 
 
-main()
+if __name__ == "__main__":
+    train(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))

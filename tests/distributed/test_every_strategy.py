@@ -1,48 +1,55 @@
-"""The body of tests that every strategy passes, on 2, 3 and 4 ranks, through every launcher."""
+"""The checks that every strategy passes, and each strategy's own, in the jobs of `jobs`."""
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
 
 import pytest
 
-from tests.distributed import checks_every_strategy
-from tests.distributed.harness import Checks, run_checks
+from tests.distributed.harness import run_job
+from tests.distributed.jobs import JOBS, Job, run
 
-MODULE = "tests.distributed.checks_every_strategy"
-CHECKS = [name for name in vars(checks_every_strategy) if name.startswith("check_")]
-JOBS = [
-    *[("auto", name, ranks) for name in ("horovodrun-mpi", "horovodrun-gloo", "torchrun") for ranks in (2, 3, 4)],
-    ("auto", "mpirun", 2),
-    *[("ddp", name, 2) for name in ("horovodrun-mpi", "horovodrun-gloo")],
-    *[("ring", "horovodrun-mpi", ranks) for ranks in (2, 3, 4)],
-    *[("parameter_server", "horovodrun-mpi", ranks) for ranks in (2, 3, 4)],
-    *[("parameter_server", name, 2) for name in ("horovodrun-gloo", "torchrun", "mpirun")],
-]
+pytestmark = pytest.mark.distributed
 
 
-@cache
-def job(strategy: str, launcher: str, ranks: int) -> Checks:
-    return run_checks(MODULE, launcher, ranks, strategy=strategy)
+def marks(job: Job) -> tuple[Any, ...]:
+    return (pytest.mark.slow,) if job.slow else ()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "launcher", "ranks"), JOBS)
-@pytest.mark.parametrize("check", CHECKS)
-def test_strategy(strategy: str, launcher: str, ranks: int, check: str) -> None:
-    checks = job(strategy, launcher, ranks)
-    failures = [
-        f"rank {rank}: {report.get(check, 'did not get this far')}"
-        for rank, report in enumerate(checks.by_rank)
-        if report.get(check) != "passed"
-    ]
+CHECKS = [pytest.param(job, check, marks=marks(job), id=f"{job}-{check}") for job in JOBS for check in job.checks]
+
+
+@pytest.mark.parametrize(("job", "check"), CHECKS)
+def test_strategy(job: Job, check: str) -> None:
+    failures = run(job).failures(check)
     if failures:
-        stacks = [f"stack of {name}:\n{stack}" for name, stack in checks.outcome.stacks.items()]
-        pytest.fail("\n".join([*failures, *stacks, checks.outcome.output[-2000:]]), pytrace=False)
+        pytest.fail("\n".join(failures), pytrace=False)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "launcher", "ranks"), JOBS)
-def test_job_ends_with_exit_code_0(strategy: str, launcher: str, ranks: int) -> None:
-    outcome = job(strategy, launcher, ranks).outcome
+@pytest.mark.parametrize("job", [pytest.param(job, marks=marks(job), id=str(job)) for job in JOBS])
+def test_job_runs_what_its_name_says_and_ends_with_exit_code_0(job: Job) -> None:
+    outcome = run(job).outcome
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.output[-3000:]
+    descriptions = {
+        "horovod": "Horovod over Gloo" if job.launcher == "horovodrun-gloo" else "Horovod over MPI",
+        "ddp": "DistributedDataParallel over Gloo",
+        "ring": "ring all-reduce over MPI",
+        "parameter_server": "a parameter server over gRPC",
+    }
+    assert f"{descriptions[job.strategy]}, rank 0 of {job.ranks} on " in outcome.output
+
+
+def test_a_ring_of_one_rank_trains() -> None:
+    script = ["examples/mnist.py", "--strategy", "ring", "--dataset", "digits", "--epochs", "1", "--output", "none"]
+    outcome = run_job("python", 1, script)
+    assert outcome.code == 0, outcome.output
+    assert "ring all-reduce over MPI, rank 0 of 1" in outcome.output
+
+
+@pytest.mark.parametrize("slow_ones_too", [False, True])
+def test_every_strategy_has_a_job_of_2_3_and_4_ranks(slow_ones_too: bool) -> None:
+    jobs = [job for job in JOBS if slow_ones_too or not job.slow]
+    assert {(job.strategy, job.ranks) for job in jobs} == {
+        (strategy, ranks) for strategy in ("horovod", "ddp", "ring", "parameter_server") for ranks in (2, 3, 4)
+    }
+    assert {job.launcher for job in jobs} == {"horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun"}

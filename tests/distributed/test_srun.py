@@ -8,20 +8,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import BIN, ROOT
+from tests.distributed import jobs
+from tests.distributed.harness import BIN, checks_in, run_checks, run_job
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        not all(shutil.which(name) for name in ("slurmctld", "slurmd", "srun", "munged")) or os.geteuid() != 0,
-        reason="needs Slurm and root to start it: apt-get install slurm-wlm munge libpmix-dev",
-    ),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.needs("slurm", "root")]
 
 CONF = """
 ClusterName=test
@@ -59,7 +54,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
-    """The environment in which srun finds a cluster of this host alone, with two task slots."""
+    """What has to be in the environment for srun to find a cluster of this host alone."""
     # Not pytest's tmp_path: the path of munge's socket has to be short.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     for name in ("state", "spool"):
@@ -82,9 +77,10 @@ def slurm() -> Iterator[dict[str, str]]:
     try:
         for command in commands:
             daemons.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-            time.sleep(1)
-        wait_until_idle(env, folder)
-        yield env
+            if command[0] == "munged":  # without which the others end
+                wait_for(folder, "munge", (folder / "munge.socket").exists)
+        wait_for(folder, "the node", lambda: state_of_the_node(env) == "idle")
+        yield {"SLURM_CONF": env["SLURM_CONF"]}
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
@@ -93,33 +89,33 @@ def slurm() -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_until_idle(env: dict[str, str], folder: Path) -> None:
-    for _ in range(30):
-        state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, check=False)
-        if state.stdout.strip() == "idle":
-            return
-        time.sleep(1)
-    logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
-    pytest.fail(f"Slurm did not start: {state.stdout}{state.stderr}\n{logs[-3000:]}")
+def state_of_the_node(env: dict[str, str]) -> str:
+    done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
-def srun(env: dict[str, str], mpi: str) -> subprocess.CompletedProcess[str]:
-    script = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none", "--device", "cpu"]
-    command = ["srun", "-n", "2", "--overcommit", f"--mpi={mpi}", str(BIN / "python"), *script]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def wait_for(folder: Path, what: str, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        if time.monotonic() > deadline:
+            logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
+            pytest.fail(f"Slurm does not start: {what} is not ready\n{logs[-3000:]}")
+        time.sleep(0.1)
 
 
-def test_srun_trains_through_horovod(slurm: dict[str, str]) -> None:
-    done = srun(slurm, "pmix")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("test accuracy") == 1
-    assert "evaluated 297/297" in done.stdout
-    assert "Horovod over MPI, rank 0 of 2" in done.stderr
-    assert "component was not found" not in done.stderr
+def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
+    checks = run_checks([jobs.SHARED, jobs.BIT_FOR_BIT], "srun", 2, env=slurm)
+    failures = [failure for check in checks_in([jobs.SHARED, jobs.BIT_FOR_BIT]) for failure in checks.failures(check)]
+    assert not failures, "\n".join(failures)
+    assert checks.outcome.code == 0, checks.outcome.output
+    assert "Horovod over MPI, rank 0 of 2" in checks.outcome.output
+    assert "component was not found" not in checks.outcome.output
 
 
 def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:
-    done = srun(slurm, "none")
-    assert done.returncode != 0
-    assert "start with `srun --mpi=pmix`" in done.stderr
-    assert "Traceback" not in done.stderr
+    outcome = run_job(
+        "srun-without-pmix", 2, ["examples/mnist.py", "--dataset", "digits", "--device", "cpu"], env=slurm
+    )
+    assert outcome.code not in (0, 124)
+    assert "start with `srun --mpi=pmix`" in outcome.output
+    assert "Traceback" not in outcome.output

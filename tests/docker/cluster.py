@@ -25,12 +25,10 @@ class Outcome:
     code: int
     output: str
     """stdout and stderr together, in their order."""
-    seconds: float
 
 
 def run(command: list[str], *, timeout_s: float = 120.0, env: Mapping[str, str] | None = None) -> Outcome:
     """Runs a command on this machine in the checkout's root, to its end or for `timeout_s`."""
-    started = time.monotonic()
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -43,7 +41,7 @@ def run(command: list[str], *, timeout_s: float = 120.0, env: Mapping[str, str] 
         timeout=timeout_s,
         check=False,
     )
-    return Outcome(done.returncode, done.stdout, time.monotonic() - started)
+    return Outcome(done.returncode, done.stdout)
 
 
 def succeed(command: list[str], *, timeout_s: float = 120.0, env: Mapping[str, str] | None = None) -> str:

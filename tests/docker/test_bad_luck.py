@@ -59,7 +59,6 @@ def test_an_unknown_host_is_named(cluster: Cluster) -> None:
     assert outcome.code == 1
     assert len(lines_of(outcome)) == 1, outcome.output
     assert re.search(r"cannot log in to host c: .*could not resolve hostname c", outcome.output, re.IGNORECASE)
-    assert outcome.seconds < 20
 
 
 def test_a_node_that_is_not_up_yet_is_waited_for(own_cluster: Cluster) -> None:
@@ -69,7 +68,6 @@ def test_a_node_that_is_not_up_yet_is_waited_for(own_cluster: Cluster) -> None:
     assert outcome.code == 1
     assert len(lines_of(outcome)) == 1, outcome.output
     assert "cannot log in to host b" in outcome.output
-    assert outcome.seconds < 30
     late = threading.Timer(4, lambda: own_cluster.compose("start", "b"))
     late.start()
     outcome = own_cluster.run("a", *horovodrun(), "hostname")
@@ -86,7 +84,6 @@ def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> N
         own_cluster, [*horovodrun(controller), *TRAIN], lambda: succeed(["docker", "kill", victim])
     )
     assert outcome.code != 0
-    assert outcome.seconds < 120
     assert NAMES_B.search(outcome.output), outcome.output[-3000:]
     assert own_cluster.left_over("a") == ""
 
@@ -151,7 +148,7 @@ def test_a_killed_launcher_takes_its_ranks_along(cluster: Cluster, controller: s
     assert cluster.left_over("b") == ""
 
 
-def test_key_modes_are_mended_and_said(own_cluster: Cluster) -> None:
+def test_key_modes_are_corrected_with_a_warning(own_cluster: Cluster) -> None:
     own_cluster.up()
     own_cluster.shell("b", "chmod 644 /cluster/id_ed25519 /cluster/nodes/b/ssh_host_ed25519_key")
     own_cluster.compose("restart", "--timeout", "1")
@@ -203,10 +200,11 @@ def test_lost_keys_are_made_anew(own_cluster: Cluster) -> None:
     assert own_cluster.run("a", *horovodrun(), "hostname").code == 0
 
 
-def test_stop_takes_less_than_two_seconds_and_zombies_are_reaped(own_cluster: Cluster) -> None:
+def test_a_node_ends_on_sigterm_and_reaps_zombies(own_cluster: Cluster) -> None:
     own_cluster.up("b")
     own_cluster.shell("b", "setsid bash -c 'sleep 0.1 & exec sleep 0.3' > /dev/null 2>&1 & sleep 1")
     assert "Z" not in own_cluster.shell("b", "ps -eo stat --no-headers")
-    started = time.monotonic()
-    succeed(["docker", "stop", own_cluster.container("b")])
-    assert time.monotonic() - started < 2
+    container = own_cluster.container("b")
+    succeed(["docker", "stop", container])
+    # 137 would be the engine's SIGKILL, after ten seconds in which the node ignored SIGTERM.
+    assert succeed(["docker", "inspect", "--format", "{{.State.ExitCode}}", container]).strip() != "137"

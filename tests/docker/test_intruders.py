@@ -166,10 +166,9 @@ def keys_in(image: str, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("tag", [IMAGE, "trainer:gpu"])
-def test_no_layer_of_the_image_holds_a_key(image: str, tag: str, tmp_path: Path) -> None:
-    if tag != image and run(["docker", "image", "inspect", tag]).code != 0:
-        pytest.skip(f"there is no image {tag}; make image-gpu builds it")
+@pytest.mark.usefixtures("image")
+@pytest.mark.parametrize("tag", [IMAGE, pytest.param("trainer:gpu", marks=pytest.mark.needs("gpu-image"))])
+def test_no_layer_of_the_image_holds_a_key(tag: str, tmp_path: Path) -> None:
     assert keys_in(tag, tmp_path) == []
     history = succeed(["docker", "history", "--no-trunc", "--format", "{{.CreatedBy}}", tag])
     assert not re.search(r"password|secret|token|PRIVATE", history, re.IGNORECASE)

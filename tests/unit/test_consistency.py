@@ -1,4 +1,4 @@
-"""Ranks that are about to train something different hear so, all of them, with names and values."""
+"""The consistency check: ranks that would train different things all get one error, with names and values."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ def _on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.consistency.socket.gethostname", lambda: "a")
 
 
-def test_ranks_that_agree_hear_nothing() -> None:
-    facts = {"epochs": 3, "samples": [60, 10]}
+def test_equal_facts_are_gathered_once_and_raise_nothing() -> None:
     seen = {"epochs": "3", "samples": "[60, 10]"}
-    check_consistency(Gathered(("a", seen), ("b", seen)), facts)
+    rank = Gathered(("a", seen), ("b", seen))
+    check_consistency(rank, {"epochs": 3, "samples": [60, 10]})
+    assert rank.asked == 1
 
 
-def test_a_world_of_one_asks_nobody() -> None:
+def test_a_world_of_one_gathers_nothing() -> None:
     alone = Gathered()
     check_consistency(alone, {"epochs": 3})
     assert alone.asked == 0

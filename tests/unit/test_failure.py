@@ -13,13 +13,9 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.launch import failure
 from trainer.launch.environment import Launch
 
-# The exit handler stands for Horovod's, which waits for ranks that wait for this one. The package is entered
-# without its __init__, which imports torch: that takes seconds and has no part in this.
+# The exit handler replaces Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
-import atexit, os, signal, sys, time, types
-package = types.ModuleType("trainer")
-package.__path__ = [{package!r}]
-sys.modules["trainer"] = package
+import atexit, os, signal, sys, time
 from trainer.errors import TrainerError
 from trainer.launch.failure import report_failures
 atexit.register(print, "the exit handler ran")
@@ -33,7 +29,7 @@ FAILURES = {
     # A shell that starts something in the background makes it ignore this signal, and its children too.
     "interrupt": "signal.signal(signal.SIGINT, signal.default_int_handler); "
     "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)",
-    "nobody listens": "raise TrainerError('the disk is full')",
+    "closed output": "raise TrainerError('the disk is full')",
     "nothing": "",
 }
 
@@ -41,10 +37,10 @@ Results = dict[str, subprocess.CompletedProcess[str]]
 
 
 def run(kind: str) -> subprocess.CompletedProcess[str]:
-    body, closed = FAILURES[kind], kind == "nobody listens"
+    body, closed = FAILURES[kind], kind == "closed output"
     # Python keeps back what it prints into a pipe, unless the environment says otherwise.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    script = SCRIPT.format(package=str(Path(failure.__file__).parents[1]), failure=body)
+    script = SCRIPT.format(failure=body)
     reader, writer = os.pipe()
     try:
         if closed:
@@ -100,8 +96,8 @@ def test_a_process_that_does_not_fail_ends_as_ever(ended: Results) -> None:
 
 def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Results) -> None:
     # As in `train.py | head`: what was printed cannot be written any more.
-    assert ended["nobody listens"].stderr == "trainer: the disk is full\n"
-    assert ended["nobody listens"].returncode == 1
+    assert ended["closed output"].stderr == "trainer: the disk is full\n"
+    assert ended["closed output"].returncode == 1
 
 
 class Ending:
@@ -131,13 +127,15 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return Ending(monkeypatch)
 
 
-def test_among_several_ranks_each_says_who_it_is(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_of_several_ranks_names_itself(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
     assert ending.of(TrainerError("the disk is full"), rank=0) == 1
     assert capfd.readouterr().err == "trainer: rank 0 on host node7: the disk is full\n"
     assert ending.slept == []
 
 
-def test_another_rank_lets_rank_0_say_what_concerns_all(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_rank_lets_rank_0_print_a_common_mistake_first(
+    ending: Ending, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert ending.of(ConfigError("batch_size is 0"), rank=1) == 1
     assert capfd.readouterr().err == "trainer: rank 1 on host node7: batch_size is 0\n"
     assert ending.slept == [failure._LET_RANK_0_PRINT_FIRST_S]
@@ -158,7 +156,7 @@ def test_an_interrupt_is_mentioned_once(
         RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"),
     ],
 )
-def test_a_rank_that_lost_its_peer_leaves_the_word_to_it(
+def test_a_rank_that_lost_its_peer_lets_it_print_first(
     ending: Ending, capfd: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     assert ending.of(error, rank=1) == 1
@@ -183,7 +181,7 @@ def test_a_world_of_one_has_no_peer_to_lose(ending: Ending, capfd: pytest.Captur
     assert ending.slept == []
 
 
-def test_a_bug_is_told_at_once_on_every_rank(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_printed_at_once_on_every_rank(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
     assert ending.of(IndexError("list index out of range"), rank=1) == 1
     printed = capfd.readouterr().err
     assert printed.splitlines()[-1] == "trainer: rank 1 on host node7: IndexError: list index out of range"

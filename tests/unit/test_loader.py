@@ -1,4 +1,4 @@
-"""What each rank is given: the plan's samples, from memory or a DataLoader, and stand-ins where none is left."""
+"""What each rank is given: the plan's samples, from memory or a DataLoader, and padding batches where none is left."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def steps_of(loader: ShardedLoader) -> list[Step]:
     accumulate=st.integers(1, 3),
     in_memory=st.booleans(),
 )
-def test_ranks_agree_on_the_steps_and_take_every_sample_once(
+def test_all_ranks_have_the_same_steps_and_take_every_sample_once(
     samples: int, size: int, batch_size: int, accumulate: int, in_memory: bool
 ) -> None:
     data = numbered(samples)
@@ -107,7 +107,7 @@ def test_without_shuffling_the_datasets_own_order_is_kept_in_every_epoch() -> No
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_a_rank_that_has_run_out_computes_on_two_stand_ins_of_weight_zero(in_memory: bool) -> None:
+def test_a_rank_without_samples_gets_a_padding_batch_of_weight_zero(in_memory: bool) -> None:
     data = numbered(9)
     dataset = data if in_memory else Pairs(data.inputs, data.targets)
     first, last = steps_of(ShardedLoader(dataset, 2, world=world(3, 4)))
@@ -117,7 +117,7 @@ def test_a_rank_that_has_run_out_computes_on_two_stand_ins_of_weight_zero(in_mem
     assert last.targets.tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
 
 
-def test_an_evaluation_gives_each_rank_its_own_samples_and_no_stand_ins() -> None:
+def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
     counts = []
     targets: list[int] = []
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""The parameter server by itself: its messages, who is let in, and what it says when a rank is missing."""
+"""The parameter server by itself: its messages, its token, and the error when a rank is missing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_sum_of_both_ranks_comes_back_to_both(server: ServerProcess) -> None
         one.close()
 
 
-def test_chunks_are_dealt_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
@@ -120,7 +120,7 @@ def test_chunks_are_dealt_to_several_servers(server: ServerProcess, monkeypatch:
     second.close()
 
 
-def test_who_does_not_show_the_token_is_not_let_in(server: ServerProcess) -> None:
+def test_a_client_without_the_token_is_refused(server: ServerProcess) -> None:
     stranger = link(server, 0, "a guess")
     push(stranger, 1.0)
     with pytest.raises(TrainerError, match="this is no rank of this job"):
@@ -145,7 +145,7 @@ def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProce
         one.close()
 
 
-def test_a_rank_that_keeps_others_waiting_is_named(server: ServerProcess) -> None:
+def test_a_rank_that_does_not_send_in_time_is_named(server: ServerProcess) -> None:
     ranks = [link(server, rank) for rank in (0, 1)]
     exchange_once(ranks)
     push(ranks[0], 1.0)
@@ -165,7 +165,7 @@ def test_a_rank_that_has_gone_is_named_at_once(server: ServerProcess) -> None:
     ranks[0].close()
 
 
-def test_ranks_that_send_different_things_hear_both(server: ServerProcess) -> None:
+def test_ranks_that_send_different_things_are_told_of_both(server: ServerProcess) -> None:
     ranks = [link(server, rank) for rank in (0, 1)]
     push(ranks[0], 1.0)
     push(ranks[1], 1.0, 2.0)

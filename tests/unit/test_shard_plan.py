@@ -1,4 +1,4 @@
-"""The plan: every sample once, agreed on without asking, and the same steps as one process with the global batch."""
+"""The plan: every sample once, the same on every rank without communication, in one process's steps."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Where the time of a step goes: the arithmetic, and real ranks whose delays are known."""
+"""Where the time of a step goes: the arithmetic, and delays in one process; `checks_timing` has those between ranks."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.distributed.harness import run_job
 from trainer import Trainer, TrainerConfig
 from trainer.errors import ConfigError
 from trainer.launch.world import World
@@ -18,8 +19,7 @@ from trainer.profiling.epoch_timing import EpochTiming, RankTimes, StepTimes, su
 from trainer.profiling.step_timer import _step_times, step_timer, timing_settings
 from trainer.strategies import choose_strategy
 
-SLOW_S, INPUT_S = 0.03, 0.01
-JOB = "tests/distributed/job_that_is_timed.py"
+SLOW_S = 0.03
 
 
 def rank(*rows: tuple[float, float, float], busy: float | None = None) -> RankTimes:
@@ -38,7 +38,7 @@ def summary(*ranks: RankTimes) -> EpochTiming:
     )  # fmt: skip
 
 
-def test_the_rank_that_others_wait_for_tells_what_the_exchange_takes() -> None:
+def test_the_slowest_rank_has_the_time_of_the_exchange_itself() -> None:
     timing = summary(rank((1.0, 0.1, 0.5), (1.0, 0.1, 0.2)), rank((1.0, 0.1, 0.1), (1.0, 0.1, 0.4)))
     assert timing.exchange == pytest.approx((0.1 + 0.2) / 2)
     assert timing.waiting == pytest.approx((0.4 + 0.0 + 0.0 + 0.2) / 4)
@@ -59,7 +59,7 @@ def test_steps_without_an_exchange_count_as_steps() -> None:
     assert timing.own == pytest.approx([1.0])  # ranks synchronize once in an update
 
 
-def test_what_nobody_waits_for_was_hidden() -> None:
+def test_an_exchange_that_no_rank_waits_for_is_hidden() -> None:
     assert summary(rank((1.0, 0.0, 0.2), busy=0.5)).hidden == pytest.approx(0.3)
     assert summary(rank((1.0, 0.0, 0.2), busy=0.1)).hidden == 0.0
     assert summary(rank((1.0, 0.0, 0.2))).hidden is None
@@ -72,28 +72,51 @@ def test_the_window_is_weighed_by_bytes() -> None:
     assert _step_times(0.0, 0.1, [(1.0, 100)], None, 4.0, 10).blocked == 0.0
 
 
-def test_nobody_asks_nothing_is_timed() -> None:
+def test_nothing_is_timed_unless_the_environment_says_so() -> None:
     assert timing_settings({}) is None
     assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": ""}) == (Path("t"), None)
     with pytest.raises(ConfigError, match="TRAINER_TIMING_STEPS is 'few'; valid is a positive number of steps"):
         timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": "few"})
 
 
-def test_clipping_is_the_loops_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINER_TIMING", str(tmp_path / "timing.jsonl"))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: time.sleep(SLOW_S))
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Trains alone on 80 samples with the settings that it is given; returns what the timer wrote, epoch by epoch."""
+    file = tmp_path / "timing.jsonl"
+    monkeypatch.setenv("TRAINER_TIMING", str(file))
     step_timer.cache_clear()
-    model = torch.nn.Linear(2, 2)
-    data = TensorDataset(torch.randn(80, 2), torch.zeros(80, dtype=torch.long))
-    config = TrainerConfig(batch_size=10, clip_norm=1.0)
-    try:
+
+    def train(*, epochs: int = 1, **settings: Any) -> list[dict[str, Any]]:
+        model = torch.nn.Linear(2, 2)
+        data = TensorDataset(torch.randn(80, 2), torch.zeros(80, dtype=torch.long))
+        config = TrainerConfig(**{"device": "cpu", "batch_size": 10, **settings})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        Trainer(model, optimizer, torch.nn.functional.cross_entropy, config=config).fit(data, epochs=1)
-    finally:
-        step_timer.cache_clear()
-    (timing,) = map(json.loads, (tmp_path / "timing.jsonl").read_text().splitlines())
+        Trainer(
+            model, optimizer, torch.nn.functional.cross_entropy, strategy="single", config=config, output=None,
+            progress=False,
+        ).fit(data, epochs=epochs)  # fmt: skip
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    yield train
+    step_timer.cache_clear()
+
+
+def test_clipping_is_the_loops_own_work(
+    timed: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: time.sleep(SLOW_S))
+    (timing,) = timed(clip_norm=1.0)
     assert timing["compute"] > SLOW_S
     assert timing["exchange"] < SLOW_S / 2
+
+
+def test_an_epoch_ends_with_a_whole_update(
+    timed: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_TIMING_STEPS", "6")
+    first, second = timed(epochs=2, batch_size=2, accumulate=4)
+    # Six steps are two updates of four, and five to warm up likewise.
+    assert [(epoch["steps"], epoch["updates"]) for epoch in (first, second)] == [(8, 2), (8, 2)]
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,44 +126,3 @@ def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRAINER_STRATEGY", "rings")
     with pytest.raises(ConfigError, match="strategy is 'rings'; valid are auto, single"):
         choose_strategy("auto", World())
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("strategy", "launcher"),
-    [
-        ("horovod", "horovodrun-mpi"),
-        ("horovod", "horovodrun-gloo"),
-        ("ddp", "torchrun"),
-        ("ring", "mpirun"),
-        ("parameter_server", "torchrun"),
-    ],
-)
-def test_known_delays_are_found_where_they_are(tmp_path: Path, strategy: str, launcher: str) -> None:
-    file = tmp_path / "timing.jsonl"
-    env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": "20"}
-    outcome = run_job(launcher, 2, [JOB, strategy, str(SLOW_S), str(INPUT_S)], env=env)
-    assert outcome.code == 0, outcome.output
-    (timing,) = map(json.loads, file.read_text().splitlines())
-    assert (timing["world_size"], timing["steps"], timing["updates"], timing["samples"]) == (2, 20, 20, 400)
-    assert timing["samples_in_epoch"] == 4000
-    assert timing["gradient_bytes"] == (8 * 4 + 4) * 4
-    assert timing["input"] >= INPUT_S
-    quick, slow = timing["ranks"]
-    assert quick["blocked"] - slow["blocked"] > 0.8 * SLOW_S
-    assert slow["compute"] - quick["compute"] > 0.8 * SLOW_S
-    assert timing["waiting"] == pytest.approx((quick["blocked"] + slow["blocked"]) / 2 - timing["exchange"])
-    assert timing["waiting"] > 0.4 * SLOW_S
-    assert (timing["hidden"] is None) == (strategy == "horovod")
-
-
-@pytest.mark.distributed
-def test_an_epoch_ends_with_a_whole_update(tmp_path: Path) -> None:
-    file = tmp_path / "timing.jsonl"
-    env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": "6"}
-    script = ["examples/mnist.py", "--dataset", "digits", "--batch-size", "10", "--accumulate", "4", "--epochs", "2"]
-    outcome = run_job("python", 1, [*script, "--output", "none"], env=env)
-    assert outcome.code == 0, outcome.output
-    first, second = map(json.loads, file.read_text().splitlines())
-    # Six steps are two updates of four, and five to warm up likewise.
-    assert [(epoch["steps"], epoch["updates"]) for epoch in (first, second)] == [(8, 2), (8, 2)]

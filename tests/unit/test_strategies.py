@@ -47,7 +47,7 @@ def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
         ("srun", 1, "single"),
     ],
 )
-def test_auto_goes_by_the_launcher(launcher: str, size: int, expected: str) -> None:
+def test_auto_chooses_by_the_launcher(launcher: str, size: int, expected: str) -> None:
     assert choose_strategy("auto", World(size=size, local_size=size, launcher=launcher)) == expected
 
 
@@ -91,7 +91,7 @@ def test_importing_the_library_imports_no_strategys_package() -> None:
     assert "trainer.strategies.horovod" not in json.loads(done.stdout)
 
 
-def test_data_parallel_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_without_several_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"needs two GPUs or more in one host, .* this one shows 1"):
         make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
@@ -177,7 +177,7 @@ def test_horovod_that_sees_other_ranks_than_the_launcher_started_is_refused(
         make_strategy("horovod", TWO)
 
 
-class Told(Strategy):
+class OneOfTwo(Strategy):
     """A rank of two whose all-reduce adds what the test says the other has, and that hears rank 0's objects."""
 
     def __init__(self, rank: int, theirs: Any) -> None:
@@ -201,21 +201,21 @@ class Told(Strategy):
 
 
 @pytest.mark.parametrize(("rank", "theirs"), [(0, 0.0), (1, 5.0)])
-def test_by_default_a_broadcast_is_a_sum_to_which_only_rank_0_brings_something(rank: int, theirs: float) -> None:
+def test_the_default_broadcast_is_a_sum_to_which_only_rank_0_contributes(rank: int, theirs: float) -> None:
     # What the other rank brings: nothing where it is not rank 0. NaN here must not spoil what rank 0 has.
     mine = torch.tensor([5.0 if rank == 0 else float("nan")])
-    assert Told(rank, theirs).broadcast(mine) is mine
+    assert OneOfTwo(rank, theirs).broadcast(mine) is mine
     assert mine.item() == 5.0
 
 
-def test_by_default_all_objects_are_gathered_in_the_order_of_the_ranks() -> None:
-    assert Told(0, "theirs").all_gather_object("mine") == ["mine", "theirs"]
-    assert Told(1, "theirs").all_gather_object("mine") == ["theirs", "mine"]
+def test_the_default_gather_is_in_the_order_of_the_ranks() -> None:
+    assert OneOfTwo(0, "theirs").all_gather_object("mine") == ["mine", "theirs"]
+    assert OneOfTwo(1, "theirs").all_gather_object("mine") == ["theirs", "mine"]
 
 
 def test_sharing_buffers_gives_rank_0s_running_statistics() -> None:
     layer = nn.BatchNorm1d(2)
-    Told(1, 3).broadcast_buffers(layer)
+    OneOfTwo(1, 3).broadcast_buffers(layer)
     assert layer.running_mean is not None
     assert layer.running_mean.tolist() == [3.0, 3.0]
     assert layer.weight.tolist() == [1.0, 1.0], "a parameter is no buffer"
@@ -233,16 +233,16 @@ def test_rank_0s_optimizer_state_replaces_another_ranks() -> None:
     _, root = stepped()
     model = nn.Linear(2, 1)
     mine = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    broadcast_optimizer_state(Told(1, (True, root.state_dict())), mine)
+    broadcast_optimizer_state(OneOfTwo(1, (True, root.state_dict())), mine)
     assert mine.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
 
 
-def test_a_fresh_optimizer_on_rank_0_leaves_everybodys_alone() -> None:
+def test_a_fresh_optimizer_on_rank_0_changes_no_ranks_state() -> None:
     # Horovod's own would make it step on zero gradients, which weight decay and Adam feel.
     model = nn.Linear(2, 1)
     before = model.weight.clone()
     mine = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
-    broadcast_optimizer_state(Told(1, (False, mine.state_dict())), mine)
-    broadcast_optimizer_state(Told(0, None), mine)
+    broadcast_optimizer_state(OneOfTwo(1, (False, mine.state_dict())), mine)
+    broadcast_optimizer_state(OneOfTwo(0, None), mine)
     assert mine.state_dict()["state"] == {}
     assert torch.equal(model.weight, before)

@@ -155,7 +155,7 @@ def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int)
         assert_equal_buffers(layer, whole)
 
 
-def test_a_stand_in_leaves_the_global_batchs_sums_alone() -> None:
+def test_a_padding_batch_is_left_out_of_the_global_batchs_sums() -> None:
     inputs = torch.randn(4, 3, dtype=torch.float64)
     whole, _ = twins(nn.BatchNorm1d)
     taken = inputs.clone().requires_grad_()
@@ -184,7 +184,7 @@ def test_a_stand_in_leaves_the_global_batchs_sums_alone() -> None:
         assert_equal_buffers(layer, whole)
 
 
-def test_a_stand_in_ends_with_its_context_even_after_an_error() -> None:
+def test_padding_ends_with_its_context_even_after_an_error() -> None:
     _, layer = twins(nn.BatchNorm1d)
     seen: list[bool] = []
 

@@ -321,8 +321,8 @@ def test_the_learning_rate_is_restored_after_fit_whatever_its_end(fit: Callable[
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.3]
 
 
-class Diary(Callback):
-    """Notes what it is told."""
+class EventLog(Callback):
+    """Records its calls."""
 
     def __init__(self, name: str, events: list[tuple[str, str, Any]]) -> None:
         self._name, self._events = name, events
@@ -340,9 +340,9 @@ class Diary(Callback):
         self._events.append((self._name, "fit ends", records))
 
 
-def test_callbacks_are_told_in_their_order_with_what_fit_returns() -> None:
+def test_callbacks_are_called_in_their_order_with_what_fit_returns() -> None:
     events: list[tuple[str, str, Any]] = []
-    records = make(callbacks=[Diary("a", events), Diary("b", events)]).fit(blobs(30), epochs=2)
+    records = make(callbacks=[EventLog("a", events), EventLog("b", events)]).fit(blobs(30), epochs=2)
     assert events == [
         (name, event, fact)
         for event, fact in (
@@ -355,17 +355,17 @@ def test_callbacks_are_told_in_their_order_with_what_fit_returns() -> None:
     ]
 
 
-def test_a_pulse_tells_how_many_samples_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_event_has_the_number_of_samples_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.trainer._PROGRESS_INTERVAL_S", 0.0)
     events: list[tuple[str, str, Any]] = []
-    make(callbacks=[Diary("a", events)]).fit(blobs(25), epochs=1)
+    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
     assert [fact for _, event, fact in events if event == "progress"] == [10, 20, 25]
 
 
-def test_pulses_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_events_come_at_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.trainer._PROGRESS_INTERVAL_S", 1e9)
     events: list[tuple[str, str, Any]] = []
-    make(callbacks=[Diary("a", events)]).fit(blobs(25), epochs=1)
+    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
     assert "progress" not in {event for _, event, _ in events}
 
 
@@ -406,7 +406,7 @@ def test_the_default_record_of_a_second_fit_has_a_folder_of_its_own(
         assert len(list((tmp_path / "runs").glob("*/summary.json"))) == number
 
 
-def test_keeping_the_loop_gives_the_weights_of_handing_it_over() -> None:
+def test_a_loop_of_ones_own_gives_the_weights_of_fit() -> None:
     data, model = blobs(25), network()
     config = TrainerConfig(device="cpu")
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

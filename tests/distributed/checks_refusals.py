@@ -1,0 +1,31 @@
+"""What the job's launcher cannot serve is refused, on every rank; `jobs` says which check belongs to which job."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.reference import make_model, sgd
+from trainer import ConfigError, TrainerConfig, prepare
+from trainer.strategies import make_strategy
+from trainer.strategies.base import Strategy
+
+
+def check_a_ring_is_refused_without_mpi(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match=r"^strategy 'ring' needs MPI, .*start with `horovodrun --mpi`"):
+        make_strategy("ring", strategy.world)
+
+
+def check_single_is_refused_among_several_ranks(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match=f"strategy 'single' trains alone, but {strategy.world.launcher} started"):
+        make_strategy("single", strategy.world)
+
+
+def check_adasum_is_refused_without_mpi(strategy: Strategy) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="--mpi"):
+        prepare(model, sgd(model), strategy=strategy, config=TrainerConfig(reduction="adasum", device="cpu"))
+
+
+def check_horovod_is_refused_under_torchrun(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match="strategy 'horovod' cannot join the ranks that torchrun started"):
+        make_strategy("horovod", strategy.world)

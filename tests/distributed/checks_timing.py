@@ -1,0 +1,42 @@
+"""What the step timer finds on ranks whose delays are known; for two ranks."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.distributed.job_that_is_timed import train
+from trainer.profiling.step_timer import step_timer
+from trainer.strategies.base import Strategy
+from trainer.strategies.horovod import HorovodStrategy
+
+SLOW_S, INPUT_S = 0.03, 0.01
+
+
+def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(strategy.broadcast_object(folder), "timing.jsonl")
+        step_timer.cache_clear()
+        with mock.patch.dict("os.environ", TRAINER_TIMING=str(file), TRAINER_TIMING_STEPS="20"):
+            try:
+                train(strategy, SLOW_S, INPUT_S)
+            finally:
+                step_timer.cache_clear()
+        strategy.barrier()  # rank 0 has written
+        (timing,) = map(json.loads, file.read_text().splitlines())
+        strategy.barrier()  # all ranks have read
+    assert (timing["world_size"], timing["steps"], timing["updates"], timing["samples"]) == (2, 20, 20, 400)
+    assert timing["samples_in_epoch"] == 4000
+    assert timing["gradient_bytes"] == (8 * 4 + 4) * 4
+    assert timing["input"] >= INPUT_S
+    quick, slow = timing["ranks"]
+    assert quick["blocked"] - slow["blocked"] > 0.8 * SLOW_S
+    assert slow["compute"] - quick["compute"] > 0.8 * SLOW_S
+    assert timing["waiting"] == pytest.approx((quick["blocked"] + slow["blocked"]) / 2 - timing["exchange"])
+    assert timing["waiting"] > 0.4 * SLOW_S
+    # Horovod's own threads exchange; it does not tell how long they take.
+    assert (timing["hidden"] is None) == isinstance(strategy, HorovodStrategy)

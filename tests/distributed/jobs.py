@@ -1,0 +1,81 @@
+"""Which checks run in which job: every strategy on 2, 3 and 4 ranks, and every launcher at least once.
+
+The default run has one job for each strategy and number of ranks, spread over the launchers. `make test-all` adds the
+other combinations that make a difference: Horovod over both controllers and each strategy's other means of rendezvous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from tests.distributed.harness import Checks, checks_in, run_checks
+
+_HERE = "tests.distributed"
+SHARED = f"{_HERE}.checks_every_strategy"
+TIMING = f"{_HERE}.checks_timing"
+RING = f"{_HERE}.checks_ring"
+BROADCAST = f"{_HERE}.checks_broadcast"
+ADASUM = f"{_HERE}.checks_adasum"
+BIT_FOR_BIT = f"{_HERE}.checks_horovod"
+NO_RING = f"{_HERE}.checks_refusals.check_a_ring_is_refused_without_mpi"
+NO_SINGLE = f"{_HERE}.checks_refusals.check_single_is_refused_among_several_ranks"
+NO_ADASUM = f"{_HERE}.checks_refusals.check_adasum_is_refused_without_mpi"
+NO_HOROVOD = f"{_HERE}.checks_refusals.check_horovod_is_refused_under_torchrun"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launcher's command with all checks that run in it."""
+
+    strategy: str
+    launcher: str
+    ranks: int
+    own: tuple[str, ...] = ()
+    """Modules of checks, or single checks, that come after those which every strategy shares."""
+    slow: bool = False
+
+    @property
+    def checks(self) -> Mapping[str, str]:
+        return checks_in((SHARED, *self.own))
+
+    def __str__(self) -> str:
+        return f"{self.strategy}-{self.launcher}-{self.ranks}"
+
+
+@cache
+def run(job: Job) -> Checks:
+    """Run a job once, however many tests ask for its result."""
+    return run_checks((SHARED, *job.own), job.launcher, job.ranks, strategy=job.strategy)
+
+
+JOBS = [
+    # The sum of three floats depends on its order, so the hand-written loop is equal bit for bit on 2 and 4 ranks only.
+    # Adasum, MPI's alone, needs a power of two ranks. The check of the timing is written for two.
+    Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, TIMING, NO_ADASUM, NO_RING, NO_SINGLE)),
+    Job("horovod", "horovodrun-mpi", 3, (BROADCAST,)),
+    Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
+    Job("ddp", "torchrun", 2, (TIMING, NO_RING, NO_SINGLE, NO_HOROVOD)),
+    Job("ddp", "horovodrun-mpi", 3),
+    Job("ddp", "torchrun", 4),
+    Job("ring", "mpirun", 2, (RING, TIMING)),
+    Job("ring", "horovodrun-mpi", 3, (RING,)),
+    Job("ring", "mpirun", 4, (RING,)),
+    Job("parameter_server", "torchrun", 2, (TIMING,)),
+    Job("parameter_server", "horovodrun-gloo", 3),
+    Job("parameter_server", "horovodrun-mpi", 4),
+    # The same under other launchers.
+    Job("horovod", "mpirun", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),
+    Job("horovod", "horovodrun-mpi", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),
+    Job("horovod", "horovodrun-gloo", 3, slow=True),
+    Job("horovod", "horovodrun-mpi", 4, (BIT_FOR_BIT, ADASUM), slow=True),
+    Job("horovod", "horovodrun-gloo", 4, slow=True),
+    Job("ddp", "horovodrun-mpi", 2, slow=True),
+    Job("ddp", "horovodrun-gloo", 2, slow=True),
+    Job("ddp", "torchrun", 3, slow=True),
+    Job("ring", "horovodrun-mpi", 2, (RING,), slow=True),
+    Job("ring", "horovodrun-mpi", 4, (RING,), slow=True),
+    *[Job("parameter_server", name, 2, slow=True) for name in ("horovodrun-mpi", "horovodrun-gloo", "mpirun")],
+    Job("parameter_server", "horovodrun-mpi", 3, slow=True),
+]
