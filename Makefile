@@ -54,7 +54,7 @@ lint: setup  ## Check style and types
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu
 
-bench: setup  ## Compare with plain Horovod and with DDP on this machine: one table, and bench.json
+bench: setup  ## Compare with plain Horovod, DDP and this machine's limit: tables, and bench.json
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table

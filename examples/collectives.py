@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer import ConfigError, TrainerError, World, current_world, report_failures
 from trainer.launch.mpi import import_mpi
+from trainer.launch.output import print_line
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.tuning import tune
 
@@ -196,7 +197,7 @@ def main() -> int:
         try:
             calls = make()
         except (ConfigError, ImportError, RuntimeError) as error:
-            _say(world, f"{name}: left out: {error}")
+            _print_on_root(world, f"{name}: left out: {error}")
             continue
         for call in MEANINGS:
             _show(name, call, calls, device, world, rendezvous)
@@ -215,13 +216,14 @@ def _show(name: str, call: str, calls: Calls, device: torch.device, world: World
     if wrong:
         raise TrainerError(f"{call} over {name} gave something else than {meaning} on rank {', '.join(wrong)}")
     shown = " ".join(f"{value:g}" for value in result[:8].tolist())
-    _say(world, f"{name} {call}: {meaning}; rank 0 has [{shown}{' …' if len(result) > 8 else ''}], all ranks right")
+    _print_on_root(
+        world, f"{name} {call}: {meaning}; rank 0 has [{shown}{' …' if len(result) > 8 else ''}], all ranks right"
+    )
 
 
-def _say(world: World, line: str) -> None:
+def _print_on_root(world: World, line: str) -> None:
     if world.is_root:
-        sys.stdout.write(f"{line}\n")  # in one piece, which mpirun marks as one
-        sys.stdout.flush()
+        print_line(line)
 
 
 if __name__ == "__main__":

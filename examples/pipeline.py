@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from examples.datasets import DATASETS, load_dataset
 from trainer import ConfigError, InMemory, ShardedLoader, World, current_world, report_failures
 from trainer.launch.environment import set_default
+from trainer.launch.output import print_line
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.tuning import tune
 
@@ -124,7 +125,7 @@ def train(pipeline: Pipeline, data: InMemory, options: argparse.Namespace, world
             seconds = time.perf_counter() - started
             rest = f", {left} samples left out (no whole batch)" if left else ""
             mean = sum(loss or 0.0 for loss in losses) / len(losses)
-            _say(f"epoch {epoch}/{options.epochs}: loss {mean:.4f}, {seconds:.2f} s{rest}")
+            print_line(f"epoch {epoch}/{options.epochs}: loss {mean:.4f}, {seconds:.2f} s{rest}")
 
 
 def accuracy(weights: dict[str, Tensor], data: InMemory) -> float:
@@ -155,14 +156,16 @@ def main() -> int:
     init_process_group("nccl" if world.device.type == "cuda" else "gloo", world, rendezvous)
     pipeline = Pipeline(world, stages, options.microbatches)
     if world.is_root:
-        _say(f"{stages} stages × {pipeline.replicas} replicas, global batch {options.batch_size * pipeline.replicas}")
+        print_line(
+            f"{stages} stages × {pipeline.replicas} replicas, global batch {options.batch_size * pipeline.replicas}"
+        )
     training, test = load_dataset(options.dataset, options.data_dir, world, lambda text: _all_gather(text, world))
     train(pipeline, training, options, world)
     weights = pipeline.weights()
     if world.is_root:
         if options.save:
             torch.save(weights, options.save)
-        _say(f"test accuracy {100 * accuracy(weights, test):.2f} % (evaluated {len(test)}/{len(test)})")
+        print_line(f"test accuracy {100 * accuracy(weights, test):.2f} % (evaluated {len(test)}/{len(test)})")
     dist.barrier()
     dist.destroy_process_group()
     rendezvous.close()
@@ -173,11 +176,6 @@ def _all_gather(text: str | None, world: World) -> list[str | None]:
     texts: list[str | None] = [None] * world.size
     dist.all_gather_object(texts, text)
     return texts
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")  # in one piece, which mpirun marks as one
-    sys.stdout.flush()
 
 
 def _parse_args() -> argparse.Namespace:

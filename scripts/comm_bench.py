@@ -38,6 +38,7 @@ from trainer.errors import ConfigError
 from trainer.files import check_writable
 from trainer.launch.failure import report_failures
 from trainer.launch.network import machine_id
+from trainer.launch.output import print_line
 from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.world import World, current_world
 from trainer.tuning import tune
@@ -66,7 +67,7 @@ def main() -> int:
     rows: list[Row] = []
     facts = describe(world, rendezvous.all_gather(world.host))
     if world.is_root:
-        _print("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+        print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
@@ -97,7 +98,7 @@ def _measure(
     problems = [one for one in rendezvous.all_gather(problem) if one]
     if transport is None or problems:
         if world.is_root:
-            _print(f"# {name}: left out: {problems[0]}")
+            print_line(f"# {name}: left out: {problems[0]}")
         if transport is not None:
             transport.abandon()
         return
@@ -107,7 +108,7 @@ def _measure(
     for size in options.sizes:
         row = _measure_size(name, transport, size, world, rendezvous, options)
         if world.is_root:
-            _print(table_line(row))
+            print_line(table_line(row))
         yield row
         if row.out_of_place_s > options.max_seconds:
             break
@@ -200,12 +201,6 @@ def _count_wrong(transport: Transport, source: Tensor, result: Tensor, world: Wo
 
 def _links(world: World) -> list[str]:
     return [f"# {line}" for line in describe_links()] if world.device.type == "cuda" else []
-
-
-def _print(text: str) -> None:
-    # With a single write, because mpirun prefixes every write with the rank.
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _parse_size(text: str) -> int:

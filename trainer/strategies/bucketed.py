@@ -64,8 +64,7 @@ class BucketedStrategy(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
         self._check(model, config)
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.broadcast(tensor.data)
+        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
         broadcast_optimizer_state(self, optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
