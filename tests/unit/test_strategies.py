@@ -178,7 +178,7 @@ def test_horovod_that_sees_other_ranks_than_the_launcher_started_is_refused(
 
 
 class OneOfTwo(Strategy):
-    """A rank of two whose all-reduce adds what the test says the other has, and that hears rank 0's objects."""
+    """A rank of two whose all-reduce adds what the test says the other has, and that receives rank 0's objects."""
 
     def __init__(self, rank: int, theirs: Any) -> None:
         super().__init__(World(rank=rank, size=2))
