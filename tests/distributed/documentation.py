@@ -104,10 +104,10 @@ ON_NODE_A = {
     ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
     "--output none": _MNIST,
-    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=5 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
+    "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=5 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--epochs 1": _TIMED,
-    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=150 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py --epochs 1 "
-    "--output none": _TIMED,
+    "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=150 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
+    "--epochs 1 --output none": _TIMED,
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
         append=f"{_SCALING} --strategies horovod,ring {_SCRIPT}", prints=_EFFICIENCY
