@@ -1,4 +1,4 @@
-"""Training settings, as frozen dataclasses."""
+"""TrainerConfig: all training settings, each checked."""
 
 from __future__ import annotations
 

@@ -137,6 +137,6 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _settings(config: TrainerConfig) -> dict[str, object]:
-    # A rank's interval of output and number of loader processes may differ.
+    # These two may differ between ranks.
     private = ("log_every_s", "workers")
     return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}

@@ -1,4 +1,4 @@
-"""Trainer: fit and evaluate."""
+"""Trainer: the training loop and the evaluation."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Trainer:
 
         Args:
             train: `InMemory`, or any map-style dataset of (input, target) pairs.
-            validation: likewise.
+            validation: evaluated after each epoch; the same kinds of dataset.
 
         Returns:
             One record per epoch, the same on every rank.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
-from trainer.launch.network import address_toward, host_id
 from trainer.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
 from trainer.strategies.parameter_server.wire import CHUNK_BYTES, decode, encode
 
@@ -207,38 +204,15 @@ def test_a_server_that_cannot_listen_is_one_line() -> None:
 
 def test_settings() -> None:
     assert server_settings(4, {}) == (1, 600.0)
-    assert server_settings(4, {"TRAINER_PARAMETER_SERVERS": "2", "TRAINER_TIMEOUT_S": "1.5"}) == (2, 1.5)
+    assert server_settings(4, {"TRAINER_PARAMETER_SERVERS": "2", "TRAINER_PARAMETER_SERVER_TIMEOUT_S": "1.5"}) == (
+        2,
+        1.5,
+    )
     for wrong in ("0", "5", "two", "-1"):
         with pytest.raises(
             ConfigError, match=f"TRAINER_PARAMETER_SERVERS is '{wrong}'; with 4 ranks, valid are 1 to 4"
         ):
             server_settings(4, {"TRAINER_PARAMETER_SERVERS": wrong})
     for wrong in ("0", "soon", "inf", "nan"):
-        with pytest.raises(ConfigError, match=f"TRAINER_TIMEOUT_S is '{wrong}'"):
-            server_settings(4, {"TRAINER_TIMEOUT_S": wrong})
-
-
-def test_the_address_is_the_launchers_network_then_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = host_id()
-    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
-        monkeypatch.delenv(name, raising=False)
-    assert address_toward([own, own]) == "127.0.0.1"
-    # Two machines of one name are two machines.
-    monkeypatch.setattr("trainer.launch.network.route_to", lambda host: None)
-    with pytest.raises(ConfigError, match=f"leads to {own.split()[0]}; set TRAINER_NETWORK"):
-        address_toward([own, f"{own.split()[0]} another-boot"])
-    monkeypatch.undo()
-    for name in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "TRAINER_NETWORK"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        ConfigError, match=r"which of this host's addresses leads to nowhere\.invalid; set TRAINER_NETW"
-    ):
-        address_toward([own, "nowhere.invalid another-boot"])
-    # Of what the launcher names, the first that this host has.
-    addresses = {"eth7": [SimpleNamespace(family=socket.AF_INET, address="10.1.2.3")]}
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
-    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24,10.1.2.0/24")
-    assert address_toward([own, "nowhere.invalid another-boot"]) == "10.1.2.3"
-    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "203.0.113.0/24")
-    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
-    assert address_toward([own, "nowhere.invalid another-boot"]) == "10.1.2.3"
+        with pytest.raises(ConfigError, match=f"TRAINER_PARAMETER_SERVER_TIMEOUT_S is '{wrong}'"):
+            server_settings(4, {"TRAINER_PARAMETER_SERVER_TIMEOUT_S": wrong})

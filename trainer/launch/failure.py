@@ -13,8 +13,8 @@ from types import TracebackType
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.environment import Launch, read_launch
 
-# All ranks make the same mistake within seconds of each other, and a launcher then ends the rest. A rank that
-# waits that long before it prints is heard only where it failed alone.
+# A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
+# them by then, so that the line appears once.
 _LET_RANK_0_PRINT_FIRST_S = 5.0
 # A rank that lost its peer knows less than the peer does, so the peer may print first.
 _LET_PEER_PRINT_FIRST_S = 3.0

@@ -29,18 +29,19 @@ def host_id() -> str:
 def address_toward(host_ids: Sequence[str]) -> str:
     """Return this host's address on the network that leads to the other hosts; the loopback address without others.
 
-    The network that the launcher chose for its own traffic counts first, then the kernel's route to the other hosts.
+    TRAINER_NETWORK counts first, then the network that the launcher has chosen for its own traffic, then the kernel's
+    route to the other hosts.
 
     Args:
         host_ids: `host_id()` of every rank, this one's included.
 
     Raises:
-        ConfigError: neither the launcher nor a route tells the address.
+        ConfigError: none of these tells the address, or TRAINER_NETWORK is not a network of this host.
     """
     others = sorted({other.split()[0] for other in host_ids if other != host_id()})
     if not others:
         return "127.0.0.1"
-    for address in (_chosen_by_launcher(), *map(route_to, (os.environ.get("MASTER_ADDR", ""), *others))):
+    for address in (_of_user(), _of_launcher(), *map(route_to, (os.environ.get("MASTER_ADDR", ""), *others))):
         if address and not ip_address(address).is_loopback:
             return address
     raise ConfigError(
@@ -71,16 +72,39 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"no interface of this host has the address {address}")
 
 
-def _chosen_by_launcher() -> str | None:
+def _of_user() -> str | None:
+    chosen = os.environ.get("TRAINER_NETWORK")
+    if not chosen:
+        return None
+    try:
+        address = _first_address(chosen)
+    except ValueError as error:
+        raise ConfigError(f"TRAINER_NETWORK is {chosen!r}: {error}; valid is a network, as in 10.0.0.0/24") from None
+    if address is None:
+        own = ", ".join(f"{name} {address}" for name, found in _addresses_by_interface().items() for address in found)
+        raise ConfigError(
+            f"TRAINER_NETWORK is {chosen!r}, and {socket.gethostname()} has no address there; it has {own}"
+        )
+    return address
+
+
+def _of_launcher() -> str | None:
+    for variable in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
+        if address := _first_address(os.environ.get(variable, "")):
+            return address
+    return None
+
+
+def _first_address(choice: str) -> str | None:
+    """Return this host's first address on one of several networks or interfaces, separated by commas."""
     by_interface = _addresses_by_interface()
-    for variable in ("TRAINER_NETWORK", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
-        for part in os.environ.get(variable, "").split(","):
-            found = by_interface.get(part, [])
-            if "/" in part:
-                network = ip_network(part, strict=False)
-                found = [one for addresses in by_interface.values() for one in addresses if ip_address(one) in network]
-            if found:
-                return found[0]
+    for part in choice.split(","):
+        found = by_interface.get(part, [])
+        if "/" in part:
+            network = ip_network(part, strict=False)
+            found = [one for addresses in by_interface.values() for one in addresses if ip_address(one) in network]
+        if found:
+            return found[0]
     return None
 
 

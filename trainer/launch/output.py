@@ -1,4 +1,4 @@
-"""Output of ranks."""
+"""Printing whole lines from several ranks at once."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class StepTimer:
 
     def epoch(self, steps: Iterator[StepT], plan: TimedPlan) -> Iterator[StepT]:
         """Yield the same steps, timed. Collective: ends with an exchange of what all ranks have measured."""
-        # Whole updates: with a part of one, exchanges would count for more or less than they cost.
+        # Rounded up to whole updates, so that the exchange is averaged over the right number of steps.
         warm_up, wanted = (
             -(-number // plan.accumulate) * plan.accumulate for number in (WARM_UP_STEPS, self._steps or 0)
         )

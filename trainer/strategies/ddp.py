@@ -113,5 +113,5 @@ class DDPStrategy(Strategy):
             time.sleep(_GLOO_SHUTDOWN_S)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
-        no_sync: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]  # DDP's
+        no_sync: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]
         return no_sync

@@ -1,4 +1,4 @@
-"""A world of one process, so that callers need no special case."""
+"""The strategy of a single process, which has nothing to synchronize."""
 
 from __future__ import annotations
 

@@ -207,10 +207,10 @@ def server_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> tupl
     """Return the number of parameter servers for so many ranks, and the timeout in seconds for a rank's chunk.
 
     Raises:
-        ConfigError: TRAINER_PARAMETER_SERVERS or TRAINER_TIMEOUT_S is not valid.
+        ConfigError: TRAINER_PARAMETER_SERVERS or TRAINER_PARAMETER_SERVER_TIMEOUT_S is not valid.
     """
     servers = environ.get("TRAINER_PARAMETER_SERVERS") or "1"
-    timeout_s = environ.get("TRAINER_TIMEOUT_S") or "600"
+    timeout_s = environ.get("TRAINER_PARAMETER_SERVER_TIMEOUT_S") or "600"
     if not servers.isdecimal() or not 1 <= int(servers) <= ranks:
         raise ConfigError(f"TRAINER_PARAMETER_SERVERS is {servers!r}; with {ranks} ranks, valid are 1 to {ranks}")
     try:
@@ -218,7 +218,7 @@ def server_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> tupl
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ConfigError(f"TRAINER_TIMEOUT_S is {timeout_s!r}; valid is a positive number of seconds")
+        raise ConfigError(f"TRAINER_PARAMETER_SERVER_TIMEOUT_S is {timeout_s!r}; valid is a positive number of seconds")
     return int(servers), seconds
 
 
