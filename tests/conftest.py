@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restored_torch() -> Iterator[None]:
-    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+def _restored_process() -> Iterator[None]:
+    """Joining a job sets threads and the exception hook; many a test draws random numbers."""
+    threads, state, hook = torch.get_num_threads(), torch.random.get_rng_state(), sys.excepthook
     yield
+    sys.excepthook = hook
     torch.random.set_rng_state(state)
     torch.set_num_threads(threads)
 

@@ -68,7 +68,6 @@ def test_its_weights_are_those_of_one_process(
 )
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:
     monkeypatch.setattr(sys, "argv", [*SCRIPT, *arguments])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(ConfigError) as caught:
         pipeline.main()
     assert str(caught.value) == words

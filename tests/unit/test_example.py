@@ -188,7 +188,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Twenty images that are all alike, each with a label of its own kind: nothing to learn from."""
     data = InMemory(torch.zeros(20, 1, 28, 28), torch.arange(20) % 10)
     monkeypatch.setattr(example, "load_dataset", lambda *_: (data, data))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.chdir(tmp_path)
 
 

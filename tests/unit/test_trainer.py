@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,6 @@ from trainer import (
 from trainer.data.shard_plan import permutation
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _leave_the_exception_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Joining a job takes it, and a test must not keep it.
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 def blobs(samples: int, dtype: torch.dtype = torch.float64) -> InMemory:
