@@ -1,4 +1,4 @@
-"""Two machines that share nothing, as the README sets them up: node a on this machine's own network, with docker0 and
+"""Two machines that share nothing, as docs/cluster.md sets them up: node a on this machine's own network, with docker0 and
 all else that a machine has, and node b behind an address of another network, with another interface name.
 """
 
