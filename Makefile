@@ -47,7 +47,7 @@ image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, b
 image-gpu-if-changed:  ## The same, where what is compiled into it is not what the last such build recorded
 	@sha256sum $(GPU_IMAGE_INPUTS) | cmp -s - requirements/gpu-image.sha256 || $(MAKE) image-gpu
 
-lint: setup  ## Check style and types
+lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@$(IN_VENV) ruff check .
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
