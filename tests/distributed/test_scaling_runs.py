@@ -93,6 +93,7 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
     output = ["--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
     own = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "auto", "0", "0.001")
