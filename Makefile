@@ -13,6 +13,8 @@ ARGS ?=
 CUDA_ARCHS ?=
 GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
     $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
+# A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
+GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -41,11 +43,12 @@ test-docker: setup  ## Build the CPU image and run the tests with real nodes; ne
 	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m docker $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
-	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) -t trainer:gpu -f Dockerfile.gpu .
-	@sha256sum $(GPU_IMAGE_INPUTS) > requirements/gpu-image.sha256
+	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \
+	    --label trainer.inputs=$(GPU_IMAGE_HASH) -t trainer:gpu -f Dockerfile.gpu .
 
-image-gpu-if-changed:  ## The same, where what is compiled into it is not what the last such build recorded
-	@sha256sum $(GPU_IMAGE_INPUTS) | cmp -s - requirements/gpu-image.sha256 || $(MAKE) image-gpu
+image-gpu-if-changed:  ## The same, unless this engine has one that was compiled from the same files
+	@docker image inspect -f '{{index .Config.Labels "trainer.inputs"}}' trainer:gpu 2>/dev/null | \
+	    grep -qx $(GPU_IMAGE_HASH) || $(MAKE) image-gpu
 
 lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@$(IN_VENV) ruff check .
