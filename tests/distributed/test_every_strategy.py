@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.distributed.harness import run_job
 from tests.distributed.jobs import JOBS, Job, run
+from trainer.strategies import NAMES
 
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +51,7 @@ def test_a_ring_of_one_rank_trains() -> None:
 @pytest.mark.parametrize("slow_ones_too", [False, True])
 def test_every_strategy_has_a_job_of_2_3_and_4_ranks(slow_ones_too: bool) -> None:
     jobs = [job for job in JOBS if slow_ones_too or not job.slow]
-    assert {(job.strategy, job.ranks) for job in jobs} == {
-        (strategy, ranks) for strategy in ("horovod", "ddp", "ring", "parameter_server") for ranks in (2, 3, 4)
-    }
+    # Of one process each; `auto` stands for another one.
+    of_several_ranks = set(NAMES) - {"auto", "single", "data_parallel"}
+    assert {(job.strategy, job.ranks) for job in jobs} == set(product(of_several_ranks, (2, 3, 4)))
     assert {job.launcher for job in jobs} == {"horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun"}

@@ -1,5 +1,7 @@
-"""Two machines that share nothing, as docs/cluster.md sets them up: node a on this machine's own network, with docker0 and
-all else that a machine has, and node b behind an address of another network, with another interface name.
+"""Two machines that share nothing, as docs/cluster.md sets them up.
+
+Node a is on this machine's own network, with docker0 and all other interfaces. Node b is behind an address of another
+network, with another interface name.
 """
 
 from __future__ import annotations

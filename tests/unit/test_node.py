@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,7 @@ import pytest
 
 from trainer.errors import TrainerError
 
-pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="there is no ssh-keygen")
+pytestmark = pytest.mark.needs("ssh-keygen")
 NODE = Path(node.__file__)
 
 
