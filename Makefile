@@ -20,6 +20,7 @@ IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
+	@echo 'Variables: DATA_DIR=folder with MNIST/raw, NP=processes, EPOCHS=number, ARGS="further arguments", PYTHON=python3.12'
 
 setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 	@sh scripts/install/setup.sh
