@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from trainer.launch.processes import processes_with
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
 # Every process of a job inherits this variable, so that all of them can be found again.
@@ -134,24 +136,15 @@ def _collect_stacks(folder: Path) -> dict[int, str]:
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """The processes that carry a job's mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    """Return the running processes that carry a job's mark."""
+    return processes_with(MARK, mark)
 
 
 def kill_job(mark: str) -> None:
-    """Ends every process of a job; mpirun's ranks are in process groups of their own."""
+    """Kill every process of a job; mpirun's ranks are in process groups of their own."""
     for process in processes_of(mark):
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def checks_in(modules: Sequence[str]) -> dict[str, str]:

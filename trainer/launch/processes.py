@@ -110,7 +110,7 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_GRACE_S)  # reads as well, so that a full pipe cannot block it
-        left = _marked(mark)
+        left = processes_with(_MARK, mark)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -131,10 +131,11 @@ def _signals_deferred() -> Iterator[None]:
             signal.raise_signal(received[0])
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Return the running processes whose environment variable has this value, which children inherit."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
