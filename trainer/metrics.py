@@ -33,6 +33,12 @@ class Sums:
             total += value.detach() if isinstance(value, Tensor) else value
         self.count += count
 
+    def add_mean(self, mean: Tensor, count: int) -> None:
+        """Add one batch by the mean of its only value, as one operation on the device."""
+        (total,) = self._sums
+        total.add_(mean.detach(), alpha=count)
+        self.count += count
+
     def local_mean(self, name: str) -> float:
         """Return the mean over this rank's samples so far; 0.0 where it has none. Waits for the device."""
         return float(self._sums[self.names.index(name)]) / max(self.count, 1)

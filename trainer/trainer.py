@@ -181,7 +181,7 @@ class Trainer:
             if opens_update:
                 self._update()
             if step.count:
-                sums.add((loss.detach().double() * step.count,), step.count)
+                sums.add_mean(loss, step.count)
             if time.perf_counter() >= next_event:
                 self._report_progress(context, sums, loader, number, epoch, time.perf_counter() - started)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
@@ -201,12 +201,17 @@ class Trainer:
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
+        if step.closes_update and step.count:
+            return self._forward_and_backward(step)
         with self._no_sync_unless(step.closes_update), nullcontext() if step.count else exclude_padding(self.model):
-            with self._autocast():
-                loss = self.loss(self._forward(self._layout(step.inputs)), step.targets)
-            # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
-            weighted = loss if step.weight == 1.0 else loss * step.weight
-            (self._scaler.scale(weighted) if self._scaler else weighted).backward()
+            return self._forward_and_backward(step)
+
+    def _forward_and_backward(self, step: Step) -> Tensor:
+        with self._autocast():
+            loss = self.loss(self._forward(self._layout(step.inputs)), step.targets)
+        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
+        weighted = loss if step.weight == 1.0 else loss * step.weight
+        (self._scaler.scale(weighted) if self._scaler else weighted).backward()
         return loss
 
     def _update(self) -> None:

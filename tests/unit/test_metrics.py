@@ -75,3 +75,13 @@ def test_sums_keep_no_graph_of_the_losses() -> None:
 def test_one_value_per_name_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         Sums(("loss", "accuracy"), CPU).add((torch.tensor(1.0),), 1)
+
+
+def test_a_mean_counts_like_the_sum_that_it_is_of() -> None:
+    by_sum, by_mean = (Sums(("loss",), torch.device("cpu")) for _ in range(2))
+    for count in (3, 100, 1):
+        mean = torch.rand((), requires_grad=True)
+        by_sum.add((mean.double() * count,), count)
+        by_mean.add_mean(mean, count)
+    assert by_mean.count == 104
+    assert by_mean.local_mean("loss") == by_sum.local_mean("loss")

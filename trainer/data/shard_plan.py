@@ -73,6 +73,8 @@ class ShardPlan:
         local count · world size / global count, the global count being that of the whole update. It is
         exactly 1.0 in full steps without accumulation, and 0.0 for a rank without samples.
         """
+        if self.accumulate == 1 and (step + 1) * self.step_size <= self.samples:
+            return 1.0
         first = step - step % self.accumulate
         begin = first * self.step_size
         end = min(self.samples, (first + self.accumulate) * self.step_size)
