@@ -68,6 +68,7 @@ HERE = {
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
     "python benchmarks/profile_step.py": Run(append="--rows 3", prints="aten::"),
+    "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
         prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"
     ),
@@ -148,6 +149,10 @@ ELSEWHERE = {
     "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
     "docker compose up -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
     "docker compose down -v": ("tests/docker/cluster.py", '"down", "--volumes"'),
+    "python -m benchmarks.startup --data-dir /path/to/data --repeats 3": (
+        "tests/distributed/test_startup.py",
+        '"benchmarks.startup", "--repeats"',
+    ),
     "srun --mpi=pmix -n 2 python train.py": ("tests/distributed/test_srun.py", "pmix"),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
