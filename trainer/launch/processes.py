@@ -21,6 +21,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run; a closed terminal sends SIGHUP."""
 _GRACE_S = 20.0
 """Time for a launcher to end its ranks, those on other hosts included."""
+_POLL_S = 0.1
 _TAIL_CHARACTERS = 4000
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
@@ -108,8 +109,12 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
     with _signals_deferred():
         if process.poll() is None:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_GRACE_S)  # reads as well, so that a full pipe cannot block it
+            deadline = time.monotonic() + _GRACE_S
+            while process.poll() is None and time.monotonic() < deadline:
+                # Reads as well, so that a full pipe cannot block it; in turns, because a child that outlives the
+                # launcher keeps the pipe open.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_POLL_S)
         left = processes_with(_MARK, mark)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
