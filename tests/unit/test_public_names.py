@@ -1,0 +1,42 @@
+"""The package's public names: what `import trainer` offers, and that it loads them on first use only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer
+
+
+@pytest.mark.parametrize("name", trainer.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(trainer, name).__module__.startswith("trainer.")
+
+
+def test_the_three_lists_of_names_agree() -> None:
+    """For type checkers, for the import on first use, and for `from trainer import *`."""
+    source = ast.parse(Path(trainer.__file__).read_text())
+    (for_checkers,) = (node for node in source.body if isinstance(node, ast.If))
+    typed = {
+        (str(node.module).removeprefix("trainer."), alias.name)
+        for node in for_checkers.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == {(module, name) for name, module in trainer._MODULE_OF.items()}
+    assert trainer.__all__ == sorted(trainer._MODULE_OF)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'trainer' has no attribute 'Trainr'"):
+        _ = trainer.Trainr
+
+
+def test_importing_the_package_loads_no_pytorch() -> None:
+    code = "import sys, trainer; print('torch' in sys.modules); trainer.TrainerConfig; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.split() == ["False", "False"]
