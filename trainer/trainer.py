@@ -279,7 +279,7 @@ class Trainer:
             optimizer=self.optimizer,
             epochs=epochs,
             config=self.config,
-            strategy=type(self.strategy).__name__,
+            strategy_name=type(self.strategy).__name__,
             description=self.strategy.description,
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,

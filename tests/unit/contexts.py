@@ -23,7 +23,7 @@ def make_context(world: World, from_root: str | None = None) -> FitContext:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         epochs=2,
         config=TrainerConfig(batch_size=7),
-        strategy="Rank",
+        strategy_name="Rank",
         description=str(world),
         tuning={"threads": "2 per rank"},
         broadcast_object=broadcast_object,

@@ -27,8 +27,8 @@ class FitContext:
     optimizer: Optimizer
     epochs: int
     config: TrainerConfig
-    strategy: str
-    """Class name of the strategy."""
+    strategy_name: str
+    """Class of the strategy."""
     description: str
     """Ranks and transport, in a few words."""
     tuning: Mapping[str, str]

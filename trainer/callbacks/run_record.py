@@ -108,7 +108,7 @@ def _settings(context: FitContext) -> dict[str, Any]:
         "command": sys.argv,
         "epochs": context.epochs,
         "config": context.config.as_dict(),
-        "strategy": context.strategy,
+        "strategy": context.strategy_name,
         "description": context.description,
         "tuning": dict(context.tuning),
         "world": {"size": world.size, "launcher": world.launcher, "device": str(world.device), "host": world.host},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainer.config import DEVICES
 from trainer.errors import ConfigError
 from trainer.launch.environment import Launch, read_launch
 
@@ -69,11 +70,11 @@ def current_world(device: str = "auto", launch: Launch | None = None) -> World:
 
 
 def _choose_device(device: str, launch: Launch) -> torch.device:
+    if device not in DEVICES:
+        raise ConfigError(f"device is {device!r}; valid are {', '.join(DEVICES)}")
     gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and gpus == 0):
         return torch.device("cpu")
-    if device not in ("auto", "cuda"):
-        raise ConfigError(f"device is {device!r}; valid are auto, cpu, cuda")
     if gpus == 0:
         raise ConfigError("device is 'cuda', but this host shows no GPU; valid here is cpu")
     if device == "auto" and gpus < launch.local_size and not (gpus == 1 and launch.launcher == "srun"):
