@@ -60,6 +60,8 @@ LAUNCHED = {
     "mpirun -np 2 --bind-to none python train.py": 2,
     "torchrun --nproc-per-node 2 train.py": 2,
 }
+# The same in tests/distributed/test_srun.py, which starts a Slurm.
+UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 
 _DIGITS = "--dataset digits --epochs 1"
 HERE = {
@@ -153,7 +155,6 @@ ELSEWHERE = {
         "tests/distributed/test_startup.py",
         '"benchmarks.startup", "--repeats"',
     ),
-    "srun --mpi=pmix -n 2 python train.py": ("tests/distributed/test_srun.py", "pmix"),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
 _MACHINES = "tests/docker/test_machines.py"
@@ -186,7 +187,7 @@ UNTESTED = {
 # Names of commands in running text, which are no whole commands.
 MENTIONED = ("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo")
 
-_TABLES = (LAUNCHED, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)
+_TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)
 
 
 def claims(unit: Unit) -> int:
@@ -237,38 +238,3 @@ def _plain(command: str) -> str:
     command = re.sub(r"\s{2,}# .*", "", command).strip()
     inner = command.removeprefix("docker compose exec a ")
     return inner if inner != command else command
-
-
-PLAIN_LOOP = """\
-import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-dataset = TensorDataset(torch.randn(1010, 20), torch.randint(3, (1010,)))
-model = torch.nn.Linear(20, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(dataset, batch_size=100, shuffle=True)
-for epoch in range(5):
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-"""
-
-
-def apply_diff(diff: str, script: str) -> str:
-    """Return `script` with the hunks of a diff applied, which "…" separates.
-
-    Raises:
-        ValueError: a hunk's old lines are not in the script exactly once.
-    """
-    for hunk in diff.split("\n …\n"):
-        lines = hunk.split("\n")
-        old = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
-        new = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
-        if script.count(old) != 1:
-            raise ValueError(f"these lines are {script.count(old)} times in the plain loop:\n{old}")
-        script = script.replace(old, new)
-    return script

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -16,35 +15,17 @@ from tests.distributed.documentation import (
     IS_COMMAND,
     LAUNCHED,
     PAGES,
-    PLAIN_LOOP,
-    apply_diff,
     claimed,
     claims,
     read_page,
     units,
 )
-from tests.distributed.harness import ROOT, Outcome, run_job
+from tests.distributed.harness import ROOT
+from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from trainer import TrainerConfig
 from trainer.strategies import NAMES
 
-# What train.py is in these tests: it runs every snippet of the pages as a script, and writes the weights of its model.
-RUN_SNIPPETS = """
-import json, runpy
-from pathlib import Path
-import trainer
-for snippet in sorted(Path("snippets").glob("*.py")):
-    model = runpy.run_path(str(snippet), run_name="__main__")["model"]
-    weights = [value.tolist() for value in model.state_dict().values()]
-    Path(f"{snippet}.{trainer.current_world().rank}").write_text(json.dumps(weights))
-"""
 _FOLDERS = "trainer|scripts|tests|examples|benchmarks|patches|docs|ssh|requirements"
-_IN_SHELL = "import os, sys; os.chdir(sys.argv[1]); os.execvp('bash', ['bash', '-c', sys.argv[2]])"
-
-
-def in_shell(folder: Path, command: str) -> Outcome:
-    """Run a command in `folder` as a user would type it."""
-    root_may = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return run_job("python", 1, ["-c", _IN_SHELL, str(folder), command], env=root_may)
 
 
 def test_every_block_and_command_has_exactly_one_check() -> None:
@@ -81,20 +62,10 @@ def test_what_something_else_runs_is_there(command: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("command", LAUNCHED)
 def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None:
-    folder = tmp_path / "snippets"
-    folder.mkdir()
-    (tmp_path / "train.py").write_text(RUN_SNIPPETS)
-    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in units("python")}
-    snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in units("diff")}
-    if LAUNCHED[command] == 1:
-        snippets["plain.py"] = PLAIN_LOOP
-    for name, text in snippets.items():
-        (folder / name).write_text(text)
+    snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
     outcome = in_shell(tmp_path, command)
     assert outcome.code == 0, outcome.output
-    for name in snippets:
-        by_rank = [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(LAUNCHED[command])]
-        assert by_rank.count(by_rank[0]) == len(by_rank), f"{name} ends with other weights on another rank"
+    check_weights(tmp_path, snippets, LAUNCHED[command])
 
 
 @pytest.mark.distributed

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import jobs
+from tests.distributed.documentation import UNDER_SLURM
 from tests.distributed.harness import BIN, checks_in, run_checks, run_job
+from tests.distributed.snippets import check_weights, in_shell, write_snippets
 
 pytestmark = [pytest.mark.distributed, pytest.mark.needs("slurm", "root")]
 
@@ -110,6 +112,14 @@ def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
     assert checks.outcome.code == 0, checks.outcome.output
     assert "Horovod over MPI, rank 0 of 2" in checks.outcome.output
     assert "component was not found" not in checks.outcome.output
+
+
+@pytest.mark.parametrize("command", UNDER_SLURM)
+def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command: str) -> None:
+    snippets = write_snippets(tmp_path)
+    outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})  # this host may have one core
+    assert outcome.code == 0, outcome.output
+    check_weights(tmp_path, snippets, UNDER_SLURM[command])
 
 
 def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:
