@@ -20,15 +20,16 @@ from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from examples.datasets.mnist import normalize
 from examples.mnist import TutorialNetwork
 
-WARM_UP_STEPS, STEPS = 30, 200
+WARM_UP_STEPS = 30
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=14, metavar="N", help="operators to show (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=170, metavar="N", help="profiled steps (default: %(default)s)")
     options = parser.parse_args()
     world = trainer.current_world("cpu")
-    images = torch.randint(0, 256, (BATCH_SIZE * STEPS, 1, 28, 28), dtype=torch.uint8)
+    images = torch.randint(0, 256, (BATCH_SIZE * (WARM_UP_STEPS + options.steps), 1, 28, 28), dtype=torch.uint8)
     data = trainer.InMemory(images, torch.randint(0, 10, (len(images),)), normalize)
     model = TutorialNetwork()
     config = trainer.TrainerConfig(device="cpu")

@@ -69,7 +69,7 @@ HERE = {
     "make help": Run(prints="check-gpu"),
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
-    "python benchmarks/profile_step.py": Run(append="--rows 3", prints="aten::"),
+    "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
         prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"

@@ -69,7 +69,7 @@ def test_a_rank_that_fails_under_a_strategy_of_ours_ends_the_job(strategy: str, 
 
 @pytest.mark.parametrize("launcher", ["torchrun", slow("horovodrun-mpi"), slow("horovodrun-gloo")])
 def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
-    outcome = run_failing(launcher, "hang", "parameter_server", env={"TRAINER_PARAMETER_SERVER_TIMEOUT_S": "5"})
+    outcome = run_failing(launcher, "hang", "parameter_server", env={"TRAINER_PARAMETER_SERVER_TIMEOUT_S": "3"})
     assert any("rank 1 on host" in line and "did not send" in line for line in our_lines(outcome)), outcome.output
 
 

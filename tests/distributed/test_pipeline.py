@@ -41,7 +41,12 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "ranks", "stages", "replicas"),
-    [("torchrun", 4, 4, 1), ("mpirun", 4, 2, 2), pytest.param("horovodrun-mpi", 2, 2, 1, marks=pytest.mark.slow)],
+    [
+        ("torchrun", 2, 2, 1),
+        ("mpirun", 4, 2, 2),
+        pytest.param("torchrun", 4, 4, 1, marks=pytest.mark.slow),
+        pytest.param("horovodrun-mpi", 2, 2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_its_weights_are_those_of_one_process(
     tmp_path: Path,

@@ -67,10 +67,8 @@ SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
 
 @pytest.mark.distributed
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
-    process = start(
-        *[*SHORT, "--batch-size", "40", "--strategies", "ddp", "--try-advice"], *["--output", str(tmp_path), *MNIST]
-    )
-    said, progress = process.communicate(timeout=280)
+    process = start(*SHORT, "--batch-size", "40", "--strategies", "ddp", "--output", str(tmp_path), *MNIST)
+    said, progress = process.communicate(timeout=180)
     assert process.returncode == 0, said + progress
     written = json.loads((tmp_path / "scaling.json").read_text())
     names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
@@ -83,13 +81,25 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
         expected = {"single": "Single", "ddp": "DDP"}
         assert run["timing"]["strategy"] == expected[run["strategy"]]
     assert set(written["networks"]) == {"ddp"}
+    assert len(written["advice"]) == 1
+    assert written["tried"] == []
+    assert "1x2 under ddp: efficiency" in said
+    assert (tmp_path / "scaling.html").stat().st_size > 50_000
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_advice_is_tried(tmp_path: Path) -> None:
+    options = ["--batch-size", "40", "--scaling", "weak", "--strategies", "ddp", "--try-advice"]
+    process = start(*SHORT, *options, "--output", str(tmp_path), *MNIST)
+    said, progress = process.communicate(timeout=280)
+    assert process.returncode == 0, said + progress
+    written = json.loads((tmp_path / "scaling.json").read_text())
     (advice,) = written["advice"]
     promised = [one["options"] for one in advice["found"] if one["options"] and one["options"][0] != "--strategy"]
     assert [one["options"] for one in written["tried"]] == promised
     assert all(one["samples_per_s"] > 0 for one in written["tried"])
     assert said.count("Tried on 1x2 under ddp: ") == len(promised)
-    assert "1x2 under ddp: efficiency" in said
-    assert (tmp_path / "scaling.html").stat().st_size > 50_000
 
 
 @pytest.mark.distributed
@@ -119,7 +129,8 @@ def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_interrupted_it_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
-    process = start(*SHORT, "--repeats", "50", "--output", str(tmp_path), *MNIST)
+    options = ["--repeats", "50", "--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
+    process = start(*SHORT, *options, "tests/distributed/job_that_is_timed.py", "auto", "0", "0")
     file, deadline = tmp_path / "scaling.json", time.monotonic() + 120
     try:
         while not file.exists() or len(json.loads(file.read_text())["runs"]) < 2:

@@ -146,7 +146,10 @@ def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.distributed
-def test_all_contestants_train_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("ours", "tuned", "limit"), pytest.param(tuple(CONTESTANTS), marks=pytest.mark.slow)]
+)
+def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
     """On a small MNIST of noise, all exact contestants end with the same losses to the last bit; the limit does not."""
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -162,7 +165,7 @@ def test_all_contestants_train_on_two_ranks(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     compare.decompress_mnist(raw, plain)
     settings = RunSettings(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
-    runs = [start(name, 2, 0, settings) for name in CONTESTANTS]
+    runs = [start(name, 2, 0, settings) for name in names]
     for one in runs:
         assert one.report is not None, one.problem
         # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.

@@ -157,7 +157,10 @@ def test_rdma_is_reported_with_its_reason(tmp_path: Path) -> None:
     ("launcher", "expected", "left_out"),
     [
         ("horovodrun-mpi", {"MPI", "ring", "Gloo", "parameter server", "Horovod over MPI"}, {"nccl"}),
-        ("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
+        pytest.param(
+            *("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
+            marks=pytest.mark.slow,
+        ),
         ("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}),
     ],
 )

@@ -21,6 +21,17 @@ def test_the_digits_have_mnists_shapes_and_types() -> None:
         assert part.transform is normalize
 
 
+def test_they_are_scikit_learns() -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    train, test = load_digits()
+    labels = torch.bincount(torch.cat([train.targets, test.targets]))
+    bunch = datasets.load_digits()
+    assert torch.equal(labels, torch.bincount(torch.from_numpy(bunch.target)))
+    # Each pixel is brighter by 255 / 16; scaling up by whole steps keeps the mean, but for the rounding.
+    mean = torch.cat([train.inputs, test.inputs]).float().mean().item()
+    assert mean == pytest.approx(float(bunch.images.mean()) * 255 / 16, rel=0.02)
+
+
 def test_the_digits_use_mnists_range_of_grey() -> None:
     train, _ = load_digits()
     # Bilinear scaling blurs the brightest of 16 greys a little.
