@@ -22,7 +22,7 @@ _RECIPE = ("--network", "tutorial", "--batch-size", str(BATCH_SIZE), "--lr", str
 _EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
 _EPOCH_LINE = re.compile(
     r"^epoch \d+/\d+: loss (?P<loss>[\d.]+),.* accuracy (?P<accuracy>[\d.]+) %, evaluated (?P<evaluated>\d+)/\d+, "
-    r"(?P<seconds>[\d.]+) s \((?P<rate>[\d,]+) images/s\)$",
+    r"(?P<seconds>[\d.]+) s \((?P<rate>[\d,]+) samples/s\)$",
     re.MULTILINE,
 )
 

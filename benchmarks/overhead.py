@@ -4,8 +4,9 @@ python benchmarks/overhead.py
 horovodrun -np 2 python benchmarks/overhead.py
 
 Epoch times are too noisy to show a few microseconds in a step of several milliseconds. So `Trainer.fit` and a
-hand-written loop take turns in one process, in blocks of a few milliseconds. Both use the same model, the same
-optimizer (wrapped, on several ranks) and the same batches. The network is so small that a step is mostly overhead.
+hand-written loop take turns in one process, in blocks of a few milliseconds. Both use equal models and optimizers (the
+hand-written loop's is Horovod's DistributedOptimizer on several ranks) and the same batches. The network is so small
+that a step is mostly overhead.
 The layer's cost is the difference of two neighbouring blocks, per step; the median over many pairs is robust against
 other load on the machine.
 
@@ -16,6 +17,7 @@ layer's. What `fit` does once, before its first step, does not count.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -25,11 +27,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import trainer
-from benchmarks.common import REPORT_PREFIX
+from benchmarks.common import LEARNING_RATE, MOMENTUM, REPORT_PREFIX
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
+from trainer.tuning.horovod import gradient_groups
 
 BATCH_SIZE = 10
 SEED = 0
@@ -58,18 +62,61 @@ class Overhead:
     """Steps in a block."""
 
 
+class ByHand:
+    """A loop as a user would write it, with an equal model and an equal optimizer.
+
+    Args:
+        fitting: the trainer that it is compared with, which has joined the job.
+    """
+
+    def __init__(self, fitting: trainer.Trainer) -> None:
+        self.model = copy.deepcopy(fitting.model)
+        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self._strategy, self._world = fitting.strategy, fitting.world
+        if self._world.size > 1:
+            import horovod.torch as hvd
+
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, named_parameters=self.model.named_parameters(), groups=gradient_groups(self.model)
+            )
+
+    def train(self, data: InMemory) -> tuple[float, float]:
+        """Train for an epoch; return its seconds and the mean loss over all ranks."""
+        model, optimizer, world = self.model, self.optimizer, self._world
+        torch.manual_seed(mix_seeds(SEED, world.rank))
+        optimizer.zero_grad()
+        started = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64)
+        order = permutation(len(data), epoch=0, seed=SEED)
+        for start in range(world.rank * BATCH_SIZE, len(data), world.size * BATCH_SIZE):
+            index = order[start : start + BATCH_SIZE]
+            inputs, targets = data.inputs.index_select(0, index), data.targets.index_select(0, index)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach().double() * len(targets)
+        mean = float(self._strategy.all_reduce(total)) / len(data)
+        return time.perf_counter() - started, mean
+
+
 def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
-    """Return the trainer, a block of `fit` and a block of the hand-written loop on the same model. Collective."""
+    """Return the trainer, a block of `fit` and a block of the hand-written loop. Collective.
+
+    Raises:
+        TrainerError: the two do not end with the same loss to the last bit.
+    """
     torch.manual_seed(SEED)
     model = nn.Linear(4, 2)
     fitting = trainer.Trainer(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM),
         F.cross_entropy,
         config=trainer.TrainerConfig(batch_size=BATCH_SIZE, scale_lr=False, decay="none", seed=SEED, device="cpu"),
         output=None,
         progress=False,
     )
+    by_hand = ByHand(fitting)
     samples = steps * BATCH_SIZE * fitting.world.size
     data = InMemory(torch.randn(samples, 4), torch.randint(2, (samples,)))
 
@@ -77,48 +124,15 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
         record = fitting.fit(data, epochs=1)[0]
         return record.seconds, record.train_loss
 
-    def by_hand() -> tuple[float, float]:
-        return train_by_hand(fitting, data)
-
-    return fitting, ours, by_hand
-
-
-def train_by_hand(fitting: trainer.Trainer, data: InMemory) -> tuple[float, float]:
-    """Train the trainer's model for an epoch with its optimizer, in a loop as a user would write it."""
-    model, optimizer, world = fitting.model, fitting.optimizer, fitting.world
-    torch.manual_seed(mix_seeds(SEED, world.rank))
-    optimizer.zero_grad()
-    started = time.perf_counter()
-    total = torch.zeros((), dtype=torch.float64)
-    order = permutation(len(data), epoch=0, seed=SEED)
-    for start in range(world.rank * BATCH_SIZE, len(data), world.size * BATCH_SIZE):
-        index = order[start : start + BATCH_SIZE]
-        inputs, targets = data.inputs.index_select(0, index), data.targets.index_select(0, index)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach().double() * len(targets)
-    mean = float(fitting.strategy.all_reduce(total)) / len(data)
-    return time.perf_counter() - started, mean
-
-
-def check_same(fitting: trainer.Trainer, ours: Block, by_hand: Block) -> None:
-    """Raise `TrainerError` unless both blocks, from the same weights, end with the same loss to the last bit."""
-    losses = []
-    weights = {name: value.clone() for name, value in fitting.model.state_dict().items()}
-    for block in (ours, by_hand):
-        fitting.model.load_state_dict(weights)
-        fitting.optimizer.state.clear()
-        losses.append(block()[1])
+    losses = [ours()[1], by_hand.train(data)[1]]
     if losses[0] != losses[1]:
         raise trainer.TrainerError(f"fit ends with loss {losses[0]!r}, the hand-written loop with {losses[1]!r}")
+    return fitting, ours, lambda: by_hand.train(data)
 
 
 def measure(pairs: int, steps: int) -> Overhead:
     """Time both blocks in turns; which one goes first alternates. Collective."""
     fitting, ours, by_hand = make_blocks(steps)
-    check_same(fitting, ours, by_hand)
     taken: dict[Block, list[float]] = {ours: [], by_hand: []}
     for pair in range(-_WARM_UP_PAIRS, pairs):
         for block in (ours, by_hand) if pair % 2 else (by_hand, ours):

@@ -28,19 +28,18 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=14, metavar="N", help="operators to show (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=170, metavar="N", help="profiled steps (default: %(default)s)")
     options = parser.parse_args()
-    world = trainer.current_world("cpu")
+    run = trainer.init(device="cpu")
     images = torch.randint(0, 256, (BATCH_SIZE * (WARM_UP_STEPS + options.steps), 1, 28, 28), dtype=torch.uint8)
     data = trainer.InMemory(images, torch.randint(0, 10, (len(images),)), normalize)
     model = TutorialNetwork()
-    config = trainer.TrainerConfig(device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    forward, stepper = trainer.prepare(model, optimizer, config=config)
+    forward, stepper = run.prepare(model, optimizer)
     torch.set_num_threads(1)
-    loader = trainer.ShardedLoader(data, BATCH_SIZE, world=world)
+    loader = run.loader(data, BATCH_SIZE)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
         stepper.zero_grad()
-        F.cross_entropy(forward(inputs), targets).backward()
+        run.backward(F.cross_entropy(forward(inputs), targets))
         stepper.step()
 
     batches = list(loader)
@@ -49,7 +48,7 @@ def main() -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for inputs, targets in batches[WARM_UP_STEPS:]:
             step(inputs, targets)
-    if world.is_root:
+    if run.is_root:
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=options.rows))
     return 0
 

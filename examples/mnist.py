@@ -20,7 +20,6 @@ from torch.nn import functional as F
 import trainer
 from examples.datasets import DATASETS, load_dataset
 from trainer.config import COMPRESSIONS, DECAYS, DEVICES, PRECISIONS, REDUCTIONS
-from trainer.preparation import join
 from trainer.strategies import NAMES as STRATEGIES
 
 
@@ -238,8 +237,8 @@ def main() -> int:
     if not 0 <= args.momentum < 1:
         raise trainer.ConfigError(f"momentum is {args.momentum}; it must be at least 0 and below 1")
 
-    strategy = join(args.strategy, config)
-    train, test = load_dataset(args.dataset, args.data_dir, strategy.world, strategy.all_gather_object)
+    run = trainer.init(args.strategy, device=args.device)
+    train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
     torch.manual_seed(args.seed)
     model = NETWORKS[args.network]()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -248,7 +247,7 @@ def main() -> int:
         model,
         optimizer,
         F.cross_entropy,
-        strategy=strategy,
+        strategy=run.strategy,
         config=config,
         metrics={"accuracy": trainer.accuracy},
         output=None if args.output == "none" else args.output,
@@ -258,8 +257,7 @@ def main() -> int:
     validation = records[-1].validation
     assert validation is not None  # noqa: S101 (fit was given one)
     accuracy = 100 * validation.metrics["accuracy"]
-    if strategy.world.is_root:
-        print(f"test accuracy {accuracy:.2f} % (evaluated {validation.evaluated}/{validation.samples})", flush=True)
+    run.print(f"test accuracy {accuracy:.2f} % (evaluated {validation.evaluated}/{validation.samples})")
     if args.target_accuracy is not None and accuracy < args.target_accuracy:
         raise trainer.TrainerError(f"test accuracy {accuracy:.2f} % is below the target of {args.target_accuracy} %")
     return 0

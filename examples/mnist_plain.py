@@ -160,7 +160,7 @@ def main() -> None:
             print(
                 f"epoch {epoch}/{args.epochs}: loss {train_loss:.4f}, validation loss {loss:.4f}, "
                 f"accuracy {100 * accuracy:.2f} %, evaluated {len(test_sampler) * hvd.size()}/{len(test)}, "
-                f"{seconds:.2f} s ({len(train_sampler) * hvd.size() / seconds:,.0f} images/s)",
+                f"{seconds:.2f} s ({len(train_sampler) * hvd.size() / seconds:,.0f} samples/s)",
                 flush=True,
             )
 

@@ -5,7 +5,7 @@
     python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server
     python scripts/scaling_test.py --hosts a:2,b:2 my_training.py --epochs 1
 
-Any script that trains through Trainer or trainer.prepare can be measured; its own arguments follow its name. Every
+Any script that trains through Trainer or trainer.init can be measured; its own arguments follow its name. Every
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
 and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
 (trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted from a single rank

@@ -1,6 +1,6 @@
 """trainer: trains a PyTorch model across processes, correctly and fast, through Horovod or DistributedDataParallel.
 
-`Trainer` runs the training loop. `prepare` and `ShardedLoader` are for a loop of your own.
+`init` returns the handle for a training loop of your own. `Trainer` runs the loop for you.
 
 Names are imported on first use, so that tools which need no PyTorch start without it.
 """
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
-    from trainer.config import TrainerConfig
+    from trainer.config import RunConfig, TrainerConfig
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.errors import ConfigError, DataError, TrainerError
     from trainer.launch.failure import report_failures
     from trainer.launch.world import World, current_world
     from trainer.metrics import accuracy
-    from trainer.preparation import prepare
+    from trainer.run import Run, init
     from trainer.trainer import Trainer
 
 _MODULES = {
     "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent"),
-    "config": ("TrainerConfig",),
+    "config": ("RunConfig", "TrainerConfig"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "errors": ("ConfigError", "DataError", "TrainerError"),
     "launch.failure": ("report_failures",),
     "launch.world": ("World", "current_world"),
     "metrics": ("accuracy",),
-    "preparation": ("prepare",),
+    "run": ("Run", "init"),
     "trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -43,6 +43,8 @@ __all__ = [
     "FitContext",
     "InMemory",
     "ProgressEvent",
+    "Run",
+    "RunConfig",
     "ShardedLoader",
     "Trainer",
     "TrainerConfig",
@@ -50,7 +52,7 @@ __all__ = [
     "World",
     "accuracy",
     "current_world",
-    "prepare",
+    "init",
     "report_failures",
 ]
 

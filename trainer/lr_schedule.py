@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,21 @@ class Schedule:
         progress = min(1.0, (update - self.warmup_updates) / after)
         return self.scale * 0.5 * (1.0 + math.cos(math.pi * progress))
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate stays what the user has set."""
+        return self.scale == 1.0 and self.decay == "none"
+
+    def describe(self, base: float) -> str:
+        """Return in words what becomes of the learning rate `base`."""
+        parts = [f"learning rate {base:g}"]
+        if self.scale != 1.0:
+            parts[0] += f" × {self.scale:g} (world size × accumulate) = {base * self.scale:g}"
+        if self.warmup_updates:
+            parts.append(f"warmed up from {base:g} over {self.warmup_updates} updates")
+        parts.append("then a cosine to 0" if self.decay == "cosine" else "then constant")
+        return ", ".join(parts)
+
 
 def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: int, epochs: int) -> Schedule:
     """Return the schedule of a configuration.
@@ -53,19 +70,85 @@ def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: 
 
 
 class LearningRate:
-    """Applies a schedule to an optimizer's parameter groups, each relative to its own initial learning rate."""
+    """Applies a schedule to an optimizer's parameter groups, each relative to its own initial learning rate.
+
+    Raises:
+        ConfigError: the user has made a scheduler for this optimizer, which would be overwritten.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        # PyTorch marks an optimizer's step so, to count its calls.
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not schedule.is_constant:
+            raise ConfigError(
+                "a learning rate scheduler was made for this optimizer, and Trainer's own schedule would overwrite it; "
+                "hand it in (Trainer(…, lr_scheduler=…)), or set scale_lr to False and decay to 'none'"
+            )
         self._groups = optimizer.param_groups
         self._base = [float(group["lr"]) for group in self._groups]
         self._schedule = schedule
 
-    def set_for(self, update: int) -> None:
+    @property
+    def description(self) -> str:
+        return self._schedule.describe(self._base[0])
+
+    def before_update(self, update: int) -> None:
+        """Set every group's learning rate for update number `update`, from 0."""
+        if self._schedule.is_constant:
+            return
         factor = self._schedule.factor(update)
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
 
+    def after_update(self) -> None:
+        """Nothing is left to do; a scheduler of the user's counts its steps here."""
+
+    def after_epoch(self, loss: float) -> None:
+        """Nothing is left to do; a scheduler of the user's may count epochs."""
+
     def restore(self) -> None:
         """Restore every group's initial learning rate, so that a second fit starts like the first."""
+        if self._schedule.is_constant:
+            return
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base
+
+
+class UsersSchedule:
+    """A scheduler of torch.optim.lr_scheduler, in place of `LearningRate`: nothing else changes the learning rate.
+
+    Args:
+        scheduler: of the optimizer that is trained with.
+        per: "update" or "epoch", after which the scheduler takes a step.
+
+    Raises:
+        ConfigError: `per` is neither, or a scheduler that watches a loss is to step per update.
+    """
+
+    def __init__(self, scheduler: LRScheduler, per: str) -> None:
+        if per not in ("update", "epoch"):
+            raise ConfigError(f"lr_scheduler_per is {per!r}; valid are update, epoch")
+        if isinstance(scheduler, ReduceLROnPlateau) and per == "update":
+            raise ConfigError("ReduceLROnPlateau watches the loss of epochs; set lr_scheduler_per to 'epoch'")
+        self._scheduler, self._per = scheduler, per
+        self.description = f"learning rate by {type(scheduler).__name__}, one step per {per}; not scaled"
+
+    def before_update(self, update: int) -> None:
+        """Nothing: the scheduler has set the learning rate."""
+
+    def after_update(self) -> None:
+        if self._per == "update":
+            self._scheduler.step()
+
+    def after_epoch(self, loss: float) -> None:
+        """Take a step after an epoch.
+
+        Args:
+            loss: of the validation, or of the training where there is none; for schedulers that watch it.
+        """
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+        elif self._per == "epoch":
+            self._scheduler.step()
+
+    def restore(self) -> None:
+        """Nothing: the schedule goes on in the next fit."""

@@ -7,8 +7,7 @@ one process. Ioffe and Szegedy (2015) for the formula; Peng et al., "MegDet" (20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,16 +114,3 @@ def _convert(layer: _BatchNorm, all_reduce: AllReduce) -> GlobalBatchNorm:
     global_layer.training = layer.training
     global_layer.all_reduce = all_reduce
     return global_layer
-
-
-@contextmanager
-def exclude_padding(model: nn.Module) -> Iterator[None]:
-    """Context in which the model's inputs are padding and do not count in the statistics of the global batch."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GlobalBatchNorm)]
-    for layer in layers:
-        layer.counts = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.counts = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
@@ -22,16 +22,13 @@ from trainer.consistency import check_consistency
 from trainer.data.loader import ShardedLoader, Step
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
-from trainer.lr_schedule import LearningRate, make_schedule
+from trainer.lr_schedule import LearningRate, UsersSchedule, make_schedule
 from trainer.metrics import Metric, Sums
-from trainer.preparation import join, wrap
-from trainer.profiling.step_timer import step_timer
-from trainer.strategies.base import Strategy, SupportsNoSync
-from trainer.sync_batch_norm import exclude_padding
+from trainer.run import Run
+from trainer.strategies.base import Strategy
 
 # Often enough for a bar and for a loss that turns NaN; seldom enough to cost nothing on a GPU.
 _PROGRESS_INTERVAL_S = 0.5
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -44,6 +41,9 @@ class Trainer:
         strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
         config: see `TrainerConfig`.
         metrics: further values for the evaluation, by name; each returns a sum over the batch.
+        lr_scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, which then alone sets the learning
+            rate; without one, `scale_lr`, `warmup_epochs` and `decay` do.
+        lr_scheduler_per: "update" or "epoch", after which the scheduler takes a step.
         callbacks: see `Callback`.
         output: the folder of this run's record, which must not hold one yet; "auto" makes a new one under runs/,
             None leaves no record.
@@ -63,6 +63,8 @@ class Trainer:
         strategy: str | Strategy = "auto",
         config: TrainerConfig | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        lr_scheduler_per: str = "update",
         callbacks: Sequence[Callback] = (),
         output: str | Path | None = "auto",
         tensorboard: bool = False,
@@ -71,8 +73,10 @@ class Trainer:
         self.config = config or TrainerConfig()
         self.loss = loss
         self.metrics = dict(metrics or {})
-        self.strategy = join(strategy, self.config)
-        self.world = self.strategy.world
+        self._users_schedule = UsersSchedule(lr_scheduler, lr_scheduler_per) if lr_scheduler is not None else None
+        self.run = Run(strategy, self.config)
+        """The handle that the loop is written on."""
+        self.strategy, self.world = self.run.strategy, self.run.world
         self.model = model
         """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
         self.callbacks: list[Callback] = [*callbacks]
@@ -82,9 +86,7 @@ class Trainer:
             self.callbacks.append(Progress(self.config.log_every_s))
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
-        self._forward, self.optimizer = wrap(self.strategy, model, optimizer, self.config)
-        fp16 = self.config.precision == "fp16"
-        self._scaler = torch.amp.GradScaler(self.world.device.type) if fp16 else None
+        self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._updates = 0
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
@@ -104,22 +106,22 @@ class Trainer:
         if epochs < 1:
             raise ConfigError(f"epochs is {epochs}; it must be at least 1")
         config = self.config
-        loader = self._loader(train, shuffle=True)
-        validator = self._loader(validation, shuffle=False) if validation is not None else None
-        lengths = [one.plan.samples for one in (loader, validator) if one is not None]
-        check_consistency(self.strategy, {"epochs": epochs, "samples to train and validate on": lengths})
+        loader = self._loader(train)
+        validator = self._loader(validation, training=False) if validation is not None else None
+        check_consistency(self.strategy, {"epochs": epochs})
         torch.manual_seed(mix_seeds(config.seed, self.world.rank))
         schedule = make_schedule(
             config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
         )
-        learning_rate = LearningRate(self.optimizer, schedule)
+        learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         self._updates = 0
-        context = self._context(epochs)
+        context = self._context(epochs, learning_rate.description)
         self._notify("on_fit_start", context)
         records = []
         try:
             for epoch in range(1, epochs + 1):
                 record = self._train_epoch(loader, learning_rate, epoch, context, validator)
+                learning_rate.after_epoch(record.validation.metrics["loss"] if record.validation else record.train_loss)
                 self._notify("on_epoch_end", context, record)
                 records.append(record)
         finally:
@@ -129,57 +131,54 @@ class Trainer:
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
         """Return the means of the loss and of every metric over `data`, each sample counted once. Collective."""
-        return self._evaluate(self._loader(data, shuffle=False))
+        return self._evaluate(self._loader(data, training=False))
 
     def _evaluate(self, loader: ShardedLoader) -> Evaluation:
         self.strategy.broadcast_buffers(self.model)
         sums = Sums(("loss", *self.metrics), self.world.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.run.autocast():
             for step in loader.own_samples():
-                outputs = self.model(self._layout(step.inputs))
-                values = [self.loss(outputs, step.targets).double() * step.count]
-                values += [metric(outputs, step.targets) for metric in self.metrics.values()]
+                inputs, targets = _pair(step)
+                outputs = self.model(self._layout(inputs))
+                values = [self.loss(outputs, targets).double() * step.count]
+                values += [metric(outputs, targets) for metric in self.metrics.values()]
                 sums.add(tuple(values), step.count)
         for module, training in modes:  # as before: the user may have set some to eval
             module.training = training
         means, counted = sums.mean(self.strategy.all_reduce)
         return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
 
-    def _loader(self, data: Dataset[Any], *, shuffle: bool) -> ShardedLoader:
+    def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
         config = self.config
-        return ShardedLoader(
-            data,
-            config.batch_size if shuffle else config.eval_batch_size or config.batch_size,
-            shuffle=shuffle,
-            seed=config.seed,
-            accumulate=config.accumulate,
-            world=self.world,
-            workers=config.workers,
-        )
+        size = config.batch_size if training else config.eval_batch_size or config.batch_size
+        return self.run.loader(data, size, training=training, workers=config.workers)
 
     def _train_epoch(
         self,
         loader: ShardedLoader,
-        learning_rate: LearningRate,
+        learning_rate: LearningRate | UsersSchedule,
         epoch: int,
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        self.model.train()
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
         self.optimizer.zero_grad()
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
         next_event = started + _PROGRESS_INTERVAL_S
-        opens_update = True
+        opens_update, rate = True, self.optimizer.param_groups[0]["lr"]
         for number, step in enumerate(loader.steps()):
             if opens_update:
-                learning_rate.set_for(self._updates)
+                learning_rate.before_update(self._updates)
             loss = self._step(step)
             opens_update = step.closes_update
             if opens_update:
                 self._update()
+                rate = self.optimizer.param_groups[0]["lr"]
+                learning_rate.after_update()
             if step.count:
                 sums.add_mean(loss, step.count)
             if time.perf_counter() >= next_event:
@@ -194,56 +193,27 @@ class Trainer:
             train_loss=means["loss"],
             samples=samples,
             seconds=seconds,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            learning_rate=float(rate),
             world_size=self.world.size,
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
-        if step.closes_update and step.count:
-            return self._forward_and_backward(step)
-        with self._no_sync_unless(step.closes_update), nullcontext() if step.count else exclude_padding(self.model):
-            return self._forward_and_backward(step)
-
-    def _forward_and_backward(self, step: Step) -> Tensor:
-        with self._autocast():
-            loss = self.loss(self._forward(self._layout(step.inputs)), step.targets)
-        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
-        weighted = loss if step.weight == 1.0 else loss * step.weight
-        (self._scaler.scale(weighted) if self._scaler else weighted).backward()
+        inputs, targets = _pair(step)
+        with self.run.autocast():
+            loss = self.loss(self._forward(self._layout(inputs)), targets)
+        self.run.backward(loss)
         return loss
 
     def _update(self) -> None:
         """Apply the all-reduced gradients and reset them."""
-        clip = self.config.clip_norm
-        if self._scaler is None and clip is None:
-            self.optimizer.step()
-        else:
-            self.strategy.synchronize(self.optimizer)
-            if timer := step_timer():
-                timer.mark_synchronized()
-            if self._scaler:
-                self._scaler.unscale_(self.optimizer)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(
-                    [p for group in self.optimizer.param_groups for p in group["params"]], clip
-                )
-            self.strategy.step(self.optimizer, self._scaler)
-            if self._scaler:
-                self._scaler.update()
+        if self.config.clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.run.clip_grad_norm_(parameters, self.config.clip_norm)
+        self.optimizer.step()
         self.optimizer.zero_grad()
         self._updates += 1
-
-    def _no_sync_unless(self, last: bool) -> AbstractContextManager[None]:
-        """Keep gradients on this rank until the last micro-batch of an update."""
-        if last or not isinstance(self.strategy, SupportsNoSync):
-            return nullcontext()
-        return self.strategy.no_sync(self._forward, self.optimizer)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _AUTOCAST.get(self.config.precision)
-        return torch.autocast(self.world.device.type, dtype=dtype) if dtype else nullcontext()
 
     def _layout(self, inputs: Any) -> Any:
         if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
@@ -272,7 +242,7 @@ class Trainer:
             )
         return loss
 
-    def _context(self, epochs: int) -> FitContext:
+    def _context(self, epochs: int, learning_rate: str) -> FitContext:
         return FitContext(
             world=self.world,
             model=self.model,
@@ -281,6 +251,7 @@ class Trainer:
             config=self.config,
             strategy_name=type(self.strategy).__name__,
             description=self.strategy.description,
+            learning_rate=learning_rate,
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
         )
@@ -288,3 +259,17 @@ class Trainer:
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
+
+
+def _pair(step: Step) -> tuple[Any, Any]:
+    """Return a batch's inputs and targets.
+
+    Raises:
+        ConfigError: the dataset's batches are something else.
+    """
+    if isinstance(step.batch, tuple | list) and len(step.batch) == 2:
+        return step.batch[0], step.batch[1]
+    raise ConfigError(
+        f"Trainer takes batches of (inputs, targets), and this dataset's are of type {type(step.batch).__name__}; "
+        "trainer.init() is for a loop of your own, which takes any batch"
+    )

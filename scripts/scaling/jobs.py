@@ -86,7 +86,7 @@ def time_steps(
         lines = file.read_text().splitlines() if file.exists() else []
         if not lines:
             raise JobError(
-                "it left no timing: rank 0 has to run on this host, train through Trainer or trainer.prepare, and "
+                "it left no timing: rank 0 has to run on this host, train through Trainer or trainer.init, and "
                 f"take more than 5 steps; its last line of output: {done.last_line}"
             )
         timing: dict[str, Any] = json.loads(lines[-1])

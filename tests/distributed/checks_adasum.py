@@ -12,20 +12,20 @@ from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import make_data, make_model, sgd
-from trainer import TrainerConfig, prepare
+from trainer import init
 from trainer.strategies.base import Strategy
 
 
 def check_adasum_of_equal_steps_is_that_step(strategy: Strategy) -> None:
     model, alone = make_model(torch.float32), make_model(torch.float32)
     inputs, targets = (tensor[:BATCH] for tensor in (make_data(8, torch.float32).inputs, make_data(8).targets))
-    config = TrainerConfig(reduction="adasum", device="cpu")
-    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy, config=config)
+    run = init(strategy, reduction="adasum", device="cpu")
+    wrapped, optimizer = run.prepare(model, sgd(model))
     by_itself = sgd(alone)
-    for step_model, step_optimizer in ((wrapped, optimizer), (alone, by_itself)):
-        step_optimizer.zero_grad()
-        F.cross_entropy(step_model(inputs), targets).backward()
-        step_optimizer.step()
+    run.backward(F.cross_entropy(wrapped(inputs), targets))
+    F.cross_entropy(alone(inputs), targets).backward()
+    optimizer.step()
+    by_itself.step()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
     assert_same_on_all_ranks(strategy, model)
@@ -35,10 +35,10 @@ def check_adasum_adds_orthogonal_steps(strategy: Strategy) -> None:
     rank, size = strategy.world.rank, strategy.world.size
     model = nn.Linear(size, 1, bias=False)
     nn.init.zeros_(model.weight)
-    config = TrainerConfig(reduction="adasum", device="cpu")
-    wrapped, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), strategy=strategy, config=config)
+    run = init(strategy, reduction="adasum", device="cpu")
+    wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     # Each rank's gradient is a unit vector of its own.
-    wrapped(torch.eye(size)[rank]).sum().backward()
+    run.backward(wrapped(torch.eye(size)[rank]).sum())
     optimizer.step()
     assert torch.allclose(model.weight, torch.full((1, size), -0.5)), model.weight
 

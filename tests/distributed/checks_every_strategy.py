@@ -19,9 +19,9 @@ from tests.distributed.reference import (
     sgd,
     train_alone,
 )
-from trainer import ConfigError, InMemory, ShardedLoader, Trainer, TrainerConfig, accuracy, prepare
+from trainer import ConfigError, InMemory, Trainer, TrainerConfig, accuracy, init
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy, SupportsNoSync
+from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 
 BATCH = 4
@@ -109,17 +109,17 @@ def check_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
 
 
 def check_no_sync_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
-    assert isinstance(strategy, SupportsNoSync)
     model = make_model()
-    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
+    run = init(strategy, device="cpu")
+    wrapped, optimizer = run.prepare(model, sgd(model))
     inputs = torch.full((2, 1, 6, 6), float(strategy.world.rank + 1), dtype=torch.float64)
-    with strategy.no_sync(wrapped, optimizer):
-        wrapped(inputs).sum().backward()
+    with run.no_sync():
+        run.backward(wrapped(inputs).sum())
     alone = make_model()
     alone(inputs).sum().backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    wrapped(inputs).sum().backward()
+    run.backward(wrapped(inputs).sum())
     optimizer.step()
     assert_same_on_all_ranks(strategy, model)
 
@@ -154,10 +154,10 @@ def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> No
         optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there.
     momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()] if optimizer.state else []
     momentum = strategy.broadcast_object(momentum)
-    _, wrapped = prepare(model, optimizer, strategy=strategy)
+    init(strategy, device="cpu").prepare(model, optimizer)
     assert_same_on_all_ranks(strategy, model)
     for parameter, expected in zip(model.parameters(), momentum, strict=True):
-        assert torch.equal(wrapped.state[parameter]["momentum_buffer"], expected)
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], expected)
 
 
 def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
@@ -165,7 +165,7 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64):
         values = torch.tensor([[strategy.world.rank == 0, True]] * 3).to(dtype).t()  # not contiguous
         model.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", values)
-    prepare(model, sgd(model), strategy=strategy)
+    init(strategy, device="cpu").prepare(model, sgd(model))
     assert_same_on_all_ranks(strategy, model)
     assert bool(model.get_buffer("of_bool").all())
 
@@ -173,9 +173,9 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
 def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
     model = make_model()
     before = fingerprint(model)
-    _, wrapped = prepare(model, adam(model), strategy=strategy)
+    _, optimizer = init(strategy, device="cpu").prepare(model, adam(model))
     assert fingerprint(model) == before
-    assert not wrapped.state
+    assert not optimizer.state
 
 
 def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
@@ -191,12 +191,11 @@ def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
 def check_own_loop_equals_one_process(strategy: Strategy) -> None:
     model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    loader = ShardedLoader(data, BATCH, world=strategy.world)
-    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
-    for inputs, targets in loader:
+    run = init(strategy, device="cpu")
+    wrapped, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
         optimizer.zero_grad()
-        loss = loader.weight * F.cross_entropy(wrapped(inputs), targets)
-        loss.backward()
+        run.backward(F.cross_entropy(wrapped(inputs), targets))
         optimizer.step()
     assert_equal(model, expected, 1e-12)
     assert_same_on_all_ranks(strategy, model)
@@ -214,9 +213,9 @@ def check_dynamic_graph(strategy: Strategy) -> None:
     torch.manual_seed(0)
     model = OneOfTwo()
     before = model.branches[1].bias.clone()  # type: ignore[operator]
-    config = TrainerConfig(dynamic_graph=True, device="cpu")
-    wrapped, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy=strategy, config=config)
-    wrapped(torch.ones(1, 3)).sum().backward()
+    run = init(strategy, dynamic_graph=True, device="cpu")
+    wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    run.backward(wrapped(torch.ones(1, 3)).sum())
     optimizer.step()
     # Each rank of odd number gives this bias a gradient of 1, the others none.
     share = (strategy.world.size // 2) / strategy.world.size
@@ -265,19 +264,19 @@ def check_differences_between_ranks_are_named(strategy: Strategy) -> None:
 
     def other_shape() -> None:
         model = nn.Linear(3, 5 if odd else 4)
-        prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+        init(strategy, device="cpu").prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def other_setting() -> None:
         make_trainer(strategy, make_model(), batch_size=5 if odd else 4)
 
     def other_learning_rate() -> None:
         model = make_model()
-        prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1), strategy=strategy)
+        init(strategy, device="cpu").prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1))
 
     def other_frozen() -> None:
         model = make_model()
         next(model.parameters()).requires_grad_(not odd)
-        prepare(model, sgd(model), strategy=strategy)
+        init(strategy, device="cpu").prepare(model, sgd(model))
 
     def other_length() -> None:
         make_trainer(strategy, make_model()).fit(make_data(9 if odd else 8), epochs=1)
@@ -287,7 +286,7 @@ def check_differences_between_ranks_are_named(strategy: Strategy) -> None:
         (other_setting, ("batch_size", "4", "5")),
         (other_learning_rate, ("lr of the optimizer's group 0", "0.1", "0.2")),
         (other_frozen, ("parameter 0.weight", "frozen")),
-        (other_length, ("samples to train", "[8]", "[9]")),
+        (other_length, ("samples of the dataset", "8", "9")),
     ):
         with pytest.raises(ConfigError) as caught:
             mistake()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.reference import make_model, sgd
-from trainer import ConfigError, TrainerConfig, prepare
+from trainer import ConfigError, init
 from trainer.strategies import make_strategy
 from trainer.strategies.base import Strategy
 
@@ -23,7 +23,7 @@ def check_single_is_refused_among_several_ranks(strategy: Strategy) -> None:
 def check_adasum_is_refused_without_mpi(strategy: Strategy) -> None:
     model = make_model()
     with pytest.raises(ConfigError, match="--mpi"):
-        prepare(model, sgd(model), strategy=strategy, config=TrainerConfig(reduction="adasum", device="cpu"))
+        init(strategy, reduction="adasum", device="cpu").prepare(model, sgd(model))
 
 
 def check_horovod_is_refused_under_torchrun(strategy: Strategy) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import ShardedLoader, prepare
+from trainer import init
 from trainer.strategies import bucketed
 from trainer.strategies.ring import SEGMENT_BYTES, Ring, RingStrategy
 
@@ -72,29 +72,14 @@ def check_many_buckets_in_the_background_equal_one_process(strategy: RingStrateg
             assert_same_on_all_ranks(strategy, model)
 
 
-def check_an_own_loop_clips_as_it_would_under_horovod(strategy: RingStrategy) -> None:
-    model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
-    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size, clip_norm=0.05)
-    loader = ShardedLoader(data, BATCH, world=strategy.world)
-    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        (loader.weight * F.cross_entropy(wrapped(inputs), targets)).backward()
-        optimizer.synchronize()  # type: ignore[attr-defined]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            optimizer.step()
-    assert_equal(model, expected, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
-
-
 def check_a_rank_without_any_gradient_takes_part(strategy: RingStrategy) -> None:
     model = make_model()
-    wrapped, optimizer = prepare(model, sgd(model), strategy=strategy)
+    run = init(strategy, device="cpu")
+    wrapped, optimizer = run.prepare(model, sgd(model))
     data = make_data(8)
     for _ in range(3):
         optimizer.zero_grad()
         if strategy.world.is_root:
-            F.cross_entropy(wrapped(data.inputs), data.targets).backward()
+            run.backward(F.cross_entropy(wrapped(data.inputs), data.targets))
         optimizer.step()
     assert_same_on_all_ranks(strategy, model)

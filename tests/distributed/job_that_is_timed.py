@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import trainer
-from trainer.data.loader import InMemory, ShardedLoader
+from trainer import InMemory
 from trainer.strategies.base import Strategy
 
 
@@ -26,14 +26,15 @@ def train(strategy: str | Strategy, slow_s: float, input_s: float) -> None:
 
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    wrapped, optimizer = trainer.prepare(model, optimizer, strategy=strategy)  # type: ignore[assignment]
-    loader = ShardedLoader(InMemory(torch.randn(4000, 8), torch.randint(4, (4000,)), late), 10)
-    slow = loader.world.rank == loader.world.size - 1
+    run = trainer.init(strategy)
+    model, optimizer = run.prepare(model, optimizer)
+    loader = run.loader(InMemory(torch.randn(4000, 8), torch.randint(4, (4000,)), late), 10)
+    slow = run.rank == run.world_size - 1
     for inputs, targets in loader:
         optimizer.zero_grad()
-        loss = loader.weight * F.cross_entropy(wrapped(inputs), targets)
+        loss = F.cross_entropy(model(inputs), targets)
         time.sleep(slow_s if slow else 0)
-        loss.backward()
+        run.backward(loss)
         optimizer.step()
 
 

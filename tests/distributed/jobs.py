@@ -15,6 +15,7 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 
 _HERE = "tests.distributed"
 SHARED = f"{_HERE}.checks_every_strategy"
+HANDLE = tuple(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_edges"))
 TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
 BROADCAST = f"{_HERE}.checks_broadcast"
@@ -39,7 +40,7 @@ class Job:
 
     @property
     def checks(self) -> Mapping[str, str]:
-        return checks_in((SHARED, *self.own))
+        return checks_in((SHARED, *HANDLE, *self.own))
 
     def __str__(self) -> str:
         return f"{self.strategy}-{self.launcher}-{self.ranks}"
@@ -48,7 +49,7 @@ class Job:
 @cache
 def run(job: Job) -> Checks:
     """Run a job once, however many tests ask for its result."""
-    return run_checks((SHARED, *job.own), job.launcher, job.ranks, strategy=job.strategy)
+    return run_checks((SHARED, *HANDLE, *job.own), job.launcher, job.ranks, strategy=job.strategy)
 
 
 JOBS = [

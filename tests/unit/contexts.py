@@ -18,6 +18,7 @@ def make_context(world: World, from_root: str | None = None) -> FitContext:
 
     model = nn.Linear(1, 1)
     return FitContext(
+        learning_rate="learning rate 0.1, then constant",
         world=world,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

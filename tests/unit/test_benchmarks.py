@@ -75,8 +75,9 @@ def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp
 
     epochs = (
         "epoch 1/2: loss 1.1276, validation loss 0.2337, accuracy 93.08 %, evaluated 10000/10000, "
-        "12.00 s (5,000 images/s)\n"
-        "epoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, 4.00 s (15,000 images/s)"
+        "12.00 s (5,000 samples/s)\n"
+        "epoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, "
+        "4.00 s (15,000 samples/s)"
     )
     assert read_report(finished(epochs), tmp_path) == report(seconds=[12.0, 4.0], losses=[1.1276, 0.5])
 

@@ -66,8 +66,8 @@ def test_all_problems_are_reported_at_once() -> None:
         TrainerConfig(batch_size=0, precision="fp8", seed=-1)
     assert [problem.split(" is ")[0] for problem in str(caught.value).split("; ") if " is " in problem] == [
         "precision",
-        "batch_size",
         "seed",
+        "batch_size",
     ]
 
 

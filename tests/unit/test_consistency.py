@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from trainer import ConfigError, TrainerConfig, World
+from trainer import ConfigError, World
+from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 
 View = tuple[str, Any]
 
@@ -30,7 +31,7 @@ class Gathered(Strategy):
         self.asked += 1
         return [*self._others[: self.world.rank], value, *self._others[self.world.rank :]]
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def test_all_ranks_have_the_same_steps_and_take_every_sample_once(
     ]
     assert len({len(steps) for steps in ranks}) == 1
     assert len({tuple(step.closes_update for step in steps) for steps in ranks}) == 1
-    targets = [target for steps in ranks for step in steps for target in step.targets[: step.count].tolist()]
+    targets = [target for steps in ranks for step in steps for target in step.batch[1][: step.count].tolist()]
     assert sorted(targets) == list(range(samples))
 
 
@@ -85,25 +85,25 @@ def test_a_rank_is_given_its_piece_of_the_epochs_permutation(rank: int) -> None:
     assert len(loader) == 2
     for number, step in enumerate(steps_of(loader)):
         place = loader.plan.shard(number, rank)
-        assert step.targets.tolist() == order[place].tolist()
-        assert step.inputs[:, 0].tolist() == [float(target) for target in step.targets]
-        assert step.count == len(step.targets)
+        assert step.batch[1].tolist() == order[place].tolist()
+        assert step.batch[0][:, 0].tolist() == [float(target) for target in step.batch[1]]
+        assert step.count == len(step.batch[1])
         assert step.weight == loader.plan.weight(number, rank)
 
 
 def test_each_iteration_is_the_next_epoch_in_another_order() -> None:
     loader = ShardedLoader(numbered(40), 40)
-    epochs = [step.targets for _ in range(3) for step in steps_of(loader)]
+    epochs = [step.batch[1] for _ in range(3) for step in steps_of(loader)]
     for epoch, targets in enumerate(epochs):
         assert torch.equal(targets, permutation(40, epoch=epoch, seed=0))
     loader.epoch = 1
-    assert torch.equal(steps_of(loader)[0].targets, epochs[1])
+    assert torch.equal(steps_of(loader)[0].batch[1], epochs[1])
 
 
 def test_without_shuffling_the_datasets_own_order_is_kept_in_every_epoch() -> None:
     loader = ShardedLoader(numbered(7), 3, shuffle=False)
     for _ in range(2):
-        assert [step.targets.tolist() for step in steps_of(loader)] == [[0, 1, 2], [3, 4, 5], [6]]
+        assert [step.batch[1].tolist() for step in steps_of(loader)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -113,8 +113,8 @@ def test_a_rank_without_samples_gets_a_padding_batch_of_weight_zero(in_memory: b
     first, last = steps_of(ShardedLoader(dataset, 2, world=world(3, 4)))
     assert (first.count, first.weight) == (2, 1.0)
     assert (last.count, last.weight) == (0, 0.0)
-    assert last.inputs.shape == (2, 2)
-    assert last.targets.tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
+    assert last.batch[0].shape == (2, 2)
+    assert last.batch[1].tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
 
 
 def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
@@ -123,15 +123,17 @@ def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
     for rank in range(4):
         steps = list(ShardedLoader(numbered(9), 2, shuffle=False, world=world(rank, 4)).own_samples())
         counts.append(len(steps))
-        targets += [target for step in steps for target in step.targets.tolist()]
+        targets += [target for step in steps for target in step.batch[1].tolist()]
     assert counts == [2, 1, 1, 1]
     assert sorted(targets) == list(range(9))
 
 
-def test_the_weight_belongs_to_the_batch_that_was_yielded_last() -> None:
-    loader = ShardedLoader(numbered(9), 2, world=world(0, 2))
-    weights = [(len(targets), loader.weight) for _, targets in loader]
+def test_a_step_is_handed_over_before_its_batch() -> None:
+    steps: list[Step] = []
+    loader = ShardedLoader(numbered(9), 2, world=world(0, 2), on_step=steps.append)
+    weights = [(len(targets), steps[-1].weight) for _, targets in loader]
     assert weights == [(2, 1.0), (2, 1.0), (1, 2.0)]
+    assert steps[-1].weight == 1.0, "a batch from elsewhere is not weighed"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -140,9 +142,9 @@ def test_a_dataloader_dataset_gives_the_batches_of_the_same_data_in_memory(worke
     loaded = ShardedLoader(Pairs(data.inputs, data.targets), 3, seed=2, world=world(1, 2), workers=workers)
     kept = ShardedLoader(data, 3, seed=2, world=world(1, 2))
     for one, other in zip(steps_of(loaded), steps_of(kept), strict=True):
-        assert torch.equal(one.inputs, other.inputs)
-        assert torch.equal(one.targets, other.targets)
-        assert one.inputs.dtype == other.inputs.dtype
+        assert torch.equal(one.batch[0], other.batch[0])
+        assert torch.equal(one.batch[1], other.batch[1])
+        assert one.batch[0].dtype == other.batch[0].dtype
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -165,7 +167,7 @@ def test_the_transform_sees_cut_batches_and_the_data_stay_as_they_are() -> None:
     data = InMemory(torch.arange(10, dtype=torch.uint8).reshape(5, 2), torch.arange(5), halve)
     steps = steps_of(ShardedLoader(data, 2, shuffle=False))
     assert shapes == [(2, 2), (2, 2), (1, 2)]
-    assert steps[1].inputs.tolist() == [[2.0, 2.5], [3.0, 3.5]]
+    assert steps[1].batch[0].tolist() == [[2.0, 2.5], [3.0, 3.5]]
     assert data.inputs.dtype == torch.uint8
 
 

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainer.config import TrainerConfig
-from trainer.lr_schedule import LearningRate, Schedule, make_schedule
+from trainer.errors import ConfigError
+from trainer.lr_schedule import LearningRate, Schedule, UsersSchedule, make_schedule
 
 
 def test_the_warm_up_climbs_in_equal_steps_and_ends_at_the_scaled_rate() -> None:
@@ -65,7 +67,64 @@ def test_every_group_keeps_its_own_base_rate_and_gets_it_back() -> None:
     optimizer = SGD([{"params": tensors[:1], "lr": 0.1}, {"params": tensors[1:], "lr": 0.7}])
     rate = LearningRate(optimizer, Schedule(scale=4.0, warmup_updates=2))
     for update, factor in enumerate((2.5, 4.0, 4.0)):
-        rate.set_for(update)
+        rate.before_update(update)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.7 * factor])
     rate.restore()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (Schedule(), "learning rate 0.1, then constant"),
+        (Schedule(decay="cosine"), "learning rate 0.1, then a cosine to 0"),
+        (
+            Schedule(scale=4.0, warmup_updates=30, decay="cosine"),
+            "learning rate 0.1 × 4 (world size × accumulate) = 0.4, warmed up from 0.1 over 30 updates, "
+            "then a cosine to 0",
+        ),
+    ],
+)
+def test_what_becomes_of_the_learning_rate_is_said(schedule: Schedule, words: str) -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    assert LearningRate(optimizer, schedule).description == words
+
+
+def test_a_scheduler_that_was_not_handed_in_is_not_overwritten() -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    with pytest.raises(ConfigError, match=r"hand it in \(Trainer\(…, lr_scheduler=…\)\)"):
+        LearningRate(optimizer, Schedule(decay="cosine"))
+    left_alone = LearningRate(optimizer, Schedule())
+    optimizer.step()
+    scheduler.step()
+    left_alone.before_update(1)
+    left_alone.restore()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_scheduler_of_the_users_steps_per_update_or_per_epoch() -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.step()
+    for per, expected in (("update", (0.05, 0.05)), ("epoch", (0.05, 0.025))):
+        schedule = UsersSchedule(scheduler, per)
+        assert schedule.description == f"learning rate by StepLR, one step per {per}; not scaled"
+        schedule.before_update(0)
+        schedule.after_update()
+        assert optimizer.param_groups[0]["lr"] == expected[0]
+        schedule.after_epoch(1.0)
+        assert optimizer.param_groups[0]["lr"] == expected[1]
+    with pytest.raises(ConfigError, match="lr_scheduler_per is 'step'; valid are update, epoch"):
+        UsersSchedule(scheduler, "step")
+
+
+def test_a_scheduler_that_watches_the_loss_gets_it() -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    with pytest.raises(ConfigError, match="set lr_scheduler_per to 'epoch'"):
+        UsersSchedule(plateau, "update")
+    schedule = UsersSchedule(plateau, "epoch")
+    for loss, rate in ((1.0, 0.1), (0.5, 0.1), (0.5, 0.05)):
+        schedule.after_epoch(loss)
+        assert optimizer.param_groups[0]["lr"] == rate

@@ -11,6 +11,8 @@ from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, ProgressEvent, World
 from trainer.callbacks.progress import Progress
 
+RATE = "learning rate 0.1, then constant"
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -64,9 +66,10 @@ def test_lines_come_at_the_interval_and_not_with_every_event(clock: Clock, capsy
     lines = capsys.readouterr().out.splitlines()
     # 100 samples take 10 s, so that the remaining 1,900 of two epochs take 190.
     assert lines == [
-        "epoch 1/2  100/1000  loss 0.5000  100 images/s  3:10 left",
-        "epoch 1/2  200/1000  loss 0.5000  100 images/s  3:00 left",
-        "epoch 1/2  300/1000  loss 0.5000  100 images/s  2:50 left",
+        RATE,
+        "epoch 1/2  100/1000  loss 0.5000  100 samples/s  3:10 left",
+        "epoch 1/2  200/1000  loss 0.5000  100 samples/s  3:00 left",
+        "epoch 1/2  300/1000  loss 0.5000  100 samples/s  2:50 left",
     ]
 
 
@@ -82,13 +85,14 @@ def test_a_long_job_shows_hours_left(clock: Clock, capsys: pytest.CaptureFixture
 def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress, context = Progress(every_s=1e9), context_on()
     progress.on_fit_start(context)
-    evaluation = Evaluation(metrics={"loss": 0.125, "accuracy": 0.9876, "error": 3.5}, evaluated=99, samples=100)
+    evaluation = Evaluation(metrics={"loss": 0.125, "accuracy": 0.9876, "error": 0.35}, evaluated=99, samples=100)
     progress.on_epoch_end(context, epoch(1))
     progress.on_epoch_end(context, epoch(2, evaluation))
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 1/2: loss 0.2500, 4.00 s (250 images/s)",
-        "epoch 2/2: loss 0.2500, validation loss 0.1250, accuracy 98.76 %, error 3.5000, evaluated 99/100, "
-        "4.00 s (250 images/s)",
+        RATE,
+        "epoch 1/2: loss 0.2500, 4.00 s (250 samples/s)",
+        "epoch 2/2: loss 0.2500, validation loss 0.1250, accuracy 98.76 %, error 0.3500, evaluated 99/100, "
+        "4.00 s (250 samples/s)",
     ]
 
 
@@ -121,8 +125,8 @@ def test_a_terminal_gets_a_bar_that_redraws_itself_with_every_event(
     assert "epoch 1/2" in drawn
     assert " 25%|" in drawn
     assert " 75%|" in drawn
-    assert "loss 0.5000, 100 images/s" in drawn
-    assert capsys.readouterr().out == ""
+    assert "loss 0.5000, 100 samples/s" in drawn
+    assert capsys.readouterr().out == f"{RATE}\n"
 
 
 def test_the_bar_goes_when_the_epoch_ends_and_the_next_one_starts_anew(
@@ -135,7 +139,7 @@ def test_the_bar_goes_when_the_epoch_ends_and_the_next_one_starts_anew(
     progress.on_epoch_end(context, epoch(1))
     # Wiped: the last thing on the line is blanks and a return.
     assert terminal.getvalue().endswith("\r")
-    assert capsys.readouterr().out == "epoch 1/2: loss 0.2500, 4.00 s (250 images/s)\n"
+    assert capsys.readouterr().out == f"{RATE}\nepoch 1/2: loss 0.2500, 4.00 s (250 samples/s)\n"
     before = len(terminal.getvalue())
     progress.on_progress(context, event(100, epoch=2))
     assert "epoch 2/2" in terminal.getvalue()[before:]
@@ -153,4 +157,4 @@ def test_launchers_that_pass_on_whole_lines_get_lines_even_on_a_terminal(
     clock.now += 2
     progress.on_progress(context, event(200))
     assert terminal.getvalue() == ""
-    assert capsys.readouterr().out.count("\n") == 1
+    assert capsys.readouterr().out.count("\n") == 2

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-from trainer import ConfigError, TrainerConfig, World
+from trainer import ConfigError, World
+from trainer.config import RunConfig
 from trainer.strategies import NAMES, choose_strategy, make_strategy
-from trainer.strategies.base import Strategy, SupportsNoSync, broadcast_optimizer_state
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, broadcast_optimizer_state
 from trainer.strategies.single import SingleStrategy
 
 TWO = World(size=2, local_size=2, launcher="mpirun")
@@ -66,15 +67,13 @@ def test_single_is_a_world_of_one() -> None:
     strategy = make_strategy("auto", World())
     assert isinstance(strategy, SingleStrategy)
     model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    assert strategy.prepare(model, optimizer, TrainerConfig()) == (model, optimizer)
+    assert strategy.prepare(model, list(model.named_parameters()), RunConfig()).forward is model
     tensor = torch.tensor([1.0, 2.0])
     assert strategy.all_reduce(tensor) is tensor
     assert strategy.broadcast(tensor) is tensor
     assert tensor.tolist() == [1.0, 2.0]
     assert strategy.broadcast_object({"a": 1}) == {"a": 1}
     assert strategy.all_gather_object("mine") == ["mine"]
-    assert not isinstance(strategy, SupportsNoSync)
     assert strategy.tuning == {"tuned": "1"}
     assert "rank 0 of 1" in strategy.description
     strategy.barrier()
@@ -102,16 +101,14 @@ def test_data_parallel_without_several_gpus_is_refused(monkeypatch: pytest.Monke
         make_strategy("data_parallel", TWO)
 
 
-def test_data_parallel_wraps_the_model_and_keeps_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     strategy = make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
     assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
     model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    wrapped, same = strategy.prepare(model, optimizer, TrainerConfig())
+    wrapped = strategy.prepare(model, list(model.named_parameters()), RunConfig()).forward
     assert isinstance(wrapped, nn.DataParallel)
     assert wrapped.module is model
-    assert same is optimizer
 
 
 class Horovod(ModuleType):
@@ -184,8 +181,8 @@ class OneOfTwo(Strategy):
         super().__init__(World(rank=rank, size=2))
         self._theirs = theirs
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
-        return model, optimizer
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        return Synchronizer(model)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.add_(self._theirs)

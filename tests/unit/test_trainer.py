@@ -22,12 +22,11 @@ from trainer import (
     FitContext,
     InMemory,
     ProgressEvent,
-    ShardedLoader,
     Trainer,
     TrainerConfig,
     TrainerError,
     accuracy,
-    prepare,
+    init,
 )
 from trainer.data.shard_plan import permutation
 
@@ -314,6 +313,19 @@ def test_the_learning_rate_is_restored_after_fit_whatever_its_end(fit: Callable[
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.3]
 
 
+@pytest.mark.parametrize(("per", "expected"), [("update", [0.05, 0.0125]), ("epoch", [0.1, 0.05])])
+def test_a_scheduler_that_is_handed_in_alone_sets_the_learning_rate(per: str, expected: list[float]) -> None:
+    """Of two updates an epoch: a record has the rate of its last one."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer = Trainer(
+        model, optimizer, F.cross_entropy, strategy="single", config=TrainerConfig(batch_size=10, device="cpu"),
+        lr_scheduler=scheduler, lr_scheduler_per=per, output=None, progress=False,
+    )  # fmt: skip
+    assert [record.learning_rate for record in trainer.fit(blobs(20), epochs=2)] == expected
+
+
 class EventLog(Callback):
     """Records its calls."""
 
@@ -401,14 +413,13 @@ def test_the_default_record_of_a_second_fit_has_a_folder_of_its_own(
 
 def test_a_loop_of_ones_own_gives_the_weights_of_fit() -> None:
     data, model = blobs(25), network()
-    config = TrainerConfig(device="cpu")
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    prepared, optimizer = prepare(model, optimizer, strategy="single", config=config)
-    loader = ShardedLoader(data, 10)
-    for _ in range(2):
+    run = init("single", device="cpu")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loader = run.loader(data, 10)
+    for _ in run.epochs(2):
         for inputs, targets in loader:
             optimizer.zero_grad()
-            (F.cross_entropy(prepared(inputs), targets) * loader.weight).backward()
+            run.backward(F.cross_entropy(model(inputs), targets))
             optimizer.step()
     by_hand = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert torch.equal(by_hand, fitted(data))

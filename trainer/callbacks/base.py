@@ -31,6 +31,8 @@ class FitContext:
     """Class of the strategy."""
     description: str
     """Ranks and transport, in a few words."""
+    learning_rate: str
+    """What becomes of the learning rate, in words."""
     tuning: Mapping[str, str]
     """What was set for this host, and why."""
     broadcast_object: Callable[[Any], Any]

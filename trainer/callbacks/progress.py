@@ -32,6 +32,8 @@ class Progress(Callback):
     def on_fit_start(self, context: FitContext) -> None:
         self._started = time.monotonic()
         self._next_line = self._started + self._every_s
+        if context.world.is_root:
+            print(context.learning_rate, flush=True)
         self._on_terminal = sys.stderr.isatty() and context.world.launcher not in _LINE_BY_LINE
 
     def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
@@ -44,7 +46,7 @@ class Progress(Callback):
             left = _clock(self._time_left(event))
             print(
                 f"epoch {event.epoch}/{event.epochs}  {event.done}/{event.samples}  loss {event.loss:.4f}  "
-                f"{event.samples_per_s:,.0f} images/s  {left} left",
+                f"{event.samples_per_s:,.0f} samples/s  {left} left",
                 flush=True,
             )
 
@@ -60,7 +62,7 @@ class Progress(Callback):
         if self._bar is None:
             self._bar = tqdm(
                 total=event.samples,
-                unit=" images",
+                unit=" samples",
                 unit_scale=True,
                 leave=False,
                 dynamic_ncols=True,
@@ -68,7 +70,7 @@ class Progress(Callback):
             )
         self._bar.set_description_str(f"epoch {event.epoch}/{event.epochs}", refresh=False)
         self._bar.set_postfix_str(
-            f"loss {event.loss:.4f}, {event.samples_per_s:,.0f} images/s, {_clock(self._time_left(event))} left",
+            f"loss {event.loss:.4f}, {event.samples_per_s:,.0f} samples/s, {_clock(self._time_left(event))} left",
             refresh=False,
         )
         self._bar.n = event.done
@@ -85,16 +87,17 @@ def _describe(record: EpochRecord) -> str:
     if record.validation is not None:
         metrics = record.validation.metrics
         parts += [
-            f"validation {name} {metrics[name]:.4f}" if name == "loss" else f"{name} {_percent(metrics[name])}"
+            f"validation {name} {metrics[name]:.4f}" if name == "loss" else f"{name} {_value(name, metrics[name])}"
             for name in metrics
         ]
         parts.append(f"evaluated {record.validation.evaluated}/{record.validation.samples}")
-    parts.append(f"{record.seconds:.2f} s ({record.samples_per_s:,.0f} images/s)")
+    parts.append(f"{record.seconds:.2f} s ({record.samples_per_s:,.0f} samples/s)")
     return ", ".join(parts)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %" if 0 <= value <= 1 else f"{value:.4f}"
+def _value(name: str, value: float) -> str:
+    """Format a metric. Only an accuracy is known to be a share."""
+    return f"{100 * value:.2f} %" if "accuracy" in name and 0 <= value <= 1 else f"{value:.4f}"
 
 
 def _clock(seconds: float) -> str:

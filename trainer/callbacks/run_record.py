@@ -108,6 +108,14 @@ def _settings(context: FitContext) -> dict[str, Any]:
         "command": sys.argv,
         "epochs": context.epochs,
         "config": context.config.as_dict(),
+        "optimizer": {
+            "class": type(context.optimizer).__name__,
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in context.optimizer.param_groups
+            ],
+        },
+        "learning_rate": context.learning_rate,
         "strategy": context.strategy_name,
         "description": context.description,
         "tuning": dict(context.tuning),

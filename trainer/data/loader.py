@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
 from trainer.errors import ConfigError
@@ -53,8 +54,8 @@ class InMemory(Dataset[Batch]):
 class Step:
     """One step of one rank."""
 
-    inputs: Any
-    targets: Any
+    batch: Any
+    """What the dataset's batches are, on this rank's device: a pair of tensors, a dict, …"""
     count: int
     """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce."""
     weight: float
@@ -63,57 +64,79 @@ class Step:
     """Whether the gradients are all-reduced and applied after this step."""
 
 
-class ShardedLoader:
-    """Loader of this rank's shards; iterating yields an epoch of `(inputs, targets)` on the rank's device.
+# What holds between epochs, for batches that come from elsewhere.
+_NO_STEP = Step(None, 1, 1.0, True)
 
-    Every rank takes the same number of steps. Multiply the local mean loss by `weight`, which belongs to the batch
-    that was yielded last: N ranks then compute exactly what one process computes with an N times larger batch,
-    whatever the size of the dataset.
+
+class ShardedLoader:
+    """Loader of this rank's shards; iterating yields an epoch of batches on the rank's device.
+
+    In training every rank takes the same number of steps. `Run.backward` weighs each, so that N ranks compute exactly
+    what one process computes with an N times larger batch, whatever the size of the dataset. In an evaluation each
+    sample comes once, and a rank may get fewer batches than another.
 
     Args:
-        dataset: `InMemory`, or any map-style dataset of (input, target) pairs.
+        dataset: `InMemory`, or any map-style dataset.
         batch_size: samples per rank and step.
-        shuffle: a new order in every epoch, from `seed`; without it the dataset's own order.
+        global_batch_size: samples of all ranks and step, instead of `batch_size`.
+        shuffle: a new order in every epoch, from `seed`; without it the dataset's own order. By default in training.
+        training: False for an evaluation.
         world: the ranks that share the dataset; by default the world that this process was launched into.
+        on_step: called with each training step before its batch is yielded, and after the last one.
         workers: processes per rank that load samples, for a dataset that is not in memory.
+        options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
+
+    Raises:
+        ConfigError: a number is not valid, the dataset cannot be sharded, or an option is not one of DataLoader's.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        batch_size: int,
+        batch_size: int | None = None,
         *,
-        shuffle: bool = True,
+        global_batch_size: int | None = None,
+        shuffle: bool | None = None,
+        training: bool = True,
         seed: int = 0,
         accumulate: int = 1,
         world: World | None = None,
+        on_step: Callable[[Step], None] | None = None,
         workers: int = 0,
+        **options: Any,
     ) -> None:
+        if (batch_size is None) == (global_batch_size is None):
+            raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
+        _check_options(dataset, options)
         self.world = world or current_world()
         self.plan = ShardPlan(
-            samples=_length(dataset), world_size=self.world.size, batch_size=batch_size, accumulate=accumulate
+            samples=_length(dataset),
+            world_size=self.world.size,
+            batch_size=1 if batch_size is None else batch_size,
+            global_batch_size=global_batch_size,
+            accumulate=accumulate,
         )
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
-        self.shuffle = shuffle
+        self.training = training
+        self.shuffle = training if shuffle is None else shuffle
         self.seed = seed
         self.workers = workers
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
-        self.weight = 1.0
-        self._order: Tensor | None = None
+        self._on_step = on_step
+        self._options = options
 
     def __len__(self) -> int:
-        """Return the steps in an epoch, the same on every rank."""
+        """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
         return self.plan.steps
 
-    def __iter__(self) -> Iterator[Batch]:
-        for step in self.steps():
-            self.weight = step.weight
-            yield step.inputs, step.targets
+    def __iter__(self) -> Iterator[Any]:
+        for step in self.steps() if self.training else self.own_samples():
+            yield step.batch
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        timer = step_timer() if self.shuffle else None
+        timer = step_timer() if self.training else None
         return timer.epoch(self._all_steps(), self.plan) if timer else self._all_steps()
 
     def _all_steps(self) -> Iterator[Step]:
@@ -121,23 +144,30 @@ class ShardedLoader:
         # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
         # cannot normalize a single one.
         places = [shard if shard.stop > shard.start else slice(0, 2) for shard in shards]
-        for step, (shard, (inputs, targets)) in enumerate(zip(shards, self._batches(places), strict=True)):
-            yield Step(
-                inputs,
-                targets,
-                shard.stop - shard.start,
-                self.plan.weight(step, self.world.rank),
-                self.plan.closes_update(step),
-            )
+        on_step = self._on_step
+        try:
+            for number, (shard, batch) in enumerate(zip(shards, self._batches(places), strict=True)):
+                step = Step(
+                    batch,
+                    shard.stop - shard.start,
+                    self.plan.weight(number, self.world.rank),
+                    self.plan.closes_update(number),
+                )
+                if on_step is not None:
+                    on_step(step)
+                yield step
+        finally:  # also where the loop was left early
+            if on_step is not None:
+                on_step(_NO_STEP)
 
     def own_samples(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
         shards = [shard for shard in shards if shard.stop > shard.start]
-        for shard, (inputs, targets) in zip(shards, self._batches(shards), strict=True):
-            yield Step(inputs, targets, shard.stop - shard.start, 1.0, True)
+        for shard, batch in zip(shards, self._batches(shards), strict=True):
+            yield Step(batch, shard.stop - shard.start, 1.0, True)
 
-    def _batches(self, places: Sequence[slice]) -> Iterator[Batch]:
+    def _batches(self, places: Sequence[slice]) -> Iterator[Any]:
         order = self._next_order()
         if isinstance(self.dataset, InMemory):
             return self._cut(self.dataset, order, places)
@@ -157,33 +187,63 @@ class ShardedLoader:
             cut = inputs.index_select(0, index)
             yield (transform(cut) if transform else cut), targets.index_select(0, index)
 
-    def _load(self, order: Tensor, places: Sequence[slice]) -> Iterator[Batch]:
-        device = self.world.device
-        pinned = device.type == "cuda"
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=[order[place].tolist() for place in places],
-            num_workers=self.workers,
-            # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
-            generator=torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank)),
-            pin_memory=pinned,
+    def _load(self, order: Tensor, places: Sequence[slice]) -> Iterator[Any]:
+        self._places.batches = [order[place].tolist() for place in places]
+        generator = self._data_loader.generator
+        generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
+        for batch in self._data_loader:
+            yield move(batch, self.world.device)
+
+    @cached_property
+    def _places(self) -> _Places:
+        return _Places()
+
+    @cached_property
+    def _data_loader(self) -> DataLoader[Any]:
+        """One for all epochs, so that persistent workers persist."""
+        options = {"pin_memory": self.world.device.type == "cuda", **self._options}
+        # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
+        return DataLoader(
+            self.dataset, batch_sampler=self._places, num_workers=self.workers, generator=torch.Generator(), **options
         )
-        for batch in loader:
-            inputs, targets = batch
-            yield move(inputs, device), move(targets, device)
+
+
+class _Places(Sampler[list[int]]):
+    """The indices of each batch of the next epoch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+_OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
+            "worker_init_fn")  # fmt: skip
+
+
+def _check_options(dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigError(f"a loader has no option {name!r}; valid are workers, {', '.join(_OPTIONS)}")
+        if isinstance(dataset, InMemory):
+            raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor in it (in tuples, lists and dicts) on `device`."""
+    """Return `value` with every tensor in it (in tuples, lists and dicts, and objects with `.to`) on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, Mapping) and not hasattr(value, "to"):  # a tokenizer's batch is a mapping, and has `.to`
+        return type(value)({key: move(item, device) for key, item in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(move(item, device) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(move(item, device) for item in value)
-    return value
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -28,17 +28,21 @@ class ShardPlan:
     world_size: int = 1
     batch_size: int = 1
     """Samples per rank and step."""
+    global_batch_size: int | None = None
+    """Samples of all ranks and step, instead of `batch_size`. It need not be divisible by the world size."""
     accumulate: int = 1
     """Steps whose gradients form one update."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "world_size", "batch_size", "accumulate"):
-            if getattr(self, name) < 1:
+        for name in ("samples", "world_size", "batch_size", "global_batch_size", "accumulate"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', ' ')} is {getattr(self, name)}; it must be at least 1")
 
     @property
     def step_size(self) -> int:
         """Samples that all ranks together take in one full step."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
         return self.batch_size * self.world_size
 
     @property
@@ -56,7 +60,7 @@ class ShardPlan:
         start = step * self.step_size
         left = min(self.step_size, self.samples - start)
         # BatchNorm cannot normalize a single sample, so ranks take at least two where the batch size allows it.
-        ranks = max(-(-left // self.batch_size), min(self.world_size, left // 2))
+        ranks = max(-(-left // -(-self.step_size // self.world_size)), min(self.world_size, left // 2))
         if rank >= ranks:
             return slice(start + left, start + left)
         share, extra = divmod(left, ranks)
@@ -71,9 +75,10 @@ class ShardPlan:
         """Return the factor on the local mean loss with which the mean over ranks is the mean over samples.
 
         local count · world size / global count, the global count being that of the whole update. It is
-        exactly 1.0 in full steps without accumulation, and 0.0 for a rank without samples.
+        exactly 1.0 in full, equally divided steps without accumulation, and 0.0 for a rank without samples.
         """
-        if self.accumulate == 1 and (step + 1) * self.step_size <= self.samples:
+        divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
+        if self.accumulate == 1 and divided and (step + 1) * self.step_size <= self.samples:
             return 1.0
         first = step - step % self.accumulate
         begin = first * self.step_size

@@ -4,16 +4,91 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig
+from trainer.errors import TrainerError
 from trainer.launch.world import World
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class Synchronizer:
+    """Gradient synchronization of one model. This one has nothing to do, as on a single rank.
+
+    Args:
+        forward: the module to call, which is the model or a wrapper around it.
+    """
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.forward = forward
+        self.retire: Callable[[], object] = _nothing
+        """Leaves the gradients alone from now on: another synchronizer takes over this model. Holds no model."""
+
+    def keep_local(self, local: bool) -> None:
+        """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
+
+    def before_backward(self) -> None:
+        """Let a further backward pass add to gradients that are being all-reduced."""
+
+    def after_backward(self) -> None:
+        """Note the gradients that are being all-reduced, so that `finish` can tell whether somebody changed them."""
+
+    def finish(self) -> None:
+        """Wait until the gradients are the mean over all ranks. Collective; a second call does nothing.
+
+        Raises:
+            TrainerError: a gradient was changed while it was being all-reduced.
+        """
+
+    def reopen(self) -> None:
+        """Let the next `finish` all-reduce again, also where no backward pass has run since."""
+
+    def before_step(self) -> None:
+        """Prepare for a step of an optimizer on finished gradients."""
+
+    def after_step(self) -> None:
+        """Combine what the step has done, where that is not the same on all ranks."""
+
+
+def _nothing() -> None:
+    return
+
+
+class GradientGuard:
+    """Notices gradients that are changed while they are being all-reduced, which would be lost or mixed in.
+
+    Args:
+        parameters: those whose gradients are all-reduced.
+    """
+
+    def __init__(self, parameters: NamedParameters) -> None:
+        self._parameters = parameters
+        self._seen: list[tuple[str, nn.Parameter, Tensor, int]] = []
+
+    def note(self) -> None:
+        """Note the gradients as they are. PyTorch counts the changes of each tensor."""
+        self._seen = [(name, p, p.grad, p.grad._version) for name, p in self._parameters if p.grad is not None]
+
+    def check(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients were dropped since, as `zero_grad()` does.
+
+        Raises:
+            TrainerError: a gradient was changed or replaced.
+        """
+        for name, parameter, gradient, version in self._seen:
+            if parameter.grad is not None and (parameter.grad is not gradient or gradient._version != version):
+                raise TrainerError(
+                    f"the gradient of {name} was changed between backward and step, while it was being all-reduced; "
+                    "call run.clip_grad_norm_ to clip, or run.synchronize first, or zero_grad(set_to_none=True)"
+                )
+        dropped = [parameter for _, parameter, _, _ in self._seen if parameter.grad is None]
+        self._seen = []
+        return dropped
 
 
 class Strategy(ABC):
@@ -31,16 +106,16 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
 
     @abstractmethod
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
-        """Broadcast rank 0's weights and optimizer state, and make `step()` apply the mean gradient over all ranks.
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        """Broadcast rank 0's weights and buffers; return what makes the gradients the mean over all ranks.
 
         Args:
             model: on the world's device.
-            optimizer: over parameters of `model`.
+            parameters: those of the model that require a gradient and belong to an optimizer.
             config: compression, reduction and dynamic_graph are used here.
 
-        Returns:
-            The model to call and the optimizer to step; either may be a wrapper.
+        Raises:
+            ConfigError: the strategy cannot train this model with these settings.
         """
 
     @abstractmethod
@@ -74,16 +149,6 @@ class Strategy(ABC):
         """Return every rank's value, in the order of the ranks."""
         return [self.broadcast_object(value, root=rank) for rank in range(self.world.size)]
 
-    def synchronize(self, optimizer: Optimizer) -> None:  # noqa: B027 (the identity is a valid default)
-        """Wait until the gradients are the mean over all ranks, before they are read or changed."""
-
-    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Apply gradients that `synchronize` has completed."""
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-
     def exchange_seconds(self) -> float | None:
         """Return the seconds spent in all-reduces of gradients since the last call; None where it cannot tell."""
         return None
@@ -91,15 +156,6 @@ class Strategy(ABC):
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""
         self.broadcast_tensors(model.buffers())
-
-
-@runtime_checkable
-class SupportsNoSync(Protocol):
-    """Local accumulation of gradients, for strategies whose backward pass would all-reduce them."""
-
-    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Context in which a backward pass adds to this rank's gradients without an all-reduce."""
-        ...
 
 
 def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:

@@ -9,27 +9,22 @@ Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
 from __future__ import annotations
 
 import time
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from weakref import WeakKeyDictionary
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """Least size of a bucket but the last: large enough for its latency not to count."""
-
-# The hook of each parameter; a parameter has at most one.
-_HOOKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class BucketedStrategy(Strategy):
@@ -37,7 +32,7 @@ class BucketedStrategy(Strategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._reducers: WeakKeyDictionary[Optimizer, BucketReducer] = WeakKeyDictionary()
+        self._reducers: weakref.WeakSet[BucketReducer] = weakref.WeakSet()
         self._background: ThreadPoolExecutor | None = None
 
     @abstractmethod
@@ -62,11 +57,10 @@ class BucketedStrategy(Strategy):
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self._check(model, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        broadcast_optimizer_state(self, optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        held = [parameter for _, parameter in parameters]
         buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
         if len(buckets) > 1 and self._background is None and self._may_overlap():
@@ -76,28 +70,11 @@ class BucketedStrategy(Strategy):
         reducer = BucketReducer(
             buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
         )
-        self._reducers[optimizer] = reducer
-        optimizer.register_step_pre_hook(lambda *_: reducer.finish())
-        optimizer.register_step_post_hook(lambda *_: reducer.reopen())
-        # As Horovod's optimizer has them, so that a loop that clips is the same under all of these strategies.
-        vars(optimizer).update(synchronize=reducer.finish, skip_synchronize=nullcontext)
-        return model, optimizer
-
-    def synchronize(self, optimizer: Optimizer) -> None:
-        self._reducers[optimizer].finish()
-
-    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        super().step(optimizer, scaler)
-        # A scaler that has found an infinity skips the step, and with it the optimizer's own hook.
-        self._reducers[optimizer].reopen()
-
-    @contextmanager
-    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        with self._reducers[optimizer].paused():
-            yield
+        self._reducers.add(reducer)
+        return BucketSynchronizer(model, parameters, reducer)
 
     def exchange_seconds(self) -> float:
-        return sum(reducer.take_seconds() for reducer in self._reducers.values())
+        return sum(reducer.take_seconds() for reducer in self._reducers)
 
     def close(self) -> None:
         if self._background is not None:
@@ -108,13 +85,43 @@ class BucketedStrategy(Strategy):
         """Return whether `sum_gradients` may be called from another thread."""
         return True
 
-    def _check(self, model: nn.Module, config: TrainerConfig) -> None:
+    def _check(self, model: nn.Module, config: RunConfig) -> None:
         name = type(self).__name__.removesuffix("Strategy")
         if config.reduction == "adasum":
             raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
         for path, module in model.named_modules():
             if getattr(module, "sparse", False):
                 raise ConfigError(f"{path} has sparse gradients, and {name} exchanges dense ones; set sparse=False")
+
+
+class BucketSynchronizer(Synchronizer):
+    """The gradients of one model, in the buckets of a `BucketReducer`."""
+
+    def __init__(self, model: nn.Module, parameters: NamedParameters, reducer: BucketReducer) -> None:
+        super().__init__(model)
+        self._reducer, self._guard = reducer, GradientGuard(parameters)
+        self.retire = reducer.remove_hooks
+
+    def keep_local(self, local: bool) -> None:
+        self._reducer.paused = local
+
+    def before_backward(self) -> None:
+        if self._reducer.is_sending:
+            self.finish()
+        self._reducer.reopen()
+
+    def after_backward(self) -> None:
+        if not self._reducer.paused:
+            self._guard.note()
+
+    def finish(self) -> None:
+        dropped = self._guard.check()
+        self._reducer.finish()
+        for parameter in dropped:
+            parameter.grad = None
+
+    def reopen(self) -> None:
+        self._reducer.reopen()
 
 
 class Bucket:
@@ -198,12 +205,18 @@ class BucketReducer:
         self._executor = executor
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.places}
         self._next = 0
-        self._paused = self._done = False
+        self.paused = False
+        """Whether gradients stay on this rank."""
+        self._done = False
         self._seconds = 0.0
-        for parameter in self._bucket_of:
-            if earlier := _HOOKS.pop(parameter, None):  # of a reducer that this one replaces
-                earlier.remove()
-            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        # Weakly, because a hook that held the parameters would keep them for ever.
+        own = weakref.ref(self)
+        self._hooks = [one.register_post_accumulate_grad_hook(partial(_on_gradient, own)) for one in self._bucket_of]
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether gradients are in the buckets, or on their way, that `finish` has not waited for."""
+        return any(bucket.ready for bucket in self._buckets)
 
     def finish(self) -> None:
         """Send what has not been sent, and wait for all of it. Collective; a second call does nothing."""
@@ -228,26 +241,23 @@ class BucketReducer:
         """Let the next `finish` all-reduce again."""
         self._done = False
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which gradients stay on this rank."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def remove_hooks(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        if self._paused:
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Put a gradient into its bucket, and send every bucket that is full and next in order."""
+        if self.paused:
             return
         bucket = self._bucket_of[parameter]
-        # After an all-reduce all ranks hold the same mean. A further backward pass may add to it, as where a
-        # GradScaler has skipped a step, and the result is all-reduced again.
+        # After an all-reduce all ranks hold the same mean. A further backward pass adds to it, and the sum is
+        # all-reduced again.
         self._done = False
         if parameter in bucket.ready:
             raise TrainerError(
                 "a second backward pass came before optimizer.step(), while the first one's gradients were being "
-                "all-reduced; to accumulate gradients, set TrainerConfig's accumulate"
+                "all-reduced; run.backward(loss) waits for them, and loss.backward() does not"
             )
         bucket.put(parameter, self._scale)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
@@ -265,3 +275,8 @@ class BucketReducer:
         started = time.perf_counter()
         self._all_reduce(flat)
         self._seconds += time.perf_counter() - started
+
+
+def _on_gradient(reducer: weakref.ref[BucketReducer], parameter: Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.on_gradient(parameter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.tuning import tune
 
 _TIMEOUT = timedelta(minutes=10)
@@ -45,6 +43,7 @@ class DDPStrategy(Strategy):
         self.description = f"DistributedDataParallel over {transport}, {world}"
         self._wrapped: DistributedDataParallel | None = None
         self._seconds_before = 0.0
+        self._is_ours = not dist.is_initialized()
         if dist.is_initialized():
             return  # by an earlier trainer in this process, or by the user, who then also ends it
         atexit.register(self.close)
@@ -57,11 +56,14 @@ class DDPStrategy(Strategy):
             init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
             rendezvous.close()
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         if config.reduction == "adasum":
             raise ConfigError("reduction is 'adasum', which strategy 'ddp' does not have; valid there is average")
+        if not any(parameter.requires_grad for parameter in model.parameters()):  # which DDP would refuse
+            self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
+            return Synchronizer(model)
         # Buffers are broadcast before an evaluation, not in every forward pass.
-        wrapped = DistributedDataParallel(
+        wrapped = _TransparentDDP(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             forward_sync_buffers=False,
@@ -70,9 +72,8 @@ class DDPStrategy(Strategy):
         )
         if config.compression == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
-        broadcast_optimizer_state(self, optimizer)
         self._wrapped = wrapped
-        return wrapped, optimizer
+        return DDPSynchronizer(wrapped, parameters)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -106,12 +107,80 @@ class DDPStrategy(Strategy):
         return since
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
             # already shutting down by then, they abort the process (1 run in 6, measured).
             time.sleep(_GLOO_SHUTDOWN_S)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
-        no_sync: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]
-        return no_sync
+
+class DDPSynchronizer(Synchronizer):
+    """DistributedDataParallel, whose backward pass returns when the gradients are the mean.
+
+    That holds for a forward pass through the wrapper. Gradients of any other one (a method of the model that calls its
+    layers, a pass within `no_sync`) are all-reduced before the step.
+    """
+
+    forward: DistributedDataParallel
+
+    def __init__(self, wrapped: DistributedDataParallel, parameters: NamedParameters) -> None:
+        super().__init__(wrapped)
+        self._parameters = [parameter for _, parameter in parameters]
+        self._is_exchanging = self._is_local = False
+        self.retire = wrapped.reducer._remove_autograd_hooks
+        wrapped.register_forward_pre_hook(self._on_forward)
+
+    def keep_local(self, local: bool) -> None:
+        # What DDP's own no_sync does, without a context: the loader knows when an update ends, not a block of code.
+        self.forward.require_backward_grad_sync = not local
+
+    def after_backward(self) -> None:
+        self._is_local = not self._is_exchanging
+        self._is_exchanging = False
+
+    def finish(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._is_local and gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        self._is_local = False
+
+    def _on_forward(self, *_: Any) -> None:
+        if self.forward.require_backward_grad_sync and torch.is_grad_enabled():
+            self._is_exchanging = True
+
+
+class _TransparentDDP(DistributedDataParallel):
+    """DDP with the names and the attributes of the model inside: a checkpoint is the same under every strategy."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Any:
+        return iter(self.module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)

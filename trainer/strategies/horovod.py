@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD
 
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
 from trainer.tuning import tune
 from trainer.tuning.horovod import gradient_groups
 
 _REDUCIBLE = (torch.float16, torch.float32, torch.float64)
+_NUMBERS = itertools.count()
+_UNTIL_ASKED = 2**62
+"""Backward passes after which Horovod would send a gradient by itself."""
 
 
 class HorovodStrategy(Strategy):
@@ -65,30 +69,28 @@ class HorovodStrategy(Strategy):
                 "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
             )
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         hvd = self._hvd
         if config.reduction == "adasum" and not hvd.mpi_enabled():
             raise ConfigError(
                 "reduction is 'adasum', which Horovod has over MPI only; start with "
                 "`horovodrun --mpi`, or take reduction 'average'"
             )
-        self._check_types(model, config)
+        self._check_types(parameters, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        broadcast_optimizer_state(self, optimizer)
-        wrapped = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=_names_of(model, optimizer),
-            compression=hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none,
-            op=hvd.Adasum if config.reduction == "adasum" else hvd.Average,
-            groups=self._groups(model, config),
-        )
-        # Horovod makes a new optimizer from the old one's settings, without its state.
-        wrapped.state.update(optimizer.state)
-        return model, wrapped
+        # Horovod sends each gradient under its name, so every prepared model has names of its own.
+        number = next(_NUMBERS)
+        named = [(f"{name}.{number}", parameter) for name, parameter in parameters]
+        compression = hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none
+        if config.reduction == "adasum":
+            return AdasumSynchronizer(hvd, model, named, compression)
+        synchronizer = HorovodSynchronizer(hvd, model, named, compression, self._groups(model, config))
+        synchronizer.ranks_may_differ = config.dynamic_graph
+        return synchronizer
 
-    def _check_types(self, model: nn.Module, config: TrainerConfig) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.dtype not in _REDUCIBLE:
+    def _check_types(self, parameters: NamedParameters, config: RunConfig) -> None:
+        for name, parameter in parameters:
+            if parameter.dtype not in _REDUCIBLE:
                 raise ConfigError(
                     f"parameter {name} is of type {parameter.dtype}, which Horovod cannot all-reduce; "
                     "keep weights in float32 and set precision to bf16"
@@ -98,11 +100,11 @@ class HorovodStrategy(Strategy):
                 f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
             )
 
-    def _groups(self, model: nn.Module, config: TrainerConfig) -> int | None:
+    def _groups(self, model: nn.Module, config: RunConfig) -> int | None:
         # A group is sent when its last gradient is there. It would hang where ranks leave different parameters
-        # without a gradient. Adasum's optimizer and sparse gradients support no groups.
+        # without a gradient. Sparse gradients support no groups.
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
-        if config.dynamic_graph or sparse or config.reduction == "adasum":
+        if config.dynamic_graph or sparse:
             return None
         return gradient_groups(model)
 
@@ -144,21 +146,94 @@ class HorovodStrategy(Strategy):
             self._closed = True
             self._hvd.shutdown()
 
-    def synchronize(self, optimizer: Optimizer) -> None:
-        optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod's wrapper has it
 
-    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            super().step(optimizer, scaler)
+class HorovodSynchronizer(Synchronizer):
+    """Horovod's DistributedOptimizer, used for the gradients alone.
 
-    @contextmanager
-    def no_sync(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Raise the number of backward passes per step, after which Horovod all-reduces a gradient, by one."""
-        optimizer.set_backward_passes_per_step(2)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            optimizer.set_backward_passes_per_step(1)  # type: ignore[attr-defined]
+    It is made over the same parameters as the user's optimizer, which keeps its class, its state and its schedulers,
+    and which takes the steps. Horovod would make another optimizer of it.
+
+    Args:
+        parameters: named, with the names that Horovod sends them under.
+        groups: how many messages the gradients are sent as; None sends each by itself.
+    """
+
+    def __init__(
+        self, hvd: Any, model: nn.Module, parameters: NamedParameters, compression: Any, groups: int | None
+    ) -> None:
+        super().__init__(model)
+        self._distributed: Any = None
+        self._guard = GradientGuard(parameters)
+        self._in_flight = self._done = self._local = False
+        self.ranks_may_differ = False
+        """Whether a backward pass may leave this model without a gradient on some ranks only."""
+        if parameters:
+            self._distributed = hvd.DistributedOptimizer(
+                SGD([parameter for _, parameter in parameters], lr=0.0),
+                named_parameters=parameters,
+                compression=compression,
+                groups=groups,
+            )
+            self.retire = partial(self._distributed.set_backward_passes_per_step, _UNTIL_ASKED)
+
+    def keep_local(self, local: bool) -> None:
+        if local != self._local and self._distributed is not None:
+            self._local = local
+            self._distributed.set_backward_passes_per_step(_UNTIL_ASKED if local else 1)
+
+    def before_backward(self) -> None:
+        if self._in_flight:
+            self.finish()
+        self._done = False
+        self._in_flight = not self._local  # also where the backward pass ends in an error
+
+    def after_backward(self) -> None:
+        # A model that this pass has not reached has nothing to wait for.
+        self._in_flight = not self._local and (self.ranks_may_differ or self._has_sent())
+        if self._in_flight:
+            self._guard.note()
+
+    def _has_sent(self) -> bool:
+        return self._distributed is not None and bool(self._distributed._handles)
+
+    def finish(self) -> None:
+        if self._done or self._distributed is None:
+            return
+        dropped = self._guard.check()
+        for parameter in dropped:
+            parameter.grad = torch.empty_like(parameter)  # Horovod assigns what it has sent to the gradient
+        self._distributed.synchronize()
+        for parameter in dropped:
+            parameter.grad = None
+        self._in_flight, self._done = False, True
+
+    def reopen(self) -> None:
+        self._done = False
+
+
+class AdasumSynchronizer(Synchronizer):
+    """Adasum (Maleki et al. 2020): each rank takes a step of its own, and the steps are combined, not the gradients."""
+
+    def __init__(self, hvd: Any, model: nn.Module, parameters: NamedParameters, compression: Any) -> None:
+        super().__init__(model)
+        self._hvd, self._parameters, self._compression = hvd, parameters, compression
+        self._before: list[Tensor] = []
+
+    def before_step(self) -> None:
+        self._before = [parameter.detach().clone() for _, parameter in self._parameters]
+
+    def after_step(self) -> None:
+        if not self._before:  # a step within a step, of a class that calls its parent's
+            return
+        started = []
+        for (name, parameter), before in zip(self._parameters, self._before, strict=True):
+            delta, context = self._compression.compress(parameter.detach() - before)
+            started.append((self._hvd.allreduce_async_(delta, name=name, op=self._hvd.Adasum), context))
+        for (_, parameter), before, (handle, context) in zip(self._parameters, self._before, started, strict=True):
+            combined = self._compression.decompress(self._hvd.synchronize(handle), context)
+            with torch.no_grad():
+                parameter.copy_(before.add_(combined))
+        self._before = []
 
 
 def _import_horovod() -> Any:
@@ -176,9 +251,3 @@ def _import_horovod() -> Any:
             "`python scripts/install/build_horovod.py`"
         )
     return hvd
-
-
-def _names_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return names for the optimizer's parameters; Horovod sends each gradient under its name."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.tuning import tune
 
 
@@ -29,8 +28,8 @@ class SingleStrategy(Strategy):
         super().__init__(world)
         self.tuning = tune(world)
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig) -> tuple[nn.Module, Optimizer]:
-        return model, optimizer
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        return Synchronizer(model)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

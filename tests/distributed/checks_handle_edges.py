@@ -1,0 +1,221 @@
+"""The handle where something is unusual or wrong, the same under every strategy; run on every rank of one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from trainer import ConfigError, TrainerError, init
+from trainer.strategies.base import Strategy
+from trainer.strategies.single import SingleStrategy
+
+CLIP = 0.05
+
+
+def check_a_gradient_that_is_changed_on_its_way_is_told(strategy: Strategy) -> None:
+    """Under DDP and alone the gradients are complete when the backward pass ends, so a change of them is fine."""
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    run = init(strategy, device="cpu")
+    forward, optimizer = run.prepare(model, sgd(model))
+    (batch,) = run.loader(data, BATCH)
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    if isinstance(strategy, SingleStrategy) or strategy.description.startswith("DistributedDataParallel"):
+        optimizer.step()
+        assert_same_on_all_ranks(strategy, model)
+        return
+    with pytest.raises(TrainerError, match=r"^the gradient of .* was changed between backward and step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    run.strategy.barrier()
+
+
+def check_a_plain_backward_is_told(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    run = init(strategy, device="cpu")
+    forward, optimizer = run.prepare(model, sgd(model))
+    (batch,) = run.loader(data, BATCH)
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))  # an earlier one does not make up for it
+    optimizer.step()
+    optimizer.zero_grad()
+    if isinstance(strategy, SingleStrategy):  # nothing is on its way there: it is told of when the step comes
+        F.cross_entropy(forward(batch[0]), batch[1]).backward()
+        with pytest.raises(TrainerError, match=r"run\.backward has not run since its last step"):
+            optimizer.step()
+        return
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    with pytest.raises(TrainerError, match=r"call run.backward\(loss\) instead"):
+        F.cross_entropy(forward(batch[0]), batch[1]).backward()
+    strategy.barrier()
+
+
+def check_a_second_step_on_the_same_gradients_is_told(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    run = init(strategy, device="cpu")
+    forward, optimizer = run.prepare(model, sgd(model))
+    (batch,) = run.loader(data, BATCH)
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    optimizer.step()
+    with pytest.raises(TrainerError, match=r"run.backward has not run since its last step"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_a_step_within_an_update_is_told(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(4 * BATCH * strategy.world.size)
+    run = init(strategy, device="cpu", accumulate=2)
+    forward, optimizer = run.prepare(model, sgd(model))
+    batches = iter(run.loader(data, BATCH))
+    inputs, targets = next(batches)
+    run.backward(F.cross_entropy(forward(inputs), targets))
+    with pytest.raises(TrainerError, match=r"before the update's 2 batches were complete"):
+        optimizer.step()
+    inputs, targets = next(batches)
+    run.backward(F.cross_entropy(forward(inputs), targets))
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_parameters_that_are_unfrozen_or_added_later_are_told(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    run = init(strategy, device="cpu")
+    forward, optimizer = run.prepare(model, torch.optim.SGD(others, lr=0.1))
+    (batch,) = run.loader(data, BATCH)
+    if not isinstance(strategy, SingleStrategy):
+        first.requires_grad_(True)
+        with pytest.raises(TrainerError, match=r"were unfrozen after run\.prepare"):
+            run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    first.requires_grad_(True)
+    optimizer.add_param_group({"params": [first], "lr": 0.2})
+    forward, optimizer = run.prepare(model, optimizer)
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(TrainerError, match=r"were added to the optimizer after run\.prepare"):
+        optimizer.step()
+
+
+def check_values_of_all_ranks(strategy: Strategy) -> None:
+    run = init(strategy, device="cpu")
+    ranks = torch.arange(run.world_size, dtype=torch.float64)
+    own = torch.tensor([float(run.rank), 1.0], dtype=torch.float64)
+    assert run.all_reduce(own).tolist() == [float(ranks.mean()), 1.0]
+    assert own.tolist() == [float(run.rank), 1.0], "the argument is not changed"
+    assert run.all_reduce(run.rank + 1, "sum").item() == ranks.sum() + run.world_size
+    assert run.all_gather({"rank": run.rank}) == [{"rank": rank} for rank in range(run.world_size)]
+    assert run.broadcast(f"from {run.rank}", root=run.world_size - 1) == f"from {run.world_size - 1}"
+    size = run.world_size
+    assert run.all_reduce(run.is_root, "sum").item() == 1
+    assert run.all_reduce(torch.tensor([True, False]), "sum").tolist() == [size, 0]
+    assert run.all_reduce(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert run.all_reduce(torch.arange(6.0).view(2, 3).t()).tolist() == torch.arange(6.0).view(2, 3).t().tolist()
+    assert run.all_reduce(16777217.0).item() == 16777217.0
+    with pytest.raises(ConfigError, match="reduction is 'max'; valid are mean, sum"):
+        run.all_reduce(own, "max")
+    run.barrier()
+
+
+def check_datasets_of_different_sizes_are_told(strategy: Strategy) -> None:
+    run = init(strategy, device="cpu")
+    odd = run.rank == run.world_size - 1
+    with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
+        run.loader(make_data(9 if odd else 8), BATCH)
+
+
+def check_half_precision_of_ones_own_loop(strategy: Strategy) -> None:
+    data = make_data(3 * BATCH * strategy.world.size, torch.float32)
+    exact = train_alone(make_model(torch.float32), data, batch=BATCH * strategy.world.size, clip_norm=CLIP)
+    for precision in ("bf16", "fp16"):
+        model = make_model(torch.float32)
+        run = init(strategy, device="cpu", precision=precision)
+        forward, optimizer = run.prepare(model, sgd(model))
+        for inputs, targets in run.loader(data, BATCH):
+            optimizer.zero_grad()
+            with run.autocast():
+                outputs = forward(inputs)
+                loss = F.cross_entropy(outputs, targets)
+            assert outputs.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+            run.backward(loss)
+            assert run.clip_grad_norm_(forward, CLIP) < 100, "the gradients are unscaled"
+            optimizer.step()
+        assert_equal(model, exact, 5e-3)
+        assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_loop_that_is_left_early(strategy: Strategy) -> None:
+    """In the middle of an update: what follows, with a batch from elsewhere, is weighed and synchronized as usual."""
+    model, data = make_model(), make_data(4 * BATCH * strategy.world.size)
+    run = init(strategy, device="cpu", accumulate=3)
+    forward, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        break
+    assert run.sync_gradients
+    optimizer.zero_grad()
+    run.backward(forward(data.inputs[:BATCH] + run.rank).square().mean())
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_an_error_in_a_backward_pass_may_be_caught(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    run = init(strategy, device="cpu")
+    forward, optimizer = run.prepare(model, sgd(model))
+    (batch,) = run.loader(data, BATCH)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ArithmeticError("out of memory, say")
+
+    with pytest.raises(ArithmeticError):
+        run.backward(Fails.apply(forward(Fails.apply(batch[0].requires_grad_()))).sum())
+    optimizer.zero_grad()
+    run.backward(F.cross_entropy(forward(batch[0].detach()), batch[1]))
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_models_that_share_parameters_are_refused(strategy: Strategy) -> None:
+    encoder = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="share parameters, and each gradient is all-reduced once"):
+        init(strategy, device="cpu").prepare(encoder, nn.Sequential(encoder, nn.ReLU()))
+
+
+def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) -> None:
+    """Each steps on unscaled gradients, also after the other one was synchronized, and after an overflow."""
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    run = init(strategy, device="cpu", precision="fp16")
+    forwards = run.prepare(*models)
+    optimizers = [run.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
+    ones = torch.ones(1, 1)
+    before = [model.weight.item() for model in models]
+    run.backward(forwards[0](ones).sum() + forwards[1](ones).sum())
+    run.synchronize()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    assert [model.weight.item() for model in models] == pytest.approx([value - 1 for value in before], abs=1e-3)
+    run.backward(forwards[1](ones).sum())  # the second one accumulates over an overflow of the first
+    run.backward(forwards[0](ones * 1e36).sum())
+    run.synchronize(optimizers[0])
+    torch.nn.utils.clip_grad_value_(models[0].parameters(), 1.0)  # which makes the infinity finite
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    run.backward(forwards[1](ones).sum())
+    optimizers[1].step()
+    assert [model.weight.item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)

@@ -1,0 +1,104 @@
+"""The handle's loaders and `prepare`, the same under every strategy; run on every rank of one job."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_handle import train_one
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from trainer import init
+from trainer.strategies.base import Strategy
+
+CLIP = 0.05
+
+
+def check_a_model_may_be_prepared_again(strategy: Strategy) -> None:
+    model, alone, data = make_model(), make_model(), make_data(2 * BATCH * strategy.world.size)
+    for _ in range(2):  # the second time with a new optimizer, as for a second stage of a training
+        alone = train_alone(alone, data, batch=BATCH * strategy.world.size)
+        run = init(strategy, device="cpu")
+        forward, optimizer = run.prepare(model, sgd(model))
+        train_one(run, forward, optimizer, data)
+    assert_equal(model, alone, 1e-12)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) -> None:
+    for batch in (7, 12, strategy.world.size - 1 or 1):
+        model, data = make_model(), make_data(31)
+        expected = train_alone(model, data, batch=batch)
+        run = init(strategy, device="cpu")
+        forward, optimizer = run.prepare(model, sgd(model))
+        for inputs, targets in run.loader(data, global_batch_size=batch):
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(forward(inputs), targets))
+            optimizer.step()
+        assert_equal(model, expected, 1e-12)
+        assert_same_on_all_ranks(strategy, model)
+
+
+def check_batch_norm_of_ones_own_loop_leaves_padding_batches_out(strategy: Strategy) -> None:
+    model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+    run = init(strategy, device="cpu", sync_batch_norm=True)
+    forward, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        optimizer.step()
+    assert_equal(model, expected, 1e-11)
+    assert_same_on_all_ranks(strategy, model)
+
+
+class Sample(NamedTuple):
+    image: Tensor
+    label: Tensor
+
+
+def check_batches_of_any_kind(strategy: Strategy) -> None:
+    data = make_data(3 * BATCH * strategy.world.size + 1)
+    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
+
+    def dicts(index: int) -> Any:
+        return {"image": data.inputs[index], "label": data.targets[index]}
+
+    def triples(index: int) -> Any:
+        return data.inputs[index], index, data.targets[index]
+
+    def named(index: int) -> Any:
+        return Sample(data.inputs[index], data.targets[index])
+
+    for kind, image, label in ((dicts, "image", "label"), (triples, 0, 2), (named, 0, 1)):
+        model = make_model()
+        run = init(strategy, device="cpu")
+        forward, optimizer = run.prepare(model, sgd(model))
+        dataset = [kind(index) for index in range(len(data))]
+        for batch in run.loader(dataset, BATCH):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(forward(batch[image]), batch[label]))
+            optimizer.step()
+        assert_equal(model, expected, 1e-12)
+
+
+def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:
+    for samples in (1, strategy.world.size + 1, 5 * BATCH * strategy.world.size + 3):
+        run, data = init(strategy, device="cpu"), make_data(samples)
+        seen = [int(label) for _, labels in run.loader(data, BATCH, training=False) for label in labels]
+        assert int(run.all_reduce(len(seen), "sum")) == samples
+        gathered = list(itertools.chain.from_iterable(run.all_gather(seen)))
+        assert sorted(gathered) == sorted(data.targets.tolist())
+
+
+def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+    run = init(strategy, device="cpu")
+    forward = run.prepare(model)
+    train_one(run, forward, run.prepare(sgd(model)), data)
+    assert_equal(model, expected, 1e-12)
+    assert_same_on_all_ranks(strategy, model)

@@ -1,0 +1,164 @@
+"""The handle in a world of one: what every strategy passes, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.harness import checks_in
+from tests.distributed.jobs import HANDLE
+from tests.distributed.reference import make_data, make_model, sgd
+from trainer import ConfigError, Trainer, TrainerConfig, World, init
+from trainer.strategies.single import SingleStrategy
+
+# A single rank has no other to differ from.
+CHECKS = {
+    name: module for name, module in checks_in(HANDLE).items() if name != "check_datasets_of_different_sizes_are_told"
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_every_strategy_does_a_single_rank_does(check: str) -> None:
+    getattr(importlib.import_module(CHECKS[check]), check)(SingleStrategy(World()))
+
+
+def test_a_setting_that_there_is_not_is_named_with_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match="init has no setting 'precison'; valid are strategy, accumulate, precision"):
+        init("single", precison="bf16")
+    with pytest.raises(ConfigError, match="precision is 'fp8'; valid are fp32, bf16, fp16"):
+        init("single", precision="fp8")
+
+
+def test_the_handle_has_the_worlds_names() -> None:
+    run = init(SingleStrategy(World(rank=0, size=1, local_rank=0)))
+    assert (run.rank, run.world_size, run.local_rank, run.is_root) == (0, 1, 0, True)
+    assert (run.device, run.host) == (torch.device("cpu"), run.world.host)
+
+
+def test_parameters_outside_every_model_are_refused() -> None:
+    model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    with pytest.raises(ConfigError, match="holds 1 parameters that the model does not"):
+        init("single").prepare(model, optimizer)
+
+
+def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"was given Linear, InMemory; run\.loader takes datasets"):
+        init("single").prepare(nn.Linear(2, 1), make_data(4))  # type: ignore[arg-type]
+
+
+def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
+    run, model, other = init("single"), nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = sgd(model)
+    assert run.prepare(model) is model
+    assert run.prepare(optimizer) is optimizer
+    assert run.prepare(sgd(other), other)[1] is other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either batch_size .per rank. or global_batch_size"),
+        ({"batch_size": 2, "global_batch_size": 4}, "either batch_size .per rank. or global_batch_size"),
+        ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
+        ({"global_batch_size": 0}, "global batch size is 0; it must be at least 1"),
+        ({"batch_size": 2, "num_worker": 1}, "a loader has no option 'num_worker'; valid are workers, collate_fn"),
+        ({"batch_size": 2, "collate_fn": list}, "option 'collate_fn' is for datasets that are loaded sample by sample"),
+    ],
+)
+def test_a_loader_that_cannot_be_made_says_why(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        init("single").loader(make_data(4), **arguments)  # type: ignore[arg-type]
+
+
+class Words(torch.utils.data.Dataset[str]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> str:
+        return "abcde"[index]
+
+
+class Encoded:
+    """A batch of a tokenizer: not a tensor, but with `.to`."""
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes, self.moved_to = codes, ""
+
+    def to(self, device: torch.device) -> Encoded:
+        self.moved_to = str(device)
+        return self
+
+
+def collate(words: list[str]) -> Encoded:
+    return Encoded(torch.tensor([ord(word) for word in words]))
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 1, "persistent_workers": True, "prefetch_factor": 3}])
+def test_a_collate_function_makes_the_batches_with_and_without_workers(options: dict[str, object]) -> None:
+    loader = init("single").loader(Words(), 2, collate_fn=collate, shuffle=False, **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        batches = list(loader)
+        assert [batch.codes.tolist() for batch in batches] == [[97, 98], [99, 100], [101]]
+        assert {batch.moved_to for batch in batches} == {"cpu"}
+
+
+def test_an_epoch_of_fp16_goes_on_after_an_infinite_gradient() -> None:
+    """The gradient scaler starts at 65536, where a loss of this size overflows: that step is skipped."""
+    run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
+    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    before = model.weight.item()
+    run.backward(forward(torch.full((1, 1), 1e36)).sum())
+    optimizer.step()
+    assert model.weight.item() == before
+    optimizer.zero_grad()
+    for _ in range(3):
+        run.backward(forward(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.item() == pytest.approx(before - 3e-6, abs=1e-7)
+
+
+def test_print_is_one_line_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    init("single").print("loss", 0.5)
+    assert capsys.readouterr().out == "loss 0.5\n"
+    init(OfTwo(World(rank=1, size=2))).print("never")
+    assert capsys.readouterr().out == ""
+
+
+class OfTwo(SingleStrategy):
+    """Rank 1 of two, as far as printing is concerned."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.tuning, self.description = world, {}, ""
+
+
+def test_epochs_are_numbered_from_0() -> None:
+    assert list(init("single").epochs(3)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="epochs is 0; it must be at least 1"):
+        init("single").epochs(0)
+
+
+def test_layers_that_were_frozen_by_eval_stay_so_in_a_training() -> None:
+    model = make_model(batch_norm=True)
+    frozen = model[1]  # type: ignore[index]
+    frozen.eval()
+    trainer = Trainer(model, sgd(model), F.cross_entropy, strategy="single", output=None, progress=False,
+                      config=TrainerConfig(batch_size=4, device="cpu"))  # fmt: skip
+    before = frozen.running_mean.clone()
+    trainer.fit(make_data(12), make_data(4), epochs=2)
+    assert torch.equal(frozen.running_mean, before)
+    assert (model.training, frozen.training) == (True, False)
+
+
+def test_a_dataset_of_dicts_is_refused_by_the_trainer_in_one_line() -> None:
+    model, data = make_model(), make_data(8)
+    rows = [{"image": image, "label": label} for image, label in zip(data.inputs, data.targets, strict=True)]
+    trainer = Trainer(model, sgd(model), F.cross_entropy, strategy="single", output=None, progress=False,
+                      config=TrainerConfig(batch_size=4, device="cpu"))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"Trainer takes batches of \(inputs, targets\), and .* are of type dict"):
+        trainer.fit(rows, epochs=1)  # type: ignore[arg-type]

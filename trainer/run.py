@@ -1,0 +1,245 @@
+"""Run: the handle on the job that this process was launched into, for a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from trainer.config import RunConfig
+from trainer.consistency import check_consistency
+from trainer.data.loader import ShardedLoader
+from trainer.errors import ConfigError
+from trainer.launch.output import print_line
+from trainer.preparation import join, prepare_model
+from trainer.strategies.base import Strategy
+from trainer.updates import Updates
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_CONTEXT = nullcontext()
+_SENT_AS = {torch.bool: torch.int64, torch.bfloat16: torch.float32}
+
+
+def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
+    """Join the job that this process was launched into, and return the handle on it. Collective.
+
+    Args:
+        strategy: a name out of `trainer.strategies.NAMES`; "auto" chooses by launcher.
+        settings: the fields of `RunConfig`, as in `init(precision="bf16", accumulate=4)`.
+
+    Raises:
+        ConfigError: a setting is not valid, or the strategy is not available here.
+    """
+    valid = [field.name for field in fields(RunConfig)]
+    for name in settings:
+        if name not in valid:
+            raise ConfigError(f"init has no setting {name!r}; valid are strategy, {', '.join(valid)}")
+    return Run(strategy, RunConfig(**settings))
+
+
+class Run:
+    """One rank's handle on the job. It behaves the same under every launcher and every strategy.
+
+    All methods but `print`, `autocast`, `unwrap` and `epochs` are collective: every rank calls them, in the same order.
+
+    Args:
+        strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
+        config: see `RunConfig`.
+    """
+
+    def __init__(self, strategy: str | Strategy, config: RunConfig) -> None:
+        self.config = config
+        self.strategy = join(strategy, config)
+        self.world = self.strategy.world
+        self._updates = Updates(self.strategy, config)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch that was drawn last ends an update: clip, step and zero the gradients then."""
+        return self._updates.sync_gradients
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def is_root(self) -> bool:
+        return self.world.is_root
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def host(self) -> str:
+        return self.world.host
+
+    def prepare(self, *objects: nn.Module | Optimizer) -> Any:
+        """Prepare models, and optimizers over their parameters, for training with all other ranks.
+
+        Models are moved to this rank's device and get rank 0's weights; optimizers get rank 0's state, and their
+        `step()` applies the mean gradient over all ranks. An optimizer stays the object that it was, so a learning
+        rate scheduler that was made for it before, or is made afterwards, works.
+
+        Returns:
+            The models to call and the optimizers, in the order of the arguments; one alone is returned by itself.
+
+        Raises:
+            ConfigError: something else was given, an optimizer holds a parameter of no model, or ranks differ.
+        """
+        objects = tuple(self.unwrap(one) if isinstance(one, nn.Module) else one for one in objects)
+        models = [one for one in objects if isinstance(one, nn.Module)]
+        optimizers = [one for one in objects if isinstance(one, Optimizer)]
+        if len(models) + len(optimizers) < len(objects):
+            kinds = ", ".join(type(one).__name__ for one in objects)
+            raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
+        self._updates.check_parameters(models, optimizers)
+        prepared: dict[int, Any] = {id(one): one for one in optimizers}
+        for model in models:
+            synchronizer = prepare_model(self.strategy, model, self.config, self._updates.on_gradient())
+            self._updates.add_model(model, synchronizer)
+            prepared[id(model)] = synchronizer.forward
+        for optimizer in optimizers:
+            self._updates.add_optimizer(optimizer)
+        results = tuple(prepared[id(one)] for one in objects)
+        return results[0] if len(results) == 1 else results
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool | None = None,
+        training: bool = True,
+        **options: Any,
+    ) -> ShardedLoader:
+        """Return a loader of this rank's batches, on its device. See `ShardedLoader` for the arguments.
+
+        Raises:
+            ConfigError: an argument is not valid, or the datasets differ in size between ranks.
+        """
+        loader = ShardedLoader(
+            dataset,
+            batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            training=training,
+            seed=self.config.seed,
+            accumulate=self.config.accumulate if training else 1,
+            world=self.world,
+            on_step=self._updates.on_batch,
+            **options,
+        )
+        plan = loader.plan
+        check_consistency(self.strategy, {"samples of the dataset": plan.samples, "samples per step": plan.step_size})
+        return loader
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Run the backward pass of a mean over the batch that was drawn last, weighted by that batch's samples.
+
+        The mean over ranks is then the mean over samples, in an uneven last batch and over an accumulated update too.
+        Call it before the next batch is drawn.
+
+        Raises:
+            TrainerError: parameters were unfrozen after `prepare`, or a gradient was changed on its way.
+        """
+        self._updates.backward(loss, retain_graph=retain_graph)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return the context for forward and backward passes whose gradients stay here until a later backward pass.
+
+        Not needed with `init(accumulate=k)`, where the loader knows which batches end an update.
+        """
+        return self._updates.no_sync()
+
+    def synchronize(self, *optimizers: Optimizer) -> None:
+        """Wait until the gradients are the mean over all ranks, unscaled: to read or to change them before a step.
+
+        Args:
+            optimizers: those whose gradients are meant; by default all.
+
+        Raises:
+            ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines finished steps.
+        """
+        self._updates.synchronize(optimizers or None)
+
+    def clip_grad_norm_(self, target: nn.Module | Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the mean gradients so that their 2-norm is at most `max_norm`; return the norm before.
+
+        Args:
+            target: a model, or parameters.
+        """
+        parameters = list(target.parameters() if isinstance(target, nn.Module) else target)
+        return self._updates.clip_grad_norm_(parameters, max_norm)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass and the loss under the precision of `init`."""
+        dtype = _AUTOCAST.get(self.config.precision)
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else _NO_CONTEXT
+
+    def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
+        """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.
+
+        Booleans are counted, as integers.
+
+        Raises:
+            ConfigError: `reduction` is neither "mean" nor "sum".
+        """
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
+        own = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device=self.device)
+        # Not every transport adds booleans, or numbers of 16 bits.
+        sent = own.detach().to(_SENT_AS.get(own.dtype, own.dtype)).clone(memory_format=torch.contiguous_format)
+        total = self.strategy.all_reduce(sent)
+        total = total if reduction == "sum" else total / self.world_size
+        return total.to(own.dtype) if own.dtype == torch.bfloat16 else total
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of the ranks; anything that can be pickled."""
+        return self.strategy.all_gather_object(value)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return rank `root`'s value on every rank; anything that can be pickled."""
+        return self.strategy.broadcast_object(value, root=root)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.strategy.barrier()
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0, in one piece."""
+        if self.is_root:
+            print_line(" ".join(map(str, values)))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model that was given to `prepare`, for what `prepare` has returned."""
+        return next((own for own, one in self._updates.models.items() if one.forward is model), model)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs' numbers, from 0.
+
+        Raises:
+            ConfigError: `count` is not positive.
+        """
+        if count < 1:
+            raise ConfigError(f"epochs is {count}; it must be at least 1")
+        return iter(range(count))
+
+    def close(self) -> None:
+        """Leave the job. A script that ends leaves it by itself."""
+        self.strategy.close()

@@ -1,0 +1,273 @@
+"""Updates: backward passes, and steps of optimizers on the mean gradients of all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.config import RunConfig
+from trainer.data.loader import Step
+from trainer.errors import ConfigError, TrainerError
+from trainer.loss_scaler import LossScaler, gradients_of
+from trainer.preparation import prepare_optimizer
+from trainer.profiling.step_timer import step_timer
+from trainer.strategies.base import Strategy, Synchronizer
+from trainer.sync_batch_norm import GlobalBatchNorm
+
+
+class Updates:
+    """The prepared models and optimizers of one `Run`, from a batch to the step that it ends in.
+
+    An optimizer is not wrapped: a hook before its step waits for the gradients. So its class, its state and its
+    schedulers stay the user's.
+    """
+
+    def __init__(self, strategy: Strategy, config: RunConfig) -> None:
+        self.models: dict[nn.Module, Synchronizer] = {}
+        self.sync_gradients = True
+        """Whether the batch that was drawn last ends an update."""
+        self._strategy, self._config = strategy, config
+        # Those that have something to do, for all and for each optimizer: a single rank's steps cost nothing.
+        self._active: list[Synchronizer] = []
+        self._synchronizers: dict[Optimizer, list[Synchronizer]] = {}
+        self._stepped: dict[Synchronizer, set[Optimizer]] = {}
+        self._global_norms: list[GlobalBatchNorm] = []
+        self._scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
+        self._weight, self._is_local = 1.0, False
+        self._backwards = 0
+        self._backwards_at_step: dict[Optimizer, int] = {}
+        self._groups: dict[Optimizer, int] = {}
+        self._frozen: list[nn.Parameter] = []
+        self._stepping: set[Optimizer] = set()
+        self._is_in_backward, self._needs_loader = False, config.accumulate > 1
+
+    def check_parameters(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Raise `ConfigError` for an optimizer with a parameter that belongs to none of the models."""
+        known = {id(parameter) for model in (*self.models, *models) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            strangers = len(_parameters_of(optimizer) - known)
+            if strangers:
+                raise ConfigError(
+                    f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
+                    "not be all-reduced: make them part of a model, and prepare it first or in the same call"
+                )
+        owners: dict[int, nn.Module] = {}
+        for model in {*self.models, *models}:
+            for parameter in model.parameters():
+                if owners.setdefault(id(parameter), model) is not model:
+                    raise ConfigError(
+                        f"{type(model).__name__} and {type(owners[id(parameter)]).__name__} share parameters, and each "
+                        "gradient is all-reduced once; prepare one model that contains both"
+                    )
+
+    def add_model(self, model: nn.Module, synchronizer: Synchronizer) -> None:
+        """Count a model in; one that was prepared before gets another synchronizer."""
+        earlier = self.models.get(model)
+        self.models[model] = synchronizer
+        if earlier in self._active:
+            self._active.remove(earlier)
+            del self._stepped[earlier]
+            for held in self._synchronizers.values():
+                held[:] = [synchronizer if one is earlier else one for one in held]
+        if type(synchronizer) is not Synchronizer:
+            self._active.append(synchronizer)
+            self._stepped[synchronizer] = set()
+        self._frozen = [p for p in self._frozen if p.requires_grad is False]
+        self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._global_norms += [layer for layer in model.modules() if isinstance(layer, GlobalBatchNorm)]
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""
+        held = _parameters_of(optimizer)
+        self._synchronizers[optimizer] = [
+            synchronizer
+            for model, synchronizer in self.models.items()
+            if synchronizer in self._active and any(id(parameter) in held for parameter in model.parameters())
+        ]
+        self._backwards_at_step[optimizer] = self._backwards
+        self._groups[optimizer] = len(optimizer.param_groups)
+        prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
+        if timer := step_timer():
+            timer.watch_optimizer(self._strategy, optimizer)
+
+    def on_gradient(self) -> Callable[[], None]:
+        """Return a hook for gradients that tells of a backward pass which is not the handle's."""
+        # Weakly, because Python cannot collect a cycle that goes through a hook of the autograd graph.
+        own = weakref.ref(self)
+
+        def check() -> None:
+            updates = own()
+            if updates is not None and not updates._is_in_backward:
+                raise TrainerError(
+                    "loss.backward() neither weighs the batch nor waits for gradients that are on their way; call "
+                    "run.backward(loss) instead"
+                )
+
+        return check
+
+    def on_batch(self, step: Step) -> None:
+        """Note what the loader knows of the batch that it is about to yield."""
+        self._weight, self._needs_loader = step.weight, False
+        if step.closes_update is not self.sync_gradients:
+            self.sync_gradients = step.closes_update
+            self._keep_local(not step.closes_update)
+        if self._global_norms:
+            for layer in self._global_norms:
+                layer.counts = step.count > 0
+
+    def _keep_local(self, local: bool) -> None:
+        self._is_local = local
+        for synchronizer in self._active:
+            synchronizer.keep_local(local)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Run.no_sync`."""
+        before = self._is_local
+        self._keep_local(True)
+        try:
+            yield
+        finally:
+            self._keep_local(before)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """See `Run.backward`."""
+        if self._stepping or self._frozen or self._needs_loader:
+            self._check_backward()
+        for synchronizer in self._active:
+            synchronizer.before_backward()
+            self._stepped[synchronizer].clear()
+        if self._scaler is not None:
+            self._scaler.update(self._synchronizers)
+        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
+        weighted = loss if self._weight == 1.0 else loss * self._weight
+        self._is_in_backward = True
+        try:
+            (self._scaler.scale(weighted) if self._scaler else weighted).backward(retain_graph=retain_graph)
+        finally:
+            self._is_in_backward = False
+        for synchronizer in self._active:
+            synchronizer.after_backward()
+        self._backwards += 1
+
+    def _check_backward(self) -> None:
+        self._stepping.clear()  # what an error in a step has left
+        if self._frozen and self._active and any(parameter.requires_grad for parameter in self._frozen):
+            raise TrainerError(
+                "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "
+                "run.prepare(model, optimizer) again afterwards"
+            )
+        if self._needs_loader:
+            raise TrainerError(
+                f"accumulate is {self._config.accumulate}, and only a loader of run.loader knows which batches end an "
+                "update; use one, or accumulate in your loop"
+            )
+
+    def synchronize(self, optimizers: Sequence[Optimizer] | None) -> None:
+        """See `Run.synchronize`."""
+        if self._config.reduction == "adasum":
+            raise ConfigError(
+                "reduction is 'adasum', which combines finished steps: there are no mean gradients to read"
+            )
+        for optimizer in self._synchronizers if optimizers is None else optimizers:
+            if optimizer not in self._synchronizers:
+                raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
+            for synchronizer in self._synchronizers[optimizer]:
+                synchronizer.finish()
+            if self._scaler is not None:
+                self._scaler.unscale(optimizer)
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See `Run.clip_grad_norm_`."""
+        wanted = {id(parameter) for parameter in parameters}
+        self.synchronize([one for one in self._synchronizers if wanted & _parameters_of(one)])
+        if timer := step_timer():
+            timer.mark_synchronized()
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Complete the gradients before a step; with a closure, after each of its calls. A hook of the optimizer."""
+        if optimizer in self._stepping:  # the step of a class that calls its parent's
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._complete(optimizer)
+            for synchronizer in self._synchronizers[optimizer]:
+                synchronizer.before_step()
+            if self._scaler is not None:
+                self._scaler.before_step(optimizer)
+            self._stepping.add(optimizer)
+            return None
+        if self._scaler is not None or self._config.reduction == "adasum":
+            raise ConfigError("a closure goes with neither precision fp16 nor reduction adasum")
+        for synchronizer in self._synchronizers[optimizer]:
+            synchronizer.before_backward()  # an earlier pass may be on its way
+        self._stepping.add(optimizer)
+        completing = self._completing(optimizer, closure)
+        if len(args) > 1:
+            return (args[0], completing, *args[2:]), kwargs
+        return args, {**kwargs, "closure": completing}
+
+    def _completing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that leaves the mean gradients, and returns the mean loss, over all ranks."""
+
+        def complete() -> Any:
+            loss = closure()
+            self._complete(optimizer)
+            self._stepping.add(optimizer)  # still within the step
+            if loss is None:
+                return None
+            world = self._strategy.world
+            mean = torch.as_tensor(loss, device=world.device).detach().double() * self._weight
+            return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
+
+        return complete
+
+    def _complete(self, optimizer: Optimizer) -> None:
+        if len(optimizer.param_groups) != self._groups[optimizer]:
+            raise TrainerError(
+                "parameters were added to the optimizer after run.prepare, and their gradients are not all-reduced; "
+                "call run.prepare(model, optimizer) again afterwards"
+            )
+        if self._backwards == self._backwards_at_step[optimizer] or not self.sync_gradients:
+            self._check_step(optimizer)
+        for synchronizer in self._synchronizers[optimizer]:
+            # Several optimizers may share the gradients of one all-reduce; the same one steps on another.
+            stepped = self._stepped[synchronizer]
+            if optimizer in stepped:
+                synchronizer.reopen()
+                stepped.clear()
+            synchronizer.finish()
+            stepped.add(optimizer)
+        self._backwards_at_step[optimizer] = self._backwards
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer)
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        if not self.sync_gradients:
+            raise TrainerError(
+                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
+                "where run.sync_gradients is true"
+            )
+        if gradients_of(optimizer):
+            raise TrainerError(
+                "optimizer.step() found gradients, but run.backward has not run since its last step; call "
+                "run.backward(loss) before each step, and zero the gradients after it"
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._stepping.discard(optimizer)
+        for synchronizer in self._synchronizers[optimizer]:
+            synchronizer.after_step()
+        if self._scaler is not None:
+            self._scaler.after_step(optimizer)
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
