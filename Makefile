@@ -18,6 +18,10 @@ GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
+# Python keeps what it has compiled, also where the caller's environment says otherwise (PYTHONDONTWRITEBYTECODE, as
+# container images often do). Else every rank compiles PyTorch anew, which makes its start twice as long.
+export PYTHONDONTWRITEBYTECODE :=
+
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 	@echo 'Variables: DATA_DIR=folder with MNIST/raw, NP=processes, EPOCHS=number, ARGS="further arguments", PYTHON=python3.12'
