@@ -169,16 +169,14 @@ class Trainer:
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
         next_event = started + _PROGRESS_INTERVAL_S
-        opens_update, rate = True, self.optimizer.param_groups[0]["lr"]
+        opens_update, rate = True, 0.0
         for number, step in enumerate(loader.steps()):
             if opens_update:
                 learning_rate.before_update(self._updates)
             loss = self._step(step)
             opens_update = step.closes_update
             if opens_update:
-                self._update()
-                rate = self.optimizer.param_groups[0]["lr"]
-                learning_rate.after_update()
+                rate = self._update(learning_rate)
             if step.count:
                 sums.add_mean(loss, step.count)
             if time.perf_counter() >= next_event:
@@ -193,7 +191,7 @@ class Trainer:
             train_loss=means["loss"],
             samples=samples,
             seconds=seconds,
-            learning_rate=float(rate),
+            learning_rate=rate,
             world_size=self.world.size,
             validation=self._evaluate(validator) if validator is not None else None,
         )
@@ -206,14 +204,17 @@ class Trainer:
         self.run.backward(loss)
         return loss
 
-    def _update(self) -> None:
-        """Apply the all-reduced gradients and reset them."""
+    def _update(self, learning_rate: LearningRate | UsersSchedule) -> float:
+        """Apply the all-reduced gradients and reset them; return the first group's learning rate of this update."""
         if self.config.clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.run.clip_grad_norm_(parameters, self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._updates += 1
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        learning_rate.after_update()
+        return rate
 
     def _layout(self, inputs: Any) -> Any:
         if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
