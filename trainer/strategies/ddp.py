@@ -139,14 +139,16 @@ class DDPSynchronizer(Synchronizer):
         self._is_exchanging = False
 
     def finish(self) -> None:
+        if not self._is_local:
+            return
+        self._is_local = False
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if self._is_local and gradients:
+        if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
             for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
-        self._is_local = False
 
     def _on_forward(self, *_: Any) -> None:
         if self.forward.require_backward_grad_sync and torch.is_grad_enabled():
