@@ -203,7 +203,7 @@ class Run:
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
         own = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device=self.device)
-        # Not every transport adds booleans, or numbers of 16 bits.
+        # Not every transport adds booleans or bfloat16.
         sent = own.detach().to(_SENT_AS.get(own.dtype, own.dtype)).clone(memory_format=torch.contiguous_format)
         total = self.strategy.all_reduce(sent)
         total = total if reduction == "sum" else total / self.world_size

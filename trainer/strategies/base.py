@@ -111,7 +111,7 @@ class Strategy(ABC):
 
         Args:
             model: on the world's device.
-            parameters: those of the model that require a gradient and belong to an optimizer.
+            parameters: those of the model that require a gradient.
             config: compression, reduction and dynamic_graph are used here.
 
         Raises:

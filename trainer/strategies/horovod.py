@@ -78,13 +78,10 @@ class HorovodStrategy(Strategy):
             )
         self._check_types(parameters, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        # Horovod sends each gradient under its name, so every prepared model has names of its own.
-        number = next(_NUMBERS)
-        named = [(f"{name}.{number}", parameter) for name, parameter in parameters]
         compression = hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none
         if config.reduction == "adasum":
-            return AdasumSynchronizer(hvd, model, named, compression)
-        synchronizer = HorovodSynchronizer(hvd, model, named, compression, self._groups(model, config))
+            return AdasumSynchronizer(hvd, model, _with_own_names(parameters), compression)
+        synchronizer = HorovodSynchronizer(hvd, model, parameters, compression, self._groups(model, config))
         synchronizer.ranks_may_differ = config.dynamic_graph
         return synchronizer
 
@@ -154,7 +151,7 @@ class HorovodSynchronizer(Synchronizer):
     and which takes the steps. Horovod would make another optimizer of it.
 
     Args:
-        parameters: named, with the names that Horovod sends them under.
+        parameters: those whose gradients are all-reduced.
         groups: how many messages the gradients are sent as; None sends each by itself.
     """
 
@@ -170,7 +167,7 @@ class HorovodSynchronizer(Synchronizer):
         if parameters:
             self._distributed = hvd.DistributedOptimizer(
                 SGD([parameter for _, parameter in parameters], lr=0.0),
-                named_parameters=parameters,
+                named_parameters=_with_own_names(parameters),
                 compression=compression,
                 groups=groups,
             )
@@ -234,6 +231,12 @@ class AdasumSynchronizer(Synchronizer):
             with torch.no_grad():
                 parameter.copy_(before.add_(combined))
         self._before = []
+
+
+def _with_own_names(parameters: NamedParameters) -> NamedParameters:
+    """Return names that no other prepared model uses, because Horovod sends each tensor under its name."""
+    number = next(_NUMBERS)
+    return [(f"{name}.{number}", parameter) for name, parameter in parameters]
 
 
 def _import_horovod() -> Any:
