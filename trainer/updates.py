@@ -43,7 +43,7 @@ class Updates:
         self._backwards = 0
         self._backwards_at_step: dict[Optimizer, int] = {}
         self._groups: dict[Optimizer, int] = {}
-        self._frozen: list[nn.Parameter] = []
+        self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
         self._stepping: set[Optimizer] = set()
         self._is_in_backward, self._needs_loader = False, config.accumulate > 1
 
@@ -58,7 +58,7 @@ class Updates:
                     "not be all-reduced: make them part of a model, and prepare it first or in the same call"
                 )
         owners: dict[int, nn.Module] = {}
-        for model in {*self.models, *models}:
+        for model in dict.fromkeys((*self.models, *models)):  # in an order that is the same on every rank
             for parameter in model.parameters():
                 if owners.setdefault(id(parameter), model) is not model:
                     raise ConfigError(
@@ -78,8 +78,9 @@ class Updates:
         if type(synchronizer) is not Synchronizer:
             self._active.append(synchronizer)
             self._stepped[synchronizer] = set()
-        self._frozen = [p for p in self._frozen if p.requires_grad is False]
-        self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._frozen.pop(model, None)
+        if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
+            self._frozen[model] = frozen
         self._global_norms += [layer for layer in model.modules() if isinstance(layer, GlobalBatchNorm)]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -158,7 +159,7 @@ class Updates:
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
-        if self._frozen and self._active and any(parameter.requires_grad for parameter in self._frozen):
+        if self._active and any(one.requires_grad for frozen in self._frozen.values() for one in frozen):
             raise TrainerError(
                 "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "
                 "run.prepare(model, optimizer) again afterwards"
