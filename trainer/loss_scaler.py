@@ -45,10 +45,9 @@ class LossScaler:
         """Hide gradients that overflowed: an optimizer leaves parameters without a gradient alone."""
         if optimizer in self._overflowed:
             self._overflowed.discard(optimizer)
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._hidden[optimizer] = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
-            for parameter in held:
-                parameter.grad = None
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._hidden[optimizer] = [(one, one.grad) for one in parameters if one.grad is not None]
+            optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped.add(optimizer)

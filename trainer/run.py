@@ -133,6 +133,9 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
+        for name in ("seed", "accumulate"):
+            if name in options:
+                raise ConfigError(f"run.loader takes {name} from the run; set it in trainer.init")
         loader = ShardedLoader(
             dataset,
             batch_size,

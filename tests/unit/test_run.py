@@ -66,6 +66,7 @@ def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
         ({"batch_size": 2, "global_batch_size": 4}, "either batch_size .per rank. or global_batch_size"),
         ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
         ({"global_batch_size": 0}, "global batch size is 0; it must be at least 1"),
+        ({"batch_size": 2, "seed": 1}, r"run\.loader takes seed from the run; set it in trainer\.init"),
         ({"batch_size": 2, "num_worker": 1}, "a loader has no option 'num_worker'; valid are workers, collate_fn"),
         ({"batch_size": 2, "collate_fn": list}, "option 'collate_fn' is for datasets that are loaded sample by sample"),
     ],
