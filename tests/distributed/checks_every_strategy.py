@@ -35,6 +35,14 @@ def make_trainer(strategy: Strategy, model: nn.Module, optimizer: Any = sgd, **s
     )  # fmt: skip
 
 
+def train_one(run: Any, forward: Any, optimizer: torch.optim.Optimizer, data: InMemory) -> None:
+    """Train for an epoch, as most people write it."""
+    for inputs, targets in run.loader(data, BATCH):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        optimizer.step()
+
+
 def sample_counts(world_size: int) -> dict[str, int]:
     """Datasets that end evenly and unevenly, leave ranks empty, or are smaller than the world."""
     full = BATCH * world_size
@@ -193,10 +201,7 @@ def check_own_loop_equals_one_process(strategy: Strategy) -> None:
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
     run = init(strategy, device="cpu")
     wrapped, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(data, BATCH):
-        optimizer.zero_grad()
-        run.backward(F.cross_entropy(wrapped(inputs), targets))
-        optimizer.step()
+    train_one(run, wrapped, optimizer, data)
     assert_equal(model, expected, 1e-12)
     assert_same_on_all_ranks(strategy, model)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
 from trainer import InMemory, init
 from trainer.data.shard_plan import permutation
@@ -26,14 +26,6 @@ def assert_local(strategy: Strategy, model: nn.Module) -> None:
     """The gradients are those of this rank alone, which has other samples than the others."""
     sums = strategy.all_gather_object([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
     assert len({tuple(one) for one in sums}) == strategy.world.size
-
-
-def train_one(run: Any, forward: Any, optimizer: torch.optim.Optimizer, data: InMemory) -> None:
-    """Train for an epoch, as most people write it."""
-    for inputs, targets in run.loader(data, BATCH):
-        optimizer.zero_grad()
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        optimizer.step()
 
 
 def check_clipping_is_that_of_one_process(strategy: Strategy) -> None:

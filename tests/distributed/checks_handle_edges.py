@@ -11,19 +11,24 @@ from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import ConfigError, TrainerError, init
+from trainer import ConfigError, Run, TrainerError, init
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 
 CLIP = 0.05
 
 
+def one_batch(strategy: Strategy) -> tuple[Run, nn.Module, Any, torch.optim.Optimizer, Any]:
+    """Return a handle with a prepared model and optimizer, and this rank's only batch of an epoch."""
+    run, model = init(strategy, device="cpu"), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    (batch,) = run.loader(make_data(BATCH * strategy.world.size), BATCH)
+    return run, model, forward, optimizer, batch
+
+
 def check_a_gradient_that_is_changed_on_its_way_is_told(strategy: Strategy) -> None:
     """Under DDP and alone the gradients are complete when the backward pass ends, so a change of them is fine."""
-    model, data = make_model(), make_data(BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
-    forward, optimizer = run.prepare(model, sgd(model))
-    (batch,) = run.loader(data, BATCH)
+    run, model, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     if isinstance(strategy, SingleStrategy) or strategy.description.startswith("DistributedDataParallel"):
@@ -37,10 +42,7 @@ def check_a_gradient_that_is_changed_on_its_way_is_told(strategy: Strategy) -> N
 
 
 def check_a_plain_backward_is_told(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
-    forward, optimizer = run.prepare(model, sgd(model))
-    (batch,) = run.loader(data, BATCH)
+    run, _, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))  # an earlier one does not make up for it
     optimizer.step()
     optimizer.zero_grad()
@@ -56,10 +58,7 @@ def check_a_plain_backward_is_told(strategy: Strategy) -> None:
 
 
 def check_a_second_step_on_the_same_gradients_is_told(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
-    forward, optimizer = run.prepare(model, sgd(model))
-    (batch,) = run.loader(data, BATCH)
+    run, _, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
     optimizer.step()
     with pytest.raises(TrainerError, match=r"run.backward has not run since its last step"):
@@ -168,10 +167,7 @@ def check_a_loop_that_is_left_early(strategy: Strategy) -> None:
 
 
 def check_an_error_in_a_backward_pass_may_be_caught(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
-    forward, optimizer = run.prepare(model, sgd(model))
-    (batch,) = run.loader(data, BATCH)
+    run, model, forward, optimizer, batch = one_batch(strategy)
 
     class Fails(torch.autograd.Function):
         @staticmethod

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.checks_handle import train_one
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import init
 from trainer.strategies.base import Strategy
@@ -47,10 +46,7 @@ def check_batch_norm_of_ones_own_loop_leaves_padding_batches_out(strategy: Strat
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
     run = init(strategy, device="cpu", sync_batch_norm=True)
     forward, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(data, BATCH):
-        optimizer.zero_grad()
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        optimizer.step()
+    train_one(run, forward, optimizer, data)
     assert_equal(model, expected, 1e-11)
     assert_same_on_all_ranks(strategy, model)
 
