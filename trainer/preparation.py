@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.launch.failure import report_failures
+from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.network import machine_id
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
@@ -36,6 +37,7 @@ _HOOKS: MutableMapping[Optimizer, Sequence[RemovableHandle]] = WeakKeyDictionary
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     """Join the job that this process was launched into; print on rank 0 what was tuned. Collective."""
     report_failures()
+    wait_for_threads_before_forks()
     if isinstance(strategy, Strategy):
         return strategy
     world = _with_usable_device(strategy, current_world(config.device), config)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from trainer.launch import forks
+
+
+@contextmanager
+def native_thread(seconds: float) -> Iterator[threading.Thread]:
+    """A thread that computes without the GIL, in pieces of some milliseconds."""
+    end = time.monotonic() + seconds
+
+    def compute() -> None:
+        while time.monotonic() < end:
+            hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 20_000)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    yield thread
+    thread.join()
+
+
+def test_a_fork_waits_for_threads_that_run() -> None:
+    with native_thread(0.05) as thread:
+        forks._wait_for_threads()
+        assert not thread.is_alive()
+
+
+def test_a_fork_does_not_wait_for_ever() -> None:
+    with native_thread(1.0) as thread:
+        forks._wait_for_threads()
+        assert thread.is_alive()
+
+
+def test_a_fork_does_not_wait_for_threads_that_sleep() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    forks._wait_for_threads()  # until what earlier tests have started sleeps, too
+    assert not forks._other_threads_run()
+    end.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("version", "waits"), [((3, 11, 7), True), ((3, 11, 8), False), ((3, 12, 0), True), ((3, 12, 1), False)]
+)
+def test_it_waits_under_the_versions_of_python_that_need_it(
+    version: tuple[int, ...], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(sys, "version_info", version)
+    monkeypatch.setattr(os, "register_at_fork", lambda *, before: registered.append(before))
+    forks.wait_for_threads_before_forks.__wrapped__()
+    assert registered == [forks._wait_for_threads] * waits

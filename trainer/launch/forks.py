@@ -1,0 +1,44 @@
+"""Forks of a process whose other threads run native code: DataLoader's workers, above all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+_WAIT_S = 0.2
+_POLL_S = 0.0005
+
+
+@cache
+def wait_for_threads_before_forks() -> None:
+    """Have every `os.fork` of this process wait until its other threads sleep, 0.2 s at most.
+
+    A thread of Horovod or Gloo that lets go of a tensor makes a state of Python's, under a lock of Python's. A child
+    that is forked at that moment inherits the lock as taken, and hangs before its first line: the rank then waits for a
+    DataLoader worker for ever. Python 3.11.8 and 3.12.1 mend it (https://github.com/python/cpython/issues/112275);
+    Debian 12 has 3.11.2. Between epochs these threads have nothing left to do, so that a moment is enough.
+    """
+    if _TASKS.is_dir() and (sys.version_info < (3, 11, 8) or sys.version_info[:3] == (3, 12, 0)):
+        os.register_at_fork(before=_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while _other_threads_run() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # which gives them the GIL that they may wait for
+
+
+def _other_threads_run() -> bool:
+    own = str(threading.get_native_id())
+    for task in _TASKS.iterdir():
+        with suppress(OSError):  # it has ended
+            # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
+            if task.name != own and (task / "stat").read_text().rpartition(") ")[2][0] != "S":
+                return True
+    return False
