@@ -102,7 +102,7 @@ class TrainerConfig(RunConfig):
 
     The weights keep their order, because Horovod all-reduces contiguous tensors only.
     """
-    workers: int = 0
+    num_workers: int = 0
     """DataLoader processes per rank, for datasets that are not tensors in memory."""
     log_every_s: float = 10.0
     """Seconds between progress lines where there is no terminal."""
@@ -111,7 +111,7 @@ class TrainerConfig(RunConfig):
         yield from super()._problems()
         yield from self._not_in(decay=DECAYS)
         yield from self._not_positive("batch_size", "eval_batch_size")
-        yield from self._negative("warmup_epochs", "workers", "log_every_s")
+        yield from self._negative("warmup_epochs", "num_workers", "log_every_s")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
         if self.reduction == "adasum" and self.clip_norm is not None:

@@ -146,5 +146,5 @@ def prepare_optimizer(strategy: Strategy, optimizer: Optimizer, before_step: Ste
 
 def _settings(config: RunConfig) -> dict[str, object]:
     # These two may differ between ranks.
-    private = ("log_every_s", "workers")
+    private = ("log_every_s", "num_workers")
     return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}

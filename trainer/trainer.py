@@ -153,7 +153,7 @@ class Trainer:
     def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
         config = self.config
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
-        return self.run.loader(data, size, training=training, workers=config.workers)
+        return self.run.loader(data, size, training=training, num_workers=config.num_workers)
 
     def _train_epoch(
         self,

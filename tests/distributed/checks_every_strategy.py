@@ -259,7 +259,7 @@ def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
 
     in_memory, loaded = make_model(), make_model()
     make_trainer(strategy, in_memory).fit(data, epochs=2)
-    make_trainer(strategy, loaded, workers=1).fit(Pairs(), epochs=2)
+    make_trainer(strategy, loaded, num_workers=1).fit(Pairs(), epochs=2)
     assert fingerprint(in_memory) == fingerprint(loaded)
 
 

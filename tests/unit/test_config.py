@@ -48,7 +48,7 @@ SRUN = {
         ("warmup_epochs", -0.5, "warmup_epochs is -0.5; it must be finite and not negative"),
         ("warmup_epochs", float("nan"), "warmup_epochs is nan; it must be finite"),
         ("warmup_epochs", float("inf"), "warmup_epochs is inf; it must be finite"),
-        ("workers", -1, "workers is -1; it must be finite and not negative"),
+        ("num_workers", -1, "num_workers is -1; it must be finite and not negative"),
         ("seed", -1, "seed is -1; it must be finite and not negative"),
         ("log_every_s", -1.0, "log_every_s is -1.0; it must be finite and not negative"),
         ("clip_norm", 0.0, "clip_norm is 0.0; it must be finite and positive"),

@@ -139,7 +139,7 @@ def test_a_step_is_handed_over_before_its_batch() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataloader_dataset_gives_the_batches_of_the_same_data_in_memory(workers: int) -> None:
     data = numbered(11)
-    loaded = ShardedLoader(Pairs(data.inputs, data.targets), 3, seed=2, world=world(1, 2), workers=workers)
+    loaded = ShardedLoader(Pairs(data.inputs, data.targets), 3, seed=2, world=world(1, 2), num_workers=workers)
     kept = ShardedLoader(data, 3, seed=2, world=world(1, 2))
     for one, other in zip(steps_of(loaded), steps_of(kept), strict=True):
         assert torch.equal(one.batch[0], other.batch[0])

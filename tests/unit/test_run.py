@@ -67,7 +67,7 @@ def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
         ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
         ({"global_batch_size": 0}, "global batch size is 0; it must be at least 1"),
         ({"batch_size": 2, "seed": 1}, r"run\.loader takes seed from the run; set it in trainer\.init"),
-        ({"batch_size": 2, "num_worker": 1}, "a loader has no option 'num_worker'; valid are workers, collate_fn"),
+        ({"batch_size": 2, "num_worker": 1}, "a loader has no option 'num_worker'; valid are num_workers, collate_fn"),
         ({"batch_size": 2, "collate_fn": list}, "option 'collate_fn' is for datasets that are loaded sample by sample"),
     ],
 )
@@ -99,7 +99,7 @@ def collate(words: list[str]) -> Encoded:
     return Encoded(torch.tensor([ord(word) for word in words]))
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 1, "persistent_workers": True, "prefetch_factor": 3}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}])
 def test_a_collate_function_makes_the_batches_with_and_without_workers(options: dict[str, object]) -> None:
     loader = init("single").loader(Words(), 2, collate_fn=collate, shuffle=False, **options)  # type: ignore[arg-type]
     for _ in range(2):

@@ -83,7 +83,7 @@ class ShardedLoader:
         training: False for an evaluation.
         world: the ranks that share the dataset; by default the world that this process was launched into.
         on_step: called with each training step before its batch is yielded, and after the last one.
-        workers: processes per rank that load samples, for a dataset that is not in memory.
+        num_workers: processes per rank that load samples, for a dataset that is not in memory.
         options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
 
     Raises:
@@ -102,7 +102,7 @@ class ShardedLoader:
         accumulate: int = 1,
         world: World | None = None,
         on_step: Callable[[Step], None] | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
         **options: Any,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
@@ -120,7 +120,7 @@ class ShardedLoader:
         self.training = training
         self.shuffle = training if shuffle is None else shuffle
         self.seed = seed
-        self.workers = workers
+        self.num_workers = num_workers
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self._on_step = on_step
@@ -204,7 +204,11 @@ class ShardedLoader:
         options = {"pin_memory": self.world.device.type == "cuda", **self._options}
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         return DataLoader(
-            self.dataset, batch_sampler=self._places, num_workers=self.workers, generator=torch.Generator(), **options
+            self.dataset,
+            batch_sampler=self._places,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
+            **options,
         )
 
 
@@ -228,7 +232,7 @@ _OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_
 def _check_options(dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
-            raise ConfigError(f"a loader has no option {name!r}; valid are workers, {', '.join(_OPTIONS)}")
+            raise ConfigError(f"a loader has no option {name!r}; valid are num_workers, {', '.join(_OPTIONS)}")
         if isinstance(dataset, InMemory):
             raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
 
