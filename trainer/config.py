@@ -38,7 +38,7 @@ class RunConfig:
     compile: bool = False
     """Run the model through `torch.compile`."""
     dynamic_graph: bool = False
-    """Ranks may leave different parameters without a gradient in the same step. Costs a little speed."""
+    """A step may leave parameters without a gradient, also on some ranks only. Costs a little speed."""
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
 

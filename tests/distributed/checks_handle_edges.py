@@ -216,3 +216,62 @@ def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) 
     run.backward(forwards[1](ones).sum())
     optimizers[1].step()
     assert [model.weight.item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)
+
+
+class WithSpare(nn.Module):
+    """A layer that is used, and one that the ranks in `users` use."""
+
+    def __init__(self, users: set[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.users = users
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        out: Tensor = self.used(x)
+        return out + self.spare(x) if rank in self.users else out
+
+
+def steps_with_spare(strategy: Strategy, *, zeros: bool) -> None:
+    run, model = init(strategy, device="cpu"), WithSpare(set())
+    if zeros:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    forward, optimizer = run.prepare(model, sgd(model))
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=not zeros)
+        run.backward(forward(torch.ones(1, 3), run.rank).sum())
+        optimizer.step()
+
+
+def check_a_parameter_without_a_gradient_is_told(strategy: Strategy) -> None:
+    # A gradient of zeros is a gradient: DDP alone sees that nothing was added to it.
+    if not strategy.description.startswith("DistributedDataParallel"):
+        steps_with_spare(strategy, zeros=True)
+    if isinstance(strategy, SingleStrategy):
+        steps_with_spare(strategy, zeros=False)
+        return
+    told = r"^parameter spare\.weight and 1 more got no gradient .* dynamic_graph"
+    with pytest.raises(TrainerError, match=told):
+        steps_with_spare(strategy, zeros=False)
+    if strategy.description.startswith("DistributedDataParallel"):
+        with pytest.raises(TrainerError, match=told):
+            steps_with_spare(strategy, zeros=True)
+    strategy.barrier()
+
+
+def check_a_dynamic_graph_moves_no_parameter_that_got_no_gradient(strategy: Strategy) -> None:
+    """Weight decay and momentum would move it with a gradient of zeros."""
+    last = strategy.world.size - 1
+    for users in (set(), {last}, set(range(strategy.world.size))):
+        run, model = init(strategy, dynamic_graph=True, device="cpu"), WithSpare(users)
+        before = model.spare.weight.detach().clone()
+        forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+        for _ in range(2):
+            run.backward(forward(torch.ones(1, 3), run.rank).sum())
+            optimizer.step()
+            assert (model.spare.weight.grad is None) == (not users)
+            optimizer.zero_grad()
+        moved = not torch.equal(model.spare.weight, before)
+        assert moved == bool(users)
+        assert_same_on_all_ranks(strategy, model)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,13 +61,15 @@ def _nothing() -> None:
 
 
 class GradientGuard:
-    """Notices gradients that are changed while they are being all-reduced, which would be lost or mixed in.
+    """Notices gradients that are changed while they are being all-reduced, and parameters that have none.
 
     Args:
         parameters: those whose gradients are all-reduced.
+        ranks_may_differ: whether a parameter may be without a gradient, also on some ranks only.
     """
 
-    def __init__(self, parameters: NamedParameters) -> None:
+    def __init__(self, parameters: NamedParameters, *, ranks_may_differ: bool) -> None:
+        self.ranks_may_differ = ranks_may_differ
         self._parameters = parameters
         self._seen: list[tuple[str, nn.Parameter, Tensor, int]] = []
 
@@ -89,6 +92,48 @@ class GradientGuard:
         dropped = [parameter for _, parameter, _, _ in self._seen if parameter.grad is None]
         self._seen = []
         return dropped
+
+    def absent(self) -> NamedParameters:
+        """Return the parameters that have no gradient, and had none when the gradients were noted."""
+        if len(self._seen) == len(self._parameters):
+            return []
+        seen = {parameter for _, parameter, _, _ in self._seen}
+        return [(name, one) for name, one in self._parameters if one.grad is None and one not in seen]
+
+    def finds_none(self) -> bool:
+        """Return whether there is nothing to all-reduce: no parameter has a gradient, here and so on every rank.
+
+        Raises:
+            TrainerError: a part of the parameters has none, and the ranks may not differ.
+        """
+        if self.ranks_may_differ:
+            return False
+        absent = self.absent()
+        if absent and len(absent) < len(self._parameters):
+            raise TrainerError(without_gradient(absent))
+        return len(absent) == len(self._parameters)
+
+    def drop_absent(self, absent: NamedParameters, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Take the gradient of zeros from the parameters that have got none on any rank, as on a single rank.
+
+        Weight decay and momentum would move them. Collective where the ranks may differ.
+        """
+        if self.ranks_may_differ:
+            here = {parameter for _, parameter in absent}
+            device = self._parameters[0][1].device
+            counts = all_reduce(torch.tensor([float(one not in here) for _, one in self._parameters], device=device))
+            absent = [one for one, count in zip(self._parameters, counts.tolist(), strict=True) if count == 0]
+        for _, parameter in absent:
+            parameter.grad = None
+
+
+def without_gradient(absent: NamedParameters) -> str:
+    """Return the line for parameters that have got no gradient."""
+    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return (
+        f"parameter {absent[0][0]}{others} got no gradient from backward; freeze what is not trained "
+        "(requires_grad_(False)) before run.prepare, or set dynamic_graph=True where a step may leave parameters out"
+    )
 
 
 class Strategy(ABC):

@@ -71,7 +71,8 @@ class BucketedStrategy(Strategy):
             buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
         )
         self._reducers.add(reducer)
-        return BucketSynchronizer(model, parameters, reducer)
+        guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
+        return BucketSynchronizer(model, guard, reducer, self.all_reduce)
 
     def exchange_seconds(self) -> float:
         return sum(reducer.take_seconds() for reducer in self._reducers)
@@ -97,9 +98,11 @@ class BucketedStrategy(Strategy):
 class BucketSynchronizer(Synchronizer):
     """The gradients of one model, in the buckets of a `BucketReducer`."""
 
-    def __init__(self, model: nn.Module, parameters: NamedParameters, reducer: BucketReducer) -> None:
+    def __init__(
+        self, model: nn.Module, guard: GradientGuard, reducer: BucketReducer, all_reduce: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__(model)
-        self._reducer, self._guard = reducer, GradientGuard(parameters)
+        self._reducer, self._guard, self._all_reduce = reducer, guard, all_reduce
         self.retire = reducer.remove_hooks
 
     def keep_local(self, local: bool) -> None:
@@ -107,7 +110,7 @@ class BucketSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._reducer.is_sending:
-            self.finish()
+            self._finish()
         self._reducer.reopen()
 
     def after_backward(self) -> None:
@@ -115,10 +118,16 @@ class BucketSynchronizer(Synchronizer):
             self._guard.note()
 
     def finish(self) -> None:
+        if not self._reducer.is_done and not self._guard.finds_none():
+            self._finish()
+
+    def _finish(self) -> None:
+        absent = self._guard.absent()
         dropped = self._guard.check()
         self._reducer.finish()
         for parameter in dropped:
             parameter.grad = None
+        self._guard.drop_absent(absent, self._all_reduce)
 
     def reopen(self) -> None:
         self._reducer.reopen()
@@ -207,7 +216,8 @@ class BucketReducer:
         self._next = 0
         self.paused = False
         """Whether gradients stay on this rank."""
-        self._done = False
+        self.is_done = False
+        """Whether the gradients are the mean over all ranks."""
         self._seconds = 0.0
         # Weakly, because a hook that held the parameters would keep them for ever.
         own = weakref.ref(self)
@@ -220,7 +230,7 @@ class BucketReducer:
 
     def finish(self) -> None:
         """Send what has not been sent, and wait for all of it. Collective; a second call does nothing."""
-        if self._done:
+        if self.is_done:
             return
         for bucket in self._buckets[self._next :]:
             for parameter in bucket.places.keys() - bucket.ready:
@@ -230,7 +240,7 @@ class BucketReducer:
             if bucket.sent is not None:
                 bucket.sent.result()
             bucket.assign_gradients()
-        self._next, self._done = 0, True
+        self._next, self.is_done = 0, True
 
     def take_seconds(self) -> float:
         """Return the seconds spent in all-reduces since the last call."""
@@ -239,7 +249,7 @@ class BucketReducer:
 
     def reopen(self) -> None:
         """Let the next `finish` all-reduce again."""
-        self._done = False
+        self.is_done = False
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
@@ -253,7 +263,7 @@ class BucketReducer:
         bucket = self._bucket_of[parameter]
         # After an all-reduce all ranks hold the same mean. A further backward pass adds to it, and the sum is
         # all-reduced again.
-        self._done = False
+        self.is_done = False
         if parameter in bucket.ready:
             raise TrainerError(
                 "a second backward pass came before optimizer.step(), while the first one's gradients were being "

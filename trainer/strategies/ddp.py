@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import RunConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer, without_gradient
 from trainer.tuning import tune
 
 _TIMEOUT = timedelta(minutes=10)
@@ -73,7 +75,8 @@ class DDPStrategy(Strategy):
         if config.compression == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
         self._wrapped = wrapped
-        return DDPSynchronizer(wrapped, parameters)
+        guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
+        return DDPSynchronizer(wrapped, parameters, guard, self.all_reduce)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -123,10 +126,17 @@ class DDPSynchronizer(Synchronizer):
 
     forward: DistributedDataParallel
 
-    def __init__(self, wrapped: DistributedDataParallel, parameters: NamedParameters) -> None:
+    def __init__(
+        self,
+        wrapped: DistributedDataParallel,
+        parameters: NamedParameters,
+        guard: GradientGuard,
+        all_reduce: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__(wrapped)
         self._parameters = [parameter for _, parameter in parameters]
-        self._is_exchanging = self._is_local = False
+        self._guard, self._all_reduce = guard, all_reduce
+        self._is_exchanging = self._is_local = self._is_new = False
         self.retire = wrapped.reducer._remove_autograd_hooks
         wrapped.register_forward_pre_hook(self._on_forward)
 
@@ -136,19 +146,26 @@ class DDPSynchronizer(Synchronizer):
 
     def after_backward(self) -> None:
         self._is_local = not self._is_exchanging
-        self._is_exchanging = False
+        self._is_exchanging, self._is_new = False, True
 
     def finish(self) -> None:
-        if not self._is_local:
+        if not self._is_new:
             return
-        self._is_local = False
+        self._is_new = False
+        if not self._guard.finds_none() and self._is_local:
+            self._all_reduce_gradients()
+
+    def _all_reduce_gradients(self) -> None:
+        absent = self._guard.absent()
+        for _, parameter in absent:
+            parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+        self._guard.drop_absent(absent, self._all_reduce)
 
     def _on_forward(self, *_: Any) -> None:
         if self.forward.require_backward_grad_sync and torch.is_grad_enabled():
@@ -157,6 +174,17 @@ class DDPSynchronizer(Synchronizer):
 
 class _TransparentDDP(DistributedDataParallel):
     """DDP with the names and the attributes of the model inside: a checkpoint is the same under every strategy."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # Where zero_grad leaves zeros, it is DDP alone that sees the parameters without a gradient.
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            held = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad]
+            raise TrainerError(without_gradient([held[int(place)] for place in found[1].split()])) from None
 
     def __getattr__(self, name: str) -> Any:
         try:

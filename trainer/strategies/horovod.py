@@ -81,9 +81,8 @@ class HorovodStrategy(Strategy):
         compression = hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none
         if config.reduction == "adasum":
             return AdasumSynchronizer(hvd, model, _with_own_names(parameters), compression)
-        synchronizer = HorovodSynchronizer(hvd, model, parameters, compression, self._groups(model, config))
-        synchronizer.ranks_may_differ = config.dynamic_graph
-        return synchronizer
+        guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
+        return HorovodSynchronizer(hvd, model, parameters, guard, compression, self._groups(model, config))
 
     def _check_types(self, parameters: NamedParameters, config: RunConfig) -> None:
         for name, parameter in parameters:
@@ -152,18 +151,24 @@ class HorovodSynchronizer(Synchronizer):
 
     Args:
         parameters: those whose gradients are all-reduced.
+        guard: of these parameters.
         groups: how many messages the gradients are sent as; None sends each by itself.
     """
 
     def __init__(
-        self, hvd: Any, model: nn.Module, parameters: NamedParameters, compression: Any, groups: int | None
+        self,
+        hvd: Any,
+        model: nn.Module,
+        parameters: NamedParameters,
+        guard: GradientGuard,
+        compression: Any,
+        groups: int | None,
     ) -> None:
         super().__init__(model)
         self._distributed: Any = None
-        self._guard = GradientGuard(parameters)
+        self._guard = guard
+        self._sum = partial(hvd.allreduce_, op=hvd.Sum, name="trainer.present")
         self._in_flight = self._done = self._local = False
-        self.ranks_may_differ = False
-        """Whether a backward pass may leave this model without a gradient on some ranks only."""
         if parameters:
             self._distributed = hvd.DistributedOptimizer(
                 SGD([parameter for _, parameter in parameters], lr=0.0),
@@ -180,13 +185,13 @@ class HorovodSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._in_flight:
-            self.finish()
+            self._finish()
         self._done = False
         self._in_flight = not self._local  # also where the backward pass ends in an error
 
     def after_backward(self) -> None:
         # A model that this pass has not reached has nothing to wait for.
-        self._in_flight = not self._local and (self.ranks_may_differ or self._has_sent())
+        self._in_flight = not self._local and (self._guard.ranks_may_differ or self._has_sent())
         if self._in_flight:
             self._guard.note()
 
@@ -194,14 +199,18 @@ class HorovodSynchronizer(Synchronizer):
         return self._distributed is not None and bool(self._distributed._handles)
 
     def finish(self) -> None:
-        if self._done or self._distributed is None:
-            return
+        if not self._done and self._distributed is not None and not self._guard.finds_none():
+            self._finish()
+
+    def _finish(self) -> None:
+        absent = self._guard.absent()
         dropped = self._guard.check()
         for parameter in dropped:
             parameter.grad = torch.empty_like(parameter)  # Horovod assigns what it has sent to the gradient
         self._distributed.synchronize()
         for parameter in dropped:
             parameter.grad = None
+        self._guard.drop_absent(absent, self._sum)
         self._in_flight, self._done = False, True
 
     def reopen(self) -> None:
