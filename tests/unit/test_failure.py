@@ -13,14 +13,17 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.launch import failure
 from trainer.launch.environment import Launch
 
-# The exit handler replaces Horovod's, which waits for ranks that wait for this one.
+# The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
 import atexit, os, signal, sys, time
 from trainer.errors import TrainerError
-from trainer.launch.failure import report_failures
-atexit.register(print, "the exit handler ran")
+from trainer.launch.failure import at_exit, report_failures
+at_exit(lambda: print("left the job"))
+atexit.register(print, "logged the rest")
 report_failures()
-sys.stdout.write("printed before")
+log = open({log!r}, "w")
+log.write("loss 0.5")
+sys.stdout.write("printed before, ")
 {failure}
 """
 FAILURES = {
@@ -31,16 +34,21 @@ FAILURES = {
     "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)",
     "closed output": "raise TrainerError('the disk is full')",
     "nothing": "",
+    "hang at exit": "atexit.register(time.sleep, 60); raise TrainerError('the disk is full')",
+    "other hook": "sys.excepthook = lambda kind, *_: print('the hook has seen', kind.__name__); "
+    "report_failures(); 1 / 0",
+    "hook around": "ours = sys.excepthook; sys.excepthook = lambda *error: (print('around'), ours(*error)); "
+    "report_failures(); 1 / 0",
 }
 
 Results = dict[str, subprocess.CompletedProcess[str]]
 
 
-def run(kind: str) -> subprocess.CompletedProcess[str]:
+def run(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
     body, closed = FAILURES[kind], kind == "closed output"
     # Python keeps back what it prints into a pipe, unless the environment says otherwise.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    script = SCRIPT.format(failure=body)
+    script = SCRIPT.format(failure=body, log=str(folder / kind))
     reader, writer = os.pipe()
     try:
         if closed:
@@ -61,9 +69,14 @@ def run(kind: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> Results:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def ended(logs: Path) -> Results:
     """Every failure in a process of its own."""
-    return {kind: run(kind) for kind in FAILURES}
+    return {kind: run(kind, logs) for kind in FAILURES}
 
 
 def test_a_mistake_is_one_line_without_a_traceback(ended: Results) -> None:
@@ -84,13 +97,33 @@ def test_an_interrupt_is_one_word_and_exit_code_130(ended: Results) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mistake", "bug", "interrupt"])
-def test_what_was_printed_is_kept_and_no_exit_handler_is_waited_for(ended: Results, kind: str) -> None:
-    assert ended[kind].stdout == "printed before"
+def test_what_was_printed_or_logged_is_kept_and_other_ranks_are_not_waited_for(
+    ended: Results, logs: Path, kind: str
+) -> None:
+    assert ended[kind].stdout == "printed before, logged the rest\n"
+    assert (logs / kind).read_text() == "loss 0.5"
+
+
+def test_exit_handlers_have_a_bounded_time(ended: Results) -> None:
+    assert ended["hang at exit"].stderr == "trainer: the disk is full\n"
+    assert ended["hang at exit"].returncode == 1
+
+
+def test_a_hook_that_was_there_before_is_called_for_a_bug(ended: Results) -> None:
+    assert ended["other hook"].stdout == "printed before, the hook has seen ZeroDivisionError\nlogged the rest\n"
+    assert ended["other hook"].stderr == "trainer: ZeroDivisionError: division by zero\n"
+
+
+def test_a_hook_around_the_librarys_is_called_once(ended: Results) -> None:
+    assert ended["hook around"].stdout == "printed before, around\nlogged the rest\n"
+    lines = ended["hook around"].stderr.splitlines()
+    assert [line for line in lines if "ZeroDivisionError" in line][-1] == "trainer: ZeroDivisionError: division by zero"
+    assert ended["hook around"].returncode == 1
 
 
 def test_a_process_that_does_not_fail_ends_as_ever(ended: Results) -> None:
     assert ended["nothing"].stderr == ""
-    assert ended["nothing"].stdout == "printed beforethe exit handler ran\n"
+    assert ended["nothing"].stdout == "printed before, logged the rest\nleft the job\n"
     assert ended["nothing"].returncode == 0
 
 
@@ -107,6 +140,7 @@ class Ending:
         self._monkeypatch = monkeypatch
         self.slept: list[float] = []
         monkeypatch.setattr("trainer.launch.failure.time.sleep", self.slept.append)
+        monkeypatch.setattr("trainer.launch.failure._flush", lambda: None)  # which would end this process's libraries
         monkeypatch.setattr("trainer.launch.failure.os._exit", self._exit)
         monkeypatch.setattr("trainer.launch.failure.socket.gethostname", lambda: "node7")
 

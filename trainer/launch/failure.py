@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -21,6 +26,11 @@ _LET_PEER_PRINT_FIRST_S = 3.0
 # Horovod's and torch.distributed's exceptions for a rank that has gone.
 _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
+# Time for other libraries to write what they hold, such as loggers of metrics.
+_FLUSH_S = 3.0
+
+_earlier_hook: Callable[..., object] | None = None
+_collective_handlers: list[Callable[[], object]] = []
 
 
 def report_failures() -> None:
@@ -28,12 +38,20 @@ def report_failures() -> None:
 
     Without it, Python's shutdown on the failing rank waits for Horovod's, which waits for ranks that wait for an
     all-reduce: a hang. With it, the failing rank prints its rank, its host and the error, and exits with code 1 at
-    once; every launcher then ends the other ranks. `Trainer` and `prepare` call this; a script that reads data first
-    calls it in its first line.
+    once; every launcher then ends the other ranks. `trainer.init` and `Trainer` call this; a script that reads data
+    first calls it in its first line. A hook that was there before shows the traceback. Exit handlers get 3 seconds.
     """
+    global _earlier_hook
     # An interactive session goes on after a mistake.
-    if not hasattr(sys, "ps1"):
+    if not hasattr(sys, "ps1") and sys.excepthook is not _end_job:
+        _earlier_hook = None if sys.excepthook is sys.__excepthook__ else sys.excepthook
         sys.excepthook = _end_job
+
+
+def at_exit(handler: Callable[[], object]) -> None:
+    """Register an exit handler that waits for other ranks, and is therefore left out where this rank fails."""
+    _collective_handlers.append(handler)
+    atexit.register(handler)
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -50,12 +68,23 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)):
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _exit_now(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
-    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    _show(kind, error, trace)
     _exit_now(f"{rank}{kind.__name__}: {error}", 1)
 
 
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _earlier_hook
+    # Taken away first: a hook of torch.distributed's, or of the user's, may have been put around ours and call it.
+    earlier, _earlier_hook = _earlier_hook, None
+    if earlier is None:
+        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    else:
+        with suppress(Exception):
+            earlier(kind, error, trace)
+
+
 def _exit_now(message: str, code: int) -> None:
-    """End this process without atexit handlers, which would wait for other ranks."""
+    """End this process without what waits for other ranks, which Python's own end would call."""
     # The reader of our output may be gone already; that must not keep this rank alive.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -63,4 +92,28 @@ def _exit_now(message: str, code: int) -> None:
     with suppress(OSError, ValueError):
         if message:
             print(f"trainer: {message}", file=sys.__stderr__, flush=True)
+    flushing = threading.Thread(target=_flush, daemon=True)
+    with suppress(RuntimeError, KeyboardInterrupt):  # no thread can be started, or a second Ctrl-C
+        flushing.start()
+        flushing.join(_FLUSH_S)
     os._exit(code)
+
+
+def _flush() -> None:
+    """Do what Python's own end does for files and other libraries, without what waits for other ranks."""
+    horovod = sys.modules.get("horovod.torch")
+    for handler in (*_collective_handlers, *([horovod.shutdown] if horovod else [])):
+        atexit.unregister(handler)
+    _flush_files()  # before exit handlers that may hang
+    atexit._run_exitfuncs()
+    _flush_files()
+
+
+def _flush_files() -> None:
+    # TensorBoard's writers have no exit handler, and by themselves write every two minutes.
+    board = sys.modules.get("tensorboard.summary.writer.event_file_writer")
+    kinds = (io.IOBase, *([board.EventFileWriter] if board else []))
+    for one in gc.get_objects():
+        if isinstance(one, kinds):
+            with suppress(Exception):
+                one.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.failure import at_exit
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
 from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer, without_gradient
@@ -48,7 +48,7 @@ class DDPStrategy(Strategy):
         self._is_ours = not dist.is_initialized()
         if dist.is_initialized():
             return  # by an earlier trainer in this process, or by the user, who then also ends it
-        atexit.register(self.close)
+        at_exit(self.close)
         if world.size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):

@@ -9,7 +9,6 @@ sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, and no algorithm sends les
 
 from __future__ import annotations
 
-import atexit
 import pickle
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import TrainerError
+from trainer.launch.failure import at_exit
 from trainer.launch.mpi import import_mpi
 from trainer.launch.world import World
 from trainer.strategies.bucketed import BucketedStrategy
@@ -140,7 +140,7 @@ class RingStrategy(BucketedStrategy):
         self._mpi = import_mpi(world, for_what="strategy 'ring'")
         comm = self._mpi.COMM_WORLD
         self._values, self._gradients = Ring(comm.Dup()), Ring(comm.Dup())
-        atexit.register(self.close)  # before MPI's own end
+        at_exit(self.close)  # before MPI's own end
         self.description = f"ring all-reduce over MPI, {world}"
 
     def sum_gradients(self, flat: Tensor) -> None:

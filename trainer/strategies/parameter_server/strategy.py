@@ -6,7 +6,6 @@ is here for that comparison; see docs/strategies.md.
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.environment import set_default
+from trainer.launch.failure import at_exit
 from trainer.launch.network import address_toward, host_id
 from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.world import World
@@ -67,7 +67,7 @@ class ParameterServerStrategy(BucketedStrategy):
             for channel in ("gradients", "values")
         }
         rendezvous.close()
-        atexit.register(self.close)
+        at_exit(self.close)
         count = "a parameter server" if servers == 1 else f"{servers} parameter servers"
         self.description = f"{count} over gRPC, {world}"
 
