@@ -32,6 +32,7 @@ class Host:
         self.environment: dict[str, str] = {}
         monkeypatch.setattr(os, "environ", self.environment)
         monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
+        monkeypatch.setattr(host_module, "_TAKEN", set())
         monkeypatch.setattr(host_module, "_keep_memory", self._keep_memory)
         monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: True)
         monkeypatch.setattr(open_mpi, "in_container", lambda: False)
@@ -41,6 +42,7 @@ class Host:
         for module in (host_module, open_mpi):
             self._monkeypatch.setattr(module, "host_cores", lambda: cores)
         self._monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound_to or cores)))
+        self._monkeypatch.setattr(torch, "get_num_threads", lambda: bound_to or cores)
 
     def _keep_memory(self) -> bool:
         self.kept_memory += 1
@@ -89,10 +91,28 @@ def test_a_world_of_one_keeps_pytorchs_threads(host: Host) -> None:
         ("mpirun", "", [4]),
     ],
 )
-def test_the_users_thread_count_stays(host: Host, launcher: str, omp_num_threads: str, threads: list[int]) -> None:
+def test_the_users_thread_count_stays(
+    host: Host, monkeypatch: pytest.MonkeyPatch, launcher: str, omp_num_threads: str, threads: list[int]
+) -> None:
     host.environment["OMP_NUM_THREADS"] = omp_num_threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(omp_num_threads or 8))
     tune_host(ranks(2, launcher=launcher))
     assert host.threads == threads
+
+
+def test_threads_that_the_user_has_set_in_python_stay(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert "threads" not in tune_host(ranks(2))
+    assert host.threads == []
+
+
+def test_a_second_job_of_the_same_process_is_not_taken_for_the_users_choice(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune_host(ranks(4))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: host.threads[-1])
+    tune_host(ranks(2))
+    assert host.threads == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +180,11 @@ def test_horovods_cycle_is_shortened_where_a_rank_waits_for_it(host: Host) -> No
     assert CYCLE_TIME not in host.environment
     assert "0.01 ms" in tune_all(ranks(2))["cycle time"]
     assert host.environment[CYCLE_TIME] == "0.01"
+
+
+def test_what_was_measured_on_cpus_is_not_set_for_gpus(host: Host) -> None:
+    assert "cycle time" not in tune_all(ranks(2, device="cuda:0"))
+    assert CYCLE_TIME not in host.environment
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ def tune_horovod(world: World) -> dict[str, str]:
     # Horovod's autotuning leaves a value alone that is set.
     if world.size == 1 or user_set("HOROVOD_AUTOTUNE"):
         return chosen
-    if set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
+    # Measured on CPUs only: Horovod's own cycle stays on GPUs.
+    if world.device.type == "cpu" and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     in_memory = world.device.type == "cpu" and world.size == world.local_size
     if in_memory and not is_gloo_controlled() and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 
 from trainer.launch.environment import user_set
@@ -22,13 +23,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 _TRIM_THRESHOLD_BYTES = 1024 * 1024 * 1024
 
+_TAKEN: set[int] = set()
+"""Numbers of threads that were set here."""
+
 
 def tune_host(world: World) -> dict[str, str]:
     """Set this rank's share of the cores and glibc's thresholds; return what was set, and why."""
     chosen = {}
     threads = _threads(world)
     if threads is not None:
-        torch.set_num_threads(threads)
+        _take_threads(threads)
         chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
     if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
         chosen["freed memory"] = "kept (fewer page faults)"
@@ -44,9 +48,9 @@ def share_machine(world: World, machine_ids: Sequence[str]) -> dict[str, str]:
     cores = os.cpu_count() or 1
     ranks_here = sum(one == machine_id() for one in machine_ids)
     threads = max(1, cores // ranks_here)
-    if ranks_here == world.local_size or user_set("OMP_NUM_THREADS") or torch.get_num_threads() <= threads:
+    if ranks_here == world.local_size or _user_has_decided(world) or torch.get_num_threads() <= threads:
         return {}
-    torch.set_num_threads(threads)
+    _take_threads(threads)
     return {"threads": f"{threads} per rank ({ranks_here} ranks in several containers on {cores} cores)"}
 
 
@@ -83,12 +87,27 @@ def cpu_model() -> str:
 
 def _threads(world: World) -> int | None:
     """Return PyTorch's threads for this rank; None where the user has decided, or PyTorch decides the same."""
-    # torchrun sets one thread per rank when the user has not set any.
-    by_torchrun = world.launcher == "torchrun" and os.environ.get("OMP_NUM_THREADS") == "1"
-    if world.size == 1 or (user_set("OMP_NUM_THREADS") and not by_torchrun):
+    if world.size == 1 or _user_has_decided(world):
         return None
     # A rank that its launcher has bound to some cores has no use for more threads than these.
     return max(1, min(host_cores() // world.local_size, len(os.sched_getaffinity(0))))
+
+
+def _take_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    _TAKEN.add(threads)
+
+
+def _user_has_decided(world: World) -> bool:
+    """Return whether the user has chosen PyTorch's threads, by OMP_NUM_THREADS or by `torch.set_num_threads`."""
+    # torchrun sets one thread per rank when the user has not set any.
+    by_torchrun = world.launcher == "torchrun" and os.environ.get("OMP_NUM_THREADS") == "1"
+    if user_set("OMP_NUM_THREADS") and not by_torchrun:
+        return True
+    # PyTorch does not tell who has set the number; any but these is nobody's default. Under MPI it is a rank's share.
+    cores = {len(os.sched_getaffinity(0)), os.cpu_count() or 1, psutil.cpu_count(logical=False) or 1}
+    shares = {max(1, one // world.local_size) for one in cores}
+    return torch.get_num_threads() not in _TAKEN | ({1} if by_torchrun else cores | shares)
 
 
 def _keep_memory() -> bool:
