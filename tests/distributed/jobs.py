@@ -2,7 +2,8 @@
 
 The default run has one job for each strategy on 2 and 4 ranks, spread over the launchers, and 3 ranks where the
 strategy does its own arithmetic. `make test-all` adds the other combinations that make a difference: Horovod over both
-controllers, 3 ranks, the handle on 4 ranks, and each strategy's other means of rendezvous.
+controllers, 3 ranks, the handle on 4 ranks, large networks under every strategy, and each strategy's other means of
+rendezvous.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 _HERE = "tests.distributed"
 SHARED = f"{_HERE}.checks_every_strategy"
 HANDLE = tuple(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_edges"))
+NETWORKS = f"{_HERE}.checks_networks"
 TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
 BROADCAST = f"{_HERE}.checks_broadcast"
@@ -61,7 +63,7 @@ def run(job: Job) -> Checks:
 JOBS = [
     # The sum of three floats depends on its order, so the hand-written loop is equal bit for bit on 2 and 4 ranks only.
     # Adasum, MPI's alone, needs a power of two ranks. The check of the timing is written for two.
-    Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, TIMING, NO_ADASUM, NO_RING, NO_SINGLE)),
+    Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, NETWORKS, TIMING, NO_ADASUM, NO_RING, NO_SINGLE)),
     Job("horovod", "horovodrun-mpi", 3, (BROADCAST,)),
     Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
     Job("ddp", "torchrun", 2, (TIMING, NO_RING, NO_SINGLE, NO_HOROVOD)),
@@ -72,19 +74,22 @@ JOBS = [
     Job("parameter_server", "torchrun", 2, (TIMING,)),
     Job("parameter_server", "horovodrun-gloo", 4),
     # The same under other launchers.
-    Job("horovod", "mpirun", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),
+    Job("horovod", "mpirun", 2, (BIT_FOR_BIT, NETWORKS, TIMING, ADASUM), slow=True),
     Job("horovod", "horovodrun-mpi", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),
     Job("horovod", "horovodrun-gloo", 3, slow=True),
     Job("horovod", "horovodrun-mpi", 4, (BIT_FOR_BIT, ADASUM), slow=True),
     Job("horovod", "horovodrun-gloo", 4, slow=True),
-    Job("ddp", "horovodrun-mpi", 2, slow=True),
+    Job("ddp", "horovodrun-mpi", 2, (NETWORKS,), slow=True),
     Job("ddp", "horovodrun-gloo", 2, slow=True),
     Job("ddp", "horovodrun-mpi", 3, slow=True),
     Job("ddp", "torchrun", 3, slow=True),
     Job("ddp", "torchrun", 4, slow=True),
-    Job("ring", "horovodrun-mpi", 2, (RING,), slow=True),
+    Job("ring", "horovodrun-mpi", 2, (RING, NETWORKS), slow=True),
     Job("ring", "horovodrun-mpi", 4, (RING,), slow=True),
-    *[Job("parameter_server", name, 2, slow=True) for name in ("horovodrun-mpi", "horovodrun-gloo", "mpirun")],
+    *[
+        Job("parameter_server", name, 2, (NETWORKS,), slow=True)
+        for name in ("horovodrun-mpi", "horovodrun-gloo", "mpirun")
+    ],
     Job("parameter_server", "horovodrun-gloo", 3, slow=True),
     Job("parameter_server", "horovodrun-mpi", 3, slow=True),
     Job("parameter_server", "horovodrun-mpi", 4, slow=True),
