@@ -146,6 +146,7 @@ class Run:
             accumulate=self.config.accumulate if training else 1,
             world=self.world,
             on_step=self._updates.on_batch,
+            share_order=self.strategy.broadcast_object,
             **options,
         )
         plan = loader.plan

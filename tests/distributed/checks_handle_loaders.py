@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -98,3 +99,17 @@ def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> No
     train_one(run, forward, run.prepare(sgd(model)), data)
     assert_equal(model, expected, 1e-12)
     assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:
+    """Also one whose numbers differ between ranks: rank 0's order counts."""
+
+    class Own(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([(strategy.world.rank + place) % 8 for place in range(8)])
+
+    run = init(strategy, device="cpu")
+    loader = run.loader(make_data(8), global_batch_size=8, sampler=Own(range(8)))
+    (batch,) = loader
+    whole = [label for labels in run.all_gather(batch[1].tolist()) for label in labels]
+    assert whole[:8] == make_data(8).targets.tolist()

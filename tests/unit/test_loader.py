@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 
-from trainer.data.loader import InMemory, ShardedLoader, Step, move
+from trainer.data.loader import InMemory, ShardedLoader, Step
+from trainer.data.moving import move
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
 from trainer.launch.world import World
@@ -126,6 +127,50 @@ def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
         targets += [target for step in steps for target in step.batch[1].tolist()]
     assert counts == [2, 1, 1, 1]
     assert sorted(targets) == list(range(9))
+
+
+def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([0.0, 1.0, 9.0, 0.0, 1.0], num_samples=40, generator=generator)
+
+
+@pytest.mark.parametrize("generators", [True, False])
+def test_all_ranks_take_what_a_sampler_has_drawn_and_each_epoch_draws_anew(generators: bool) -> None:
+    drawn = []
+    for rank in range(3):
+        torch.manual_seed(rank)  # the ranks' own numbers differ, and are not touched
+        before = torch.random.get_rng_state()
+        sampler = weighted(torch.Generator().manual_seed(rank) if generators else None)
+        loader = ShardedLoader(numbered(5), 4, world=world(rank, 3), sampler=sampler, seed=7)
+        drawn.append([[step.batch[1].tolist() for step in loader.steps() if step.count] for _ in range(2)])
+        assert torch.equal(torch.random.get_rng_state(), before)
+    for epoch in range(2):
+        counts = [sum(batch.count(sample) for rank in drawn for batch in rank[epoch]) for sample in range(5)]
+        assert sum(counts) == 40
+        assert counts[0] == counts[3] == 0
+        assert counts[2] > 25
+    assert drawn[0][0] != drawn[0][1]
+    alone = ShardedLoader(numbered(5), 12, sampler=weighted(None), seed=7)
+    together = [[sample for rank in drawn for sample in rank[0][step]] for step in range(3)]
+    assert together == [step.batch[1].tolist() for step in alone.steps()][:3]
+
+
+def test_a_sampler_that_draws_too_little_is_told() -> None:
+    class Short(list[int]):
+        def __len__(self) -> int:
+            return 4
+
+    with pytest.raises(ConfigError, match="the sampler has drawn 2 samples, and its length is 4"):
+        list(ShardedLoader(numbered(5), 2, sampler=Short([0, 1])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rank: int) -> None:
+    loader = ShardedLoader(numbered(11), 2, world=world(rank, 2), drop_last=True, seed=3)
+    assert len(loader) == 2
+    for epoch in range(2):
+        order = permutation(11, epoch=epoch, seed=3)
+        batches = [step.batch[1].tolist() for step in loader.steps()]
+        assert batches == [order[start + 2 * rank : start + 2 * rank + 2].tolist() for start in (0, 4)]
 
 
 def test_a_step_is_handed_over_before_its_batch() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
 
 from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
@@ -67,6 +68,10 @@ def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
         ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
         ({"global_batch_size": 0}, "global batch size is 0; it must be at least 1"),
         ({"batch_size": 2, "seed": 1}, r"run\.loader takes seed from the run; set it in trainer\.init"),
+        ({"batch_size": 2, "shuffle": True, "sampler": [0, 1]}, "shuffle is True, and a sampler draws the order"),
+        ({"batch_size": 2, "sampler": iter([0])}, "list_iterator has no __len__"),
+        ({"batch_size": 2, "sampler": DistributedSampler(make_data(4), 2, 0)}, "leave DistributedSampler out"),
+        ({"batch_size": 5, "drop_last": True}, "drop_last leaves no step: there are 4 samples, and all ranks take 5"),
         ({"batch_size": 2, "num_worker": 1}, "a loader has no option 'num_worker'; valid are num_workers, collate_fn"),
         ({"batch_size": 2, "collate_fn": list}, "option 'collate_fn' is for datasets that are loaded sample by sample"),
     ],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from trainer.data.moving import move
 from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
 from trainer.errors import ConfigError
 from trainer.launch.world import World, current_world
@@ -81,6 +82,9 @@ class ShardedLoader:
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         shuffle: a new order in every epoch, from `seed`; without it the dataset's own order. By default in training.
         training: False for an evaluation.
+        sampler: draws the order of each epoch's samples, instead of `shuffle`: torch's WeightedRandomSampler, say.
+        drop_last: leave out the samples that do not fill the last step of all ranks.
+        share_order: returns rank 0's value on every rank, so that all ranks take what one sampler has drawn.
         world: the ranks that share the dataset; by default the world that this process was launched into.
         on_step: called with each training step before its batch is yielded, and after the last one.
         num_workers: processes per rank that load samples, for a dataset that is not in memory.
@@ -98,6 +102,9 @@ class ShardedLoader:
         global_batch_size: int | None = None,
         shuffle: bool | None = None,
         training: bool = True,
+        sampler: Sampler[int] | None = None,
+        drop_last: bool = False,
+        share_order: Callable[[Any], Any] = lambda order: order,
         seed: int = 0,
         accumulate: int = 1,
         world: World | None = None,
@@ -108,14 +115,18 @@ class ShardedLoader:
         if (batch_size is None) == (global_batch_size is None):
             raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
         _check_options(dataset, options)
+        if sampler is not None:
+            _check_sampler(sampler, shuffle)
         self.world = world or current_world()
-        self.plan = ShardPlan(
-            samples=_length(dataset),
+        self._length = _length(dataset)
+        plan = ShardPlan(
+            samples=self._length if sampler is None else len(sampler),  # type: ignore[arg-type]  # checked above
             world_size=self.world.size,
             batch_size=1 if batch_size is None else batch_size,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
+        self.plan = _full_steps(plan) if drop_last else plan
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
         self.training = training
         self.shuffle = training if shuffle is None else shuffle
@@ -124,6 +135,7 @@ class ShardedLoader:
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self._on_step = on_step
+        self._sampler, self._share_order = sampler, share_order
         self._options = options
 
     def __len__(self) -> int:
@@ -174,10 +186,26 @@ class ShardedLoader:
         return self._load(order, places)
 
     def _next_order(self) -> Tensor:
-        samples = self.plan.samples
-        order = permutation(samples, epoch=self.epoch, seed=self.seed) if self.shuffle else torch.arange(samples)
+        if self._sampler is not None:
+            order = self._draw(self._sampler)
+        elif self.shuffle:
+            order = permutation(self._length, epoch=self.epoch, seed=self.seed)
+        else:
+            order = torch.arange(self._length)
         self.epoch += 1
         return order
+
+    def _draw(self, sampler: Sampler[int]) -> Tensor:
+        """Return the sampler's next order, which depends on seed and epoch alone where torch's numbers draw it."""
+        seed = mix_seeds(self.seed, self.epoch)
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):  # what the model draws stays the same
+            torch.manual_seed(seed)
+            order = self._share_order([int(index) for index in sampler])
+        if len(order) < self.plan.samples:
+            raise ConfigError(f"the sampler has drawn {len(order)} samples, and its length is {self.plan.samples}")
+        return torch.tensor(order, dtype=torch.int64)
 
     def _cut(self, dataset: InMemory, order: Tensor, places: Sequence[slice]) -> Iterator[Batch]:
         order = order.to(dataset.inputs.device)
@@ -237,17 +265,22 @@ def _check_options(dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
             raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
 
 
-def move(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor in it (in tuples, lists and dicts, and objects with `.to`) on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping) and not hasattr(value, "to"):  # a tokenizer's batch is a mapping, and has `.to`
-        return type(value)({key: move(item, device) for key, item in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(item, device) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(move(item, device) for item in value)
-    return value.to(device) if hasattr(value, "to") else value
+def _check_sampler(sampler: Any, shuffle: bool | None) -> None:
+    if shuffle is not None:
+        raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigError("a loader divides the samples among the ranks itself; leave DistributedSampler out")
+    if not hasattr(sampler, "__len__"):
+        raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps")
+
+
+def _full_steps(plan: ShardPlan) -> ShardPlan:
+    full = plan.samples - plan.samples % plan.step_size
+    if full == 0:
+        raise ConfigError(
+            f"drop_last leaves no step: there are {plan.samples} samples, and all ranks take {plan.step_size} in a step"
+        )
+    return replace(plan, samples=full)
 
 
 def _length(dataset: Dataset[Any]) -> int:
