@@ -14,10 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AllReduce = Callable[[Tensor], Tensor]
+
+
+class _Shared:
+    """An all-reduce that copies of a model share, and that is left out of a file: a strategy can be neither."""
+
+    def __init__(self, all_reduce: AllReduce) -> None:
+        self._all_reduce = all_reduce
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self._all_reduce(tensor)
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Shared, (_left_the_job,)
+
+
+def _left_the_job(tensor: Tensor) -> Tensor:
+    raise TrainerError(
+        "a model with BatchNorm over the global batch was loaded from a file, without its job; build the model anew, "
+        "load its state_dict, and prepare it"
+    )
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -112,5 +135,5 @@ def _convert(layer: _BatchNorm, all_reduce: AllReduce) -> GlobalBatchNorm:
     # The very same tensors, so that an optimizer that was made before still trains them.
     global_layer._parameters, global_layer._buffers = layer._parameters, layer._buffers
     global_layer.training = layer.training
-    global_layer.all_reduce = all_reduce
+    global_layer.all_reduce = _Shared(all_reduce)
     return global_layer

@@ -36,7 +36,11 @@ _DOWNLOAD = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], do
 
 
 def find_mnist(data_dir: Path) -> Path | None:
-    """Return the folder with MNIST's four files, plain or .gz: MNIST/raw in `data_dir`, or `data_dir` itself."""
+    """Return the folder with MNIST's four files, plain or .gz: MNIST/raw in `data_dir`, or `data_dir` itself.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
     names = [name for pair in FILES.values() for name in pair]
     for folder in (data_dir / "MNIST" / "raw", data_dir):
         if all(_existing(folder / name) for name in names):
@@ -152,8 +156,11 @@ def _read(path: Path) -> bytes:
 
 def _existing(path: Path) -> Path | None:
     for candidate in (path, path.with_name(path.name + ".gz")):
-        if candidate.is_file():
-            return candidate
+        try:
+            if candidate.is_file():
+                return candidate
+        except OSError as error:  # a folder that this user may not enter, say
+            raise DataError(f"{path.parent} cannot be read: {error.strerror or error}") from None
     return None
 
 

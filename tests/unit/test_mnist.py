@@ -400,3 +400,12 @@ def test_every_rank_waits_for_the_download_before_it_looks(tmp_path: Path) -> No
     train, _ = load_dataset("mnist", tmp_path, rank(1, local=1), gather)
     assert isinstance(train.inputs, Tensor)
     assert len(train) == 12
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/MNIST/raw cannot be read: Permission denied$"):
+        find_mnist(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from collections.abc import Callable
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import TrainerError
 from trainer.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 
 
@@ -233,3 +236,29 @@ def test_other_normalisations_stay_as_they_are() -> None:
     before = list(model)
     convert_sync_batch_norm(model, alone)
     assert all(one is other for one, other in zip(model, before, strict=True))
+
+
+class InAJob:
+    """What a strategy is: neither to be copied nor to be pickled."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a strategy")
+
+
+def test_a_model_can_be_copied_averaged_and_saved() -> None:
+    model = convert_sync_batch_norm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), InAJob().all_reduce)
+    inputs = torch.randn(5, 3)
+    expected = copy.deepcopy(model)(inputs)  # trains on, in the job
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    assert_equal(average(inputs), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_equal(loaded.eval()(inputs), model.eval()(inputs))
+    with pytest.raises(TrainerError, match="build the model anew, load its state_dict"):
+        loaded.train()(inputs)

@@ -69,7 +69,8 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _exit_now(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)
-    _exit_now(f"{rank}{kind.__name__}: {error}", 1)
+    what = str(error) or "no further message"  # as of a MemoryError
+    _exit_now(f"{rank}{kind.__name__}: {what}", 1)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
