@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from trainer.strategies import horovod_broadcast
 from trainer.strategies.base import Strategy
 
 
@@ -40,3 +41,15 @@ def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -
     with mock.patch.object(hvd, "broadcast_async_", calls.submit), mock.patch.object(hvd, "synchronize", calls.wait):
         strategy.broadcast_tensors(torch.full((5,), float(strategy.world.rank)) for _ in range(3))
     assert [name for name, _, _ in calls.mock_calls] == ["submit"] * 3 + ["wait"] * 3
+
+
+def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> None:
+    rank, size = strategy.world.rank, strategy.world.size
+    with mock.patch.object(horovod_broadcast, "PIECE_BYTES", 64):
+        check_every_tensor_becomes_rank_0s(strategy)
+        long = torch.arange(1000.0) + rank
+        strategy.broadcast_tensors([long])
+        assert torch.equal(long, torch.arange(1000.0))
+        for root in range(size):
+            assert strategy.broadcast_object("x" * 999 + str(rank), root=root) == "x" * 999 + str(root)
+        assert strategy.all_gather_object("x" * 999 + str(rank)) == ["x" * 999 + str(one) for one in range(size)]

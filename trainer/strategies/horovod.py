@@ -15,6 +15,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
 from trainer.launch.world import World
+from trainer.strategies import horovod_broadcast
 from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
 from trainer.tuning import tune
 from trainer.tuning.horovod import gradient_groups
@@ -113,26 +114,13 @@ class HorovodStrategy(Strategy):
         return tensor
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
-        pairs = [(tensor, tensor.contiguous()) for tensor in tensors]
-        # All are submitted before the first is waited for, so that Horovod negotiates them together.
-        handles = [
-            self._hvd.broadcast_async_(whole.view(-1).view(torch.uint8), root_rank=0, name=f"trainer.tensor.{number}")
-            for number, (_, whole) in enumerate(pairs)
-        ]
-        for handle in handles:
-            self._hvd.synchronize(handle)
-        for tensor, whole in pairs:
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+        horovod_broadcast.broadcast_tensors(self._hvd, tensors)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        # By default Horovod names the broadcast after the value's type, and ranks whose values differ in type hang.
-        return self._hvd.broadcast_object(value, root_rank=root, name="trainer.object")
+        return horovod_broadcast.broadcast_object(self._hvd, value, root)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = self._hvd.allgather_object(value, name="trainer.objects")
-        return gathered
+        return horovod_broadcast.all_gather_object(self._hvd, value)
 
     def barrier(self) -> None:
         self._hvd.barrier()
