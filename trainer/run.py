@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,17 @@ class Run:
         self.strategy = join(strategy, config)
         self.world = self.strategy.world
         self._updates = Updates(self.strategy, config)
+        self._loaders: WeakSet[ShardedLoader] = WeakSet()
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the batch that was drawn last ends an update: clip, step and zero the gradients then."""
         return self._updates.sync_gradients
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples in the batch that was drawn last, for sums of one's own; 0 for a padding batch."""
+        return self._updates.samples
 
     @property
     def rank(self) -> int:
@@ -150,6 +157,7 @@ class Run:
             **options,
         )
         plan = loader.plan
+        self._loaders.add(loader)
         check_consistency(self.strategy, {"samples of the dataset": plan.samples, "samples per step": plan.step_size})
         return loader
 
@@ -234,15 +242,23 @@ class Run:
         """Return the model that was given to `prepare`, for what `prepare` has returned."""
         return next((own for own, one in self._updates.models.items() if one.forward is model), model)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs' numbers, from 0.
+    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
+        """Yield the epochs' numbers, from `start` to `count` - 1.
+
+        With a `start`, loaders that were made before go on with the order of these epochs, as a run that was not
+        interrupted does.
 
         Raises:
-            ConfigError: `count` is not positive.
+            ConfigError: `count` is not positive, or `start` is not within it.
         """
         if count < 1:
             raise ConfigError(f"epochs is {count}; it must be at least 1")
-        return iter(range(count))
+        if not 0 <= start <= count:
+            raise ConfigError(f"start is {start}; it must be from 0 to the number of epochs, {count}")
+        if start > 0:
+            for loader in self._loaders:
+                loader.epoch = start
+        return iter(range(start, count))
 
     def close(self) -> None:
         """Leave the job. A script that ends leaves it by itself."""

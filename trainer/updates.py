@@ -46,6 +46,10 @@ class Updates:
         self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
         self._stepping: set[Optimizer] = set()
         self._is_in_backward, self._needs_loader = False, config.accumulate > 1
+        self.samples = 0
+        """Samples in the batch that was drawn last; 0 for a padding batch."""
+        # With a gradient since the update's first batch: what tells of a zero_grad before its last one.
+        self._kept: nn.Parameter | None = None
 
     def check_parameters(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Raise `ConfigError` for an optimizer with a parameter that belongs to none of the models."""
@@ -114,7 +118,9 @@ class Updates:
 
     def on_batch(self, step: Step) -> None:
         """Note what the loader knows of the batch that it is about to yield."""
-        self._weight, self._needs_loader = step.weight, False
+        self._weight, self.samples, self._needs_loader = step.weight, step.count, False
+        if self.sync_gradients or step.batch is None:  # another update begins, or the loop was left
+            self._kept = None
         if step.closes_update is not self.sync_gradients:
             self.sync_gradients = step.closes_update
             self._keep_local(not step.closes_update)
@@ -139,7 +145,7 @@ class Updates:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See `Run.backward`."""
-        if self._stepping or self._frozen or self._needs_loader:
+        if self._stepping or self._frozen or self._needs_loader or self._kept is not None or not self._synchronizers:
             self._check_backward()
         for synchronizer in self._active:
             synchronizer.before_backward()
@@ -156,9 +162,23 @@ class Updates:
         for synchronizer in self._active:
             synchronizer.after_backward()
         self._backwards += 1
+        if not self.sync_gradients:
+            held = (one for model in self.models for one in model.parameters())
+            self._kept = next((one for one in held if one.grad is not None), None)
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
+        if not self._synchronizers:
+            raise TrainerError(
+                "run.backward came before run.prepare: the ranks would train models of their own; call "
+                "model, optimizer = run.prepare(model, optimizer) first"
+            )
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.grad is None:
+            raise TrainerError(
+                "the gradients of this update's earlier batches are gone, and accumulate is "
+                f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true"
+            )
         if self._active and any(one.requires_grad for frozen in self._frozen.values() for one in frozen):
             raise TrainerError(
                 "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "

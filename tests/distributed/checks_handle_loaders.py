@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -113,3 +116,18 @@ def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:
     (batch,) = loader
     whole = [label for labels in run.all_gather(batch[1].tolist()) for label in labels]
     assert whole[:8] == make_data(8).targets.tolist()
+
+
+def check_a_prepared_model_can_be_copied_averaged_and_saved(strategy: Strategy) -> None:
+    model = make_model()
+    run = init(strategy, device="cpu")
+    forward, _ = run.prepare(model, sgd(model))
+    average = torch.optim.swa_utils.AveragedModel(forward)
+    average.update_parameters(forward)
+    file = io.BytesIO()
+    torch.save(forward, file)
+    file.seek(0)
+    inputs = make_data(2).inputs
+    for one in (copy.deepcopy(forward), average, torch.load(file, weights_only=False)):
+        assert torch.equal(one(inputs), model(inputs))
+    assert forward  # which torch.compile asks

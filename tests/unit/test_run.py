@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
 from tests.distributed.reference import make_data, make_model, sgd
-from trainer import ConfigError, Trainer, TrainerConfig, World, init
+from trainer import ConfigError, InMemory, Trainer, TrainerConfig, TrainerError, World, init
 from trainer.strategies.single import SingleStrategy
 
 # A single rank has no other to differ from.
@@ -145,6 +145,8 @@ class OfTwo(SingleStrategy):
 
 def test_epochs_are_numbered_from_0() -> None:
     assert list(init("single").epochs(3)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="start is 4; it must be from 0 to the number of epochs, 3"):
+        init("single").epochs(3, start=4)
     with pytest.raises(ConfigError, match="epochs is 0; it must be at least 1"):
         init("single").epochs(0)
 
@@ -168,3 +170,42 @@ def test_a_dataset_of_dicts_is_refused_by_the_trainer_in_one_line() -> None:
                       config=TrainerConfig(batch_size=4, device="cpu"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"Trainer takes batches of \(inputs, targets\), and .* are of type dict"):
         trainer.fit(rows, epochs=1)  # type: ignore[arg-type]
+
+
+def test_a_later_start_takes_the_order_of_an_uninterrupted_run() -> None:
+    run, data = init("single"), make_data(10)
+    loader = run.loader(data, 4)
+    whole = [[batch[1].tolist() for batch in loader] for _ in run.epochs(3)]
+    loader = run.loader(data, 4)
+    assert [[batch[1].tolist() for batch in loader] for _ in run.epochs(3, start=1)] == whole[1:]
+
+
+def test_a_backward_pass_before_prepare_is_told() -> None:
+    run, model = init("single"), nn.Linear(2, 1)
+    with pytest.raises(TrainerError, match=r"^run\.backward came before run\.prepare"):
+        run.backward(model(torch.ones(1, 2)).sum())
+    run.prepare(model)  # but no optimizer
+    with pytest.raises(TrainerError, match=r"^run\.backward came before run\.prepare"):
+        run.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_zero_grad_within_an_update_is_told() -> None:
+    run, model = init("single", accumulate=2), nn.Linear(2, 1)
+    forward, optimizer = run.prepare(model, sgd(model))
+    inputs = iter(run.loader(InMemory(torch.ones(4, 2), torch.ones(4)), 1))
+    optimizer.zero_grad()  # right before an update's first batch
+    for _ in range(2):
+        run.backward(forward(next(inputs)[0]).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    run.backward(forward(next(inputs)[0]).sum())
+    optimizer.zero_grad()
+    next(inputs)
+    with pytest.raises(TrainerError, match=r"earlier batches are gone, and accumulate is 2; call zero_grad only after"):
+        run.backward(forward(torch.ones(1, 2)).sum())
+
+
+def test_a_padding_batch_has_no_samples() -> None:
+    run = init(OfTwo(World(rank=1, size=2)))
+    seen = [run.batch_samples for _ in run.loader(InMemory(torch.ones(5, 2), torch.ones(5)), 2)]
+    assert seen == [2, 0]

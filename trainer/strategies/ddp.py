@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -172,8 +173,15 @@ class DDPSynchronizer(Synchronizer):
             self._is_exchanging = True
 
 
+def _loaded(model: nn.Module) -> nn.Module:
+    return model
+
+
 class _TransparentDDP(DistributedDataParallel):
-    """DDP with the names and the attributes of the model inside: a checkpoint is the same under every strategy."""
+    """DDP with the names and the attributes of the model inside: a checkpoint is the same under every strategy.
+
+    So are copies and files of the whole model, which are of the model inside.
+    """
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -199,6 +207,15 @@ class _TransparentDDP(DistributedDataParallel):
 
     def __len__(self) -> int:
         return len(self.module)
+
+    def __bool__(self) -> bool:  # which torch.compile asks, also where the model has no length
+        return True
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _loaded, (self.module,)
 
     def __iter__(self) -> Any:
         return iter(self.module)
