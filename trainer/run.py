@@ -158,7 +158,8 @@ class Run:
         )
         plan = loader.plan
         self._loaders.add(loader)
-        check_consistency(self.strategy, {"samples of the dataset": plan.samples, "samples per step": plan.step_size})
+        sizes = {"samples of the dataset": loader.dataset_length, "samples of an epoch": plan.samples}
+        check_consistency(self.strategy, sizes | {"samples per step": plan.step_size})
         return loader
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

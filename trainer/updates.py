@@ -145,7 +145,7 @@ class Updates:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See `Run.backward`."""
-        if self._stepping or self._frozen or self._needs_loader or self._kept is not None or not self._synchronizers:
+        if self._stepping or self._frozen or self._needs_loader or self._kept is not None or not self.models:
             self._check_backward()
         for synchronizer in self._active:
             synchronizer.before_backward()
@@ -168,7 +168,7 @@ class Updates:
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
-        if not self._synchronizers:
+        if not self.models:
             raise TrainerError(
                 "run.backward came before run.prepare: the ranks would train models of their own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"

@@ -8,13 +8,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import init
+from trainer import ConfigError, init
 from trainer.strategies.base import Strategy
 
 CLIP = 0.05
@@ -102,6 +103,16 @@ def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> No
     train_one(run, forward, run.prepare(sgd(model)), data)
     assert_equal(model, expected, 1e-12)
     assert_same_on_all_ranks(strategy, model)
+
+
+def check_datasets_of_different_sizes_are_told_with_drop_last_too(strategy: Strategy) -> None:
+    run = init(strategy, device="cpu")
+    samples = 5 * strategy.world.size
+    if strategy.world.size == 1:
+        return
+    for options in ({"drop_last": True}, {"sampler": list(range(samples))}):
+        with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
+            run.loader(make_data(samples + strategy.world.rank), 2, **options)
 
 
 def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:

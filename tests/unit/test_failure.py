@@ -133,6 +133,18 @@ def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Resu
     assert ended["closed output"].returncode == 1
 
 
+def test_horovods_own_exit_handler_is_left_out() -> None:
+    """It waits for ranks that wait for this one; what was registered before it would come after it, or never."""
+    script = (
+        "import atexit, horovod.torch as hvd, trainer; "
+        "atexit.register(lambda: print('Horovod still runs:', hvd.is_initialized())); "
+        "trainer.init('horovod', device='cpu'); raise ValueError('night')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "Horovod still runs: True\n"
+    assert done.returncode == 1
+
+
 class Ending:
     """What a rank does at its end, in this process."""
 

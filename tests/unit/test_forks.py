@@ -14,6 +14,11 @@ import pytest
 from trainer.launch import forks
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_wait_s", 0.2)
+
+
 @contextmanager
 def native_thread(seconds: float) -> Iterator[threading.Thread]:
     """A thread that computes without the GIL, in pieces of some milliseconds."""
@@ -39,6 +44,9 @@ def test_a_fork_does_not_wait_for_ever() -> None:
     with native_thread(1.0) as thread:
         forks._wait_for_threads()
         assert thread.is_alive()
+        begun = time.monotonic()
+        forks._wait_for_threads()  # and is less patient from then on
+        assert time.monotonic() - begun < 0.15
 
 
 def test_a_fork_does_not_wait_for_threads_that_sleep() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from trainer.data.moving import move
 from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
@@ -118,9 +118,10 @@ class ShardedLoader:
         if sampler is not None:
             _check_sampler(sampler, shuffle)
         self.world = world or current_world()
-        self._length = _length(dataset)
+        self.dataset_length = _length(dataset)
+        """Samples in the dataset, of which an epoch may take others."""
         plan = ShardPlan(
-            samples=self._length if sampler is None else len(sampler),  # type: ignore[arg-type]  # checked above
+            samples=self.dataset_length if sampler is None else len(sampler),  # type: ignore[arg-type]  # checked above
             world_size=self.world.size,
             batch_size=1 if batch_size is None else batch_size,
             global_batch_size=global_batch_size,
@@ -189,9 +190,9 @@ class ShardedLoader:
         if self._sampler is not None:
             order = self._draw(self._sampler)
         elif self.shuffle:
-            order = permutation(self._length, epoch=self.epoch, seed=self.seed)
+            order = permutation(self.dataset_length, epoch=self.epoch, seed=self.seed)
         else:
-            order = torch.arange(self._length)
+            order = torch.arange(self.dataset_length)
         self.epoch += 1
         return order
 
@@ -203,8 +204,8 @@ class ShardedLoader:
         with torch.random.fork_rng(devices=[]):  # what the model draws stays the same
             torch.manual_seed(seed)
             order = self._share_order([int(index) for index in sampler])
-        if len(order) < self.plan.samples:
-            raise ConfigError(f"the sampler has drawn {len(order)} samples, and its length is {self.plan.samples}")
+        if len(order) != len(sampler):  # type: ignore[arg-type]  # checked when the loader was made
+            raise ConfigError(f"the sampler has drawn {len(order)} samples, and its length is {len(sampler)}")  # type: ignore[arg-type]
         return torch.tensor(order, dtype=torch.int64)
 
     def _cut(self, dataset: InMemory, order: Tensor, places: Sequence[slice]) -> Iterator[Batch]:
@@ -268,6 +269,8 @@ def _check_options(dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
 def _check_sampler(sampler: Any, shuffle: bool | None) -> None:
     if shuffle is not None:
         raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
+    if isinstance(sampler, BatchSampler):
+        raise ConfigError("a loader cuts the batches itself, and takes a sampler of samples; leave BatchSampler out")
     if isinstance(sampler, DistributedSampler):
         raise ConfigError("a loader divides the samples among the ranks itself; leave DistributedSampler out")
     if not hasattr(sampler, "__len__"):

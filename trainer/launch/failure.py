@@ -29,7 +29,7 @@ _LOST_PEER_OF_GLOO = "gloo/transport"
 # Time for other libraries to write what they hold, such as loggers of metrics.
 _FLUSH_S = 3.0
 
-_earlier_hook: Callable[..., object] | None = None
+_earlier_hooks: list[Callable[..., object]] = []
 _collective_handlers: list[Callable[[], object]] = []
 
 
@@ -41,10 +41,10 @@ def report_failures() -> None:
     once; every launcher then ends the other ranks. `trainer.init` and `Trainer` call this; a script that reads data
     first calls it in its first line. A hook that was there before shows the traceback. Exit handlers get 3 seconds.
     """
-    global _earlier_hook
     # An interactive session goes on after a mistake.
     if not hasattr(sys, "ps1") and sys.excepthook is not _end_job:
-        _earlier_hook = None if sys.excepthook is sys.__excepthook__ else sys.excepthook
+        if sys.excepthook is not sys.__excepthook__:
+            _earlier_hooks.append(sys.excepthook)
         sys.excepthook = _end_job
 
 
@@ -74,14 +74,13 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    global _earlier_hook
-    # Taken away first: a hook of torch.distributed's, or of the user's, may have been put around ours and call it.
-    earlier, _earlier_hook = _earlier_hook, None
-    if earlier is None:
+    if not _earlier_hooks:
         traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-    else:
-        with suppress(Exception):
-            earlier(kind, error, trace)
+        return
+    # Taken away first: a hook of torch.distributed's, or of the user's, may have been put around ours and call it.
+    earlier = _earlier_hooks.pop()
+    with suppress(Exception):
+        earlier(kind, error, trace)
 
 
 def _exit_now(message: str, code: int) -> None:
@@ -102,8 +101,8 @@ def _exit_now(message: str, code: int) -> None:
 
 def _flush() -> None:
     """Do what Python's own end does for files and other libraries, without what waits for other ranks."""
-    horovod = sys.modules.get("horovod.torch")
-    for handler in (*_collective_handlers, *([horovod.shutdown] if horovod else [])):
+    horovod = sys.modules.get("horovod.torch.mpi_ops")
+    for handler in (*_collective_handlers, *([horovod._basics.shutdown] if horovod else [])):
         atexit.unregister(handler)
     _flush_files()  # before exit handlers that may hang
     atexit._run_exitfuncs()

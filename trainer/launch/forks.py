@@ -11,13 +11,15 @@ from functools import cache
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_WAIT_S = 0.2
+_wait_s = 0.2
+_SHORT_WAIT_S = 0.01
+"""Once a thread has not slept for the whole time: it may be one that never does."""
 _POLL_S = 0.0005
 
 
 @cache
 def wait_for_threads_before_forks() -> None:
-    """Have every `os.fork` of this process wait until its other threads sleep, 0.2 s at most.
+    """Have every `os.fork` of this process wait until its other threads sleep, for a bounded time.
 
     A thread of Horovod or Gloo that lets go of a tensor makes a state of Python's, under a lock of Python's. A child
     that is forked at that moment inherits the lock as taken, and hangs before its first line: the rank then waits for a
@@ -29,8 +31,12 @@ def wait_for_threads_before_forks() -> None:
 
 
 def _wait_for_threads() -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while _other_threads_run() and time.monotonic() < deadline:
+    global _wait_s
+    deadline = time.monotonic() + _wait_s
+    while _other_threads_run():
+        if time.monotonic() >= deadline:
+            _wait_s = _SHORT_WAIT_S
+            return
         time.sleep(_POLL_S)  # which gives them the GIL that they may wait for
 
 

@@ -116,15 +116,14 @@ class GradientGuard:
     def drop_absent(self, absent: NamedParameters, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Take the gradient of zeros from the parameters that have got none on any rank, as on a single rank.
 
-        Weight decay and momentum would move them. Collective where the ranks may differ.
+        Weight decay and momentum would move them. Collective.
         """
-        if self.ranks_may_differ:
-            here = {parameter for _, parameter in absent}
-            device = self._parameters[0][1].device
-            counts = all_reduce(torch.tensor([float(one not in here) for _, one in self._parameters], device=device))
-            absent = [one for one, count in zip(self._parameters, counts.tolist(), strict=True) if count == 0]
-        for _, parameter in absent:
-            parameter.grad = None
+        here = {parameter for _, parameter in absent}
+        device = self._parameters[0][1].device
+        counts = all_reduce(torch.tensor([float(one not in here) for _, one in self._parameters], device=device))
+        for (_, parameter), count in zip(self._parameters, counts.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
 
 
 def without_gradient(absent: NamedParameters) -> str:
@@ -132,7 +131,8 @@ def without_gradient(absent: NamedParameters) -> str:
     others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
     return (
         f"parameter {absent[0][0]}{others} got no gradient from backward; freeze what is not trained "
-        "(requires_grad_(False)) before run.prepare, or set dynamic_graph=True where a step may leave parameters out"
+        "(requires_grad_(False)) and call run.prepare afterwards, or set dynamic_graph=True where a step may leave "
+        "parameters out"
     )
 
 

@@ -60,6 +60,8 @@ class BucketedStrategy(Strategy):
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self._check(model, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
+        if not parameters:
+            return Synchronizer(model)
         held = [parameter for _, parameter in parameters]
         buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
@@ -110,7 +112,7 @@ class BucketSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._reducer.is_sending:
-            self._finish()
+            self._finish(may_differ=True)  # a further pass may reach what this one has left out
         self._reducer.reopen()
 
     def after_backward(self) -> None:
@@ -119,15 +121,16 @@ class BucketSynchronizer(Synchronizer):
 
     def finish(self) -> None:
         if not self._reducer.is_done and not self._guard.finds_none():
-            self._finish()
+            self._finish(may_differ=self._guard.ranks_may_differ)
 
-    def _finish(self) -> None:
+    def _finish(self, *, may_differ: bool) -> None:
         absent = self._guard.absent()
         dropped = self._guard.check()
         self._reducer.finish()
         for parameter in dropped:
             parameter.grad = None
-        self._guard.drop_absent(absent, self._all_reduce)
+        if may_differ:
+            self._guard.drop_absent(absent, self._all_reduce)
 
     def reopen(self) -> None:
         self._reducer.reopen()

@@ -75,6 +75,7 @@ class DDPStrategy(Strategy):
         )
         if config.compression == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
+        wrapped.watched = parameters
         self._wrapped = wrapped
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
         return DDPSynchronizer(wrapped, parameters, guard, self.all_reduce)
@@ -166,7 +167,8 @@ class DDPSynchronizer(Synchronizer):
         flat /= dist.get_world_size()
         for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
-        self._guard.drop_absent(absent, self._all_reduce)
+        if self._guard.ranks_may_differ:
+            self._guard.drop_absent(absent, self._all_reduce)
 
     def _on_forward(self, *_: Any) -> None:
         if self.forward.require_backward_grad_sync and torch.is_grad_enabled():
@@ -183,16 +185,18 @@ class _TransparentDDP(DistributedDataParallel):
     So are copies and files of the whole model, which are of the model inside.
     """
 
+    watched: NamedParameters = ()
+    """The parameters whose gradients are all-reduced."""
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
             return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             # Where zero_grad leaves zeros, it is DDP alone that sees the parameters without a gradient.
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
-            held = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad]
-            raise TrainerError(without_gradient([held[int(place)] for place in found[1].split()])) from None
+            raise TrainerError(without_gradient([self.watched[int(place)] for place in found[1].split()])) from None
 
     def __getattr__(self, name: str) -> Any:
         try:

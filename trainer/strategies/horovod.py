@@ -82,6 +82,8 @@ class HorovodStrategy(Strategy):
         compression = hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none
         if config.reduction == "adasum":
             return AdasumSynchronizer(hvd, model, _with_own_names(parameters), compression)
+        if not parameters:
+            return Synchronizer(model)
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
         return HorovodSynchronizer(hvd, model, parameters, guard, compression, self._groups(model, config))
 
@@ -153,27 +155,25 @@ class HorovodSynchronizer(Synchronizer):
         groups: int | None,
     ) -> None:
         super().__init__(model)
-        self._distributed: Any = None
         self._guard = guard
         self._sum = partial(hvd.allreduce_, op=hvd.Sum, name="trainer.present")
         self._in_flight = self._done = self._local = False
-        if parameters:
-            self._distributed = hvd.DistributedOptimizer(
-                SGD([parameter for _, parameter in parameters], lr=0.0),
-                named_parameters=_with_own_names(parameters),
-                compression=compression,
-                groups=groups,
-            )
-            self.retire = partial(self._distributed.set_backward_passes_per_step, _UNTIL_ASKED)
+        self._distributed = hvd.DistributedOptimizer(
+            SGD([parameter for _, parameter in parameters], lr=0.0),
+            named_parameters=_with_own_names(parameters),
+            compression=compression,
+            groups=groups,
+        )
+        self.retire = partial(self._distributed.set_backward_passes_per_step, _UNTIL_ASKED)
 
     def keep_local(self, local: bool) -> None:
-        if local != self._local and self._distributed is not None:
+        if local != self._local:
             self._local = local
             self._distributed.set_backward_passes_per_step(_UNTIL_ASKED if local else 1)
 
     def before_backward(self) -> None:
         if self._in_flight:
-            self._finish()
+            self._finish(may_differ=True)  # a further pass may reach what this one has left out
         self._done = False
         self._in_flight = not self._local  # also where the backward pass ends in an error
 
@@ -184,13 +184,13 @@ class HorovodSynchronizer(Synchronizer):
             self._guard.note()
 
     def _has_sent(self) -> bool:
-        return self._distributed is not None and bool(self._distributed._handles)
+        return bool(self._distributed._handles)
 
     def finish(self) -> None:
-        if not self._done and self._distributed is not None and not self._guard.finds_none():
-            self._finish()
+        if not self._done and not self._guard.finds_none():
+            self._finish(may_differ=self._guard.ranks_may_differ)
 
-    def _finish(self) -> None:
+    def _finish(self, *, may_differ: bool) -> None:
         absent = self._guard.absent()
         dropped = self._guard.check()
         for parameter in dropped:
@@ -198,7 +198,8 @@ class HorovodSynchronizer(Synchronizer):
         self._distributed.synchronize()
         for parameter in dropped:
             parameter.grad = None
-        self._guard.drop_absent(absent, self._sum)
+        if may_differ:
+            self._guard.drop_absent(absent, self._sum)
         self._in_flight, self._done = False, True
 
     def reopen(self) -> None:

@@ -105,9 +105,18 @@ def _user_has_decided(world: World) -> bool:
     if user_set("OMP_NUM_THREADS") and not by_torchrun:
         return True
     # PyTorch does not tell who has set the number; any but these is nobody's default. Under MPI it is a rank's share.
-    cores = {len(os.sched_getaffinity(0)), os.cpu_count() or 1, psutil.cpu_count(logical=False) or 1}
+    cores = {len(os.sched_getaffinity(0)), _physical_cores(), os.cpu_count() or 1, psutil.cpu_count(logical=False) or 1}
     shares = {max(1, one // world.local_size) for one in cores}
     return torch.get_num_threads() not in _TAKEN | ({1} if by_torchrun else cores | shares)
+
+
+def _physical_cores() -> int:
+    """Return the cores that this process may use, each of which may be several logical ones."""
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        with suppress(OSError):
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+    return len(siblings) or 1
 
 
 def _keep_memory() -> bool:
