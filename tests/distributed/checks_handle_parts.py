@@ -34,7 +34,8 @@ def check_two_passes_of_a_step_may_come_in_another_order_on_each_rank(strategy: 
     for part in "ab" if strategy.world.rank % 2 == 0 else "ba":
         run.backward(forward(part))
     optimizer.step()
-    assert [one.item() for one in model.parameters()] == [0.0, 0.0, -1.0]
+    # Thirds are rounded.
+    assert [one.item() for one in model.parameters()] == pytest.approx([0.0, 0.0, -1.0], abs=1e-6)
 
 
 def check_a_model_of_which_nothing_is_trained(strategy: Strategy) -> None:
