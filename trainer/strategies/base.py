@@ -100,18 +100,17 @@ class GradientGuard:
         seen = {parameter for _, parameter, _, _ in self._seen}
         return [(name, one) for name, one in self._parameters if one.grad is None and one not in seen]
 
-    def finds_none(self) -> bool:
-        """Return whether there is nothing to all-reduce: no parameter has a gradient, here and so on every rank.
+    def check_absent(self) -> None:
+        """Refuse a step in which only a part of the parameters has a gradient, unless the ranks may differ.
+
+        A rank without any takes part in the all-reduce: another one may have them.
 
         Raises:
-            TrainerError: a part of the parameters has none, and the ranks may not differ.
+            TrainerError: a part of the parameters has none.
         """
-        if self.ranks_may_differ:
-            return False
-        absent = self.absent()
+        absent = [] if self.ranks_may_differ else self.absent()
         if absent and len(absent) < len(self._parameters):
             raise TrainerError(without_gradient(absent))
-        return len(absent) == len(self._parameters)
 
     def drop_absent(self, absent: NamedParameters, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Take the gradient of zeros from the parameters that have got none on any rank, as on a single rank.

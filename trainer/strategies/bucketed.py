@@ -120,7 +120,8 @@ class BucketSynchronizer(Synchronizer):
             self._guard.note()
 
     def finish(self) -> None:
-        if not self._reducer.is_done and not self._guard.finds_none():
+        if not self._reducer.is_done:
+            self._guard.check_absent()
             self._finish(may_differ=self._guard.ranks_may_differ)
 
     def _finish(self, *, may_differ: bool) -> None:

@@ -154,11 +154,14 @@ class DDPSynchronizer(Synchronizer):
         if not self._is_new:
             return
         self._is_new = False
-        if not self._guard.finds_none() and self._is_local:
+        self._guard.check_absent()
+        if self._is_local:
             self._all_reduce_gradients()
 
     def _all_reduce_gradients(self) -> None:
         absent = self._guard.absent()
+        if len(absent) == len(self._parameters) and not self._guard.ranks_may_differ:
+            return
         for _, parameter in absent:
             parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

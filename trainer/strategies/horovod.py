@@ -187,7 +187,8 @@ class HorovodSynchronizer(Synchronizer):
         return bool(self._distributed._handles)
 
     def finish(self) -> None:
-        if not self._done and not self._guard.finds_none():
+        if not self._done:
+            self._guard.check_absent()
             self._finish(may_differ=self._guard.ranks_may_differ)
 
     def _finish(self, *, may_differ: bool) -> None:
