@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.data.moving import move
-from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
+from trainer.data.order import EpochOrder
+from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.errors import ConfigError
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
@@ -115,29 +116,26 @@ class ShardedLoader:
         if (batch_size is None) == (global_batch_size is None):
             raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
         _check_options(dataset, options)
-        if sampler is not None:
-            _check_sampler(sampler, shuffle)
+        if sampler is not None and shuffle is not None:
+            raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
         self.world = world or current_world()
         self.dataset_length = _length(dataset)
         """Samples in the dataset, of which an epoch may take others."""
+        shuffle = training if shuffle is None else shuffle
+        self._order = EpochOrder(self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, share=share_order)
         plan = ShardPlan(
-            samples=self.dataset_length if sampler is None else len(sampler),  # type: ignore[arg-type]  # checked above
+            samples=self._order.samples,
             world_size=self.world.size,
             batch_size=1 if batch_size is None else batch_size,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
-        self.plan = _full_steps(plan) if drop_last else plan
+        self.plan = plan.full_steps() if drop_last else plan
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
-        self.training = training
-        self.shuffle = training if shuffle is None else shuffle
-        self.seed = seed
-        self.num_workers = num_workers
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
-        self._on_step = on_step
-        self._sampler, self._share_order = sampler, share_order
-        self._options = options
+        self.training, self.seed, self.num_workers = training, seed, num_workers
+        self._on_step, self._options = on_step, options
 
     def __len__(self) -> int:
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
@@ -181,32 +179,11 @@ class ShardedLoader:
             yield Step(batch, shard.stop - shard.start, 1.0, True)
 
     def _batches(self, places: Sequence[slice]) -> Iterator[Any]:
-        order = self._next_order()
+        order = self._order.of(self.epoch)
+        self.epoch += 1
         if isinstance(self.dataset, InMemory):
             return self._cut(self.dataset, order, places)
         return self._load(order, places)
-
-    def _next_order(self) -> Tensor:
-        if self._sampler is not None:
-            order = self._draw(self._sampler)
-        elif self.shuffle:
-            order = permutation(self.dataset_length, epoch=self.epoch, seed=self.seed)
-        else:
-            order = torch.arange(self.dataset_length)
-        self.epoch += 1
-        return order
-
-    def _draw(self, sampler: Sampler[int]) -> Tensor:
-        """Return the sampler's next order, which depends on seed and epoch alone where torch's numbers draw it."""
-        seed = mix_seeds(self.seed, self.epoch)
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):  # what the model draws stays the same
-            torch.manual_seed(seed)
-            order = self._share_order([int(index) for index in sampler])
-        if len(order) != len(sampler):  # type: ignore[arg-type]  # checked when the loader was made
-            raise ConfigError(f"the sampler has drawn {len(order)} samples, and its length is {len(sampler)}")  # type: ignore[arg-type]
-        return torch.tensor(order, dtype=torch.int64)
 
     def _cut(self, dataset: InMemory, order: Tensor, places: Sequence[slice]) -> Iterator[Batch]:
         order = order.to(dataset.inputs.device)
@@ -264,26 +241,6 @@ def _check_options(dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
             raise ConfigError(f"a loader has no option {name!r}; valid are num_workers, {', '.join(_OPTIONS)}")
         if isinstance(dataset, InMemory):
             raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
-
-
-def _check_sampler(sampler: Any, shuffle: bool | None) -> None:
-    if shuffle is not None:
-        raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
-    if isinstance(sampler, BatchSampler):
-        raise ConfigError("a loader cuts the batches itself, and takes a sampler of samples; leave BatchSampler out")
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigError("a loader divides the samples among the ranks itself; leave DistributedSampler out")
-    if not hasattr(sampler, "__len__"):
-        raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps")
-
-
-def _full_steps(plan: ShardPlan) -> ShardPlan:
-    full = plan.samples - plan.samples % plan.step_size
-    if full == 0:
-        raise ConfigError(
-            f"drop_last leaves no step: there are {plan.samples} samples, and all ranks take {plan.step_size} in a step"
-        )
-    return replace(plan, samples=full)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -8,7 +8,7 @@ samples per rank are left do some ranks get none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,20 @@ class ShardPlan:
     def updates(self) -> int:
         """Optimizer updates in an epoch; the last one may have fewer than `accumulate` steps."""
         return -(-self.steps // self.accumulate)
+
+    def full_steps(self) -> ShardPlan:
+        """Return the plan without the samples that do not fill the last step.
+
+        Raises:
+            ConfigError: there are too few for one step.
+        """
+        full = self.samples - self.samples % self.step_size
+        if full == 0:
+            raise ConfigError(
+                f"drop_last leaves no step: there are {self.samples} samples, and all ranks take {self.step_size} in a "
+                "step"
+            )
+        return replace(self, samples=full)
 
     def shard(self, step: int, rank: int) -> slice:
         """Return the places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
