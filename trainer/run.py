@@ -68,7 +68,7 @@ class Run:
 
     @property
     def batch_samples(self) -> int:
-        """Samples in the batch that was drawn last, for sums of one's own; 0 for a padding batch."""
+        """Samples in the training batch that was drawn last, for sums of one's own; 0 for a padding batch."""
         return self._updates.samples
 
     @property

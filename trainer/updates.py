@@ -47,7 +47,7 @@ class Updates:
         self._stepping: set[Optimizer] = set()
         self._is_in_backward, self._needs_loader = False, config.accumulate > 1
         self.samples = 0
-        """Samples in the batch that was drawn last; 0 for a padding batch."""
+        """Samples in the training batch that was drawn last; 0 for a padding batch."""
         # With a gradient since the update's first batch: what tells of a zero_grad before its last one.
         self._kept: nn.Parameter | None = None
 
