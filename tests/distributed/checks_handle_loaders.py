@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
@@ -141,4 +141,5 @@ def check_a_prepared_model_can_be_copied_averaged_and_saved(strategy: Strategy) 
     inputs = make_data(2).inputs
     for one in (copy.deepcopy(forward), average, torch.load(file, weights_only=False)):
         assert torch.equal(one(inputs), model(inputs))
-    assert forward  # which torch.compile asks
+    without_length = nn.Linear(2, 1)
+    assert run.prepare(without_length)  # whether it is true is what torch.compile asks
