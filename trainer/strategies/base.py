@@ -93,6 +93,33 @@ class GradientGuard:
         self._seen = []
         return dropped
 
+    def complete(
+        self,
+        wait: Callable[[Sequence[nn.Parameter]], object],
+        all_reduce: Callable[[Tensor], Tensor],
+        *,
+        between_passes: bool = False,
+    ) -> None:
+        """Wait for the gradients, and leave those of dropped and absent parameters out. Collective.
+
+        Args:
+            wait: makes the gradients the mean over all ranks; is given the parameters whose gradients were dropped.
+            all_reduce: sums a tensor over all ranks, in place.
+            between_passes: a further pass of the same step follows, which may reach what this one has left out.
+
+        Raises:
+            TrainerError: see `check` and `check_absent`.
+        """
+        if not between_passes:
+            self.check_absent()
+        absent = self.absent()
+        dropped = self.check()
+        wait(dropped)
+        for parameter in dropped:
+            parameter.grad = None
+        if between_passes or self.ranks_may_differ:
+            self.drop_absent(absent, all_reduce)
+
     def absent(self) -> NamedParameters:
         """Return the parameters that have no gradient, and had none when the gradients were noted."""
         if len(self._seen) == len(self._parameters):

@@ -112,7 +112,7 @@ class BucketSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._reducer.is_sending:
-            self._finish(may_differ=True)  # a further pass may reach what this one has left out
+            self._guard.complete(self._wait, self._all_reduce, between_passes=True)
         self._reducer.reopen()
 
     def after_backward(self) -> None:
@@ -121,17 +121,10 @@ class BucketSynchronizer(Synchronizer):
 
     def finish(self) -> None:
         if not self._reducer.is_done:
-            self._guard.check_absent()
-            self._finish(may_differ=self._guard.ranks_may_differ)
+            self._guard.complete(self._wait, self._all_reduce)
 
-    def _finish(self, *, may_differ: bool) -> None:
-        absent = self._guard.absent()
-        dropped = self._guard.check()
+    def _wait(self, _: object) -> None:
         self._reducer.finish()
-        for parameter in dropped:
-            parameter.grad = None
-        if may_differ:
-            self._guard.drop_absent(absent, self._all_reduce)
 
     def reopen(self) -> None:
         self._reducer.reopen()

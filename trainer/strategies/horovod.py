@@ -173,7 +173,7 @@ class HorovodSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._in_flight:
-            self._finish(may_differ=True)  # a further pass may reach what this one has left out
+            self._guard.complete(self._wait, self._sum, between_passes=True)
         self._done = False
         self._in_flight = not self._local  # also where the backward pass ends in an error
 
@@ -188,19 +188,12 @@ class HorovodSynchronizer(Synchronizer):
 
     def finish(self) -> None:
         if not self._done:
-            self._guard.check_absent()
-            self._finish(may_differ=self._guard.ranks_may_differ)
+            self._guard.complete(self._wait, self._sum)
 
-    def _finish(self, *, may_differ: bool) -> None:
-        absent = self._guard.absent()
-        dropped = self._guard.check()
+    def _wait(self, dropped: Iterable[nn.Parameter]) -> None:
         for parameter in dropped:
             parameter.grad = torch.empty_like(parameter)  # Horovod assigns what it has sent to the gradient
         self._distributed.synchronize()
-        for parameter in dropped:
-            parameter.grad = None
-        if may_differ:
-            self._guard.drop_absent(absent, self._sum)
         self._in_flight, self._done = False, True
 
     def reopen(self) -> None:
