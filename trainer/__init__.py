@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
     from trainer.config import RunConfig, TrainerConfig
     from trainer.data.loader import InMemory, ShardedLoader
+    from trainer.data.stream import StreamLoader
     from trainer.errors import ConfigError, DataError, TrainerError
     from trainer.launch.failure import report_failures
     from trainer.launch.world import World, current_world
@@ -25,6 +26,7 @@ _MODULES = {
     "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent"),
     "config": ("RunConfig", "TrainerConfig"),
     "data.loader": ("InMemory", "ShardedLoader"),
+    "data.stream": ("StreamLoader",),
     "errors": ("ConfigError", "DataError", "TrainerError"),
     "launch.failure": ("report_failures",),
     "launch.world": ("World", "current_world"),
@@ -46,6 +48,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "ShardedLoader",
+    "StreamLoader",
     "Trainer",
     "TrainerConfig",
     "TrainerError",

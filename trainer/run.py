@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, overload
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency
+from trainer.data.base import Loader, is_stream
 from trainer.data.loader import ShardedLoader
+from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
 from trainer.launch.output import print_line
 from trainer.preparation import join, prepare_model
@@ -59,7 +61,7 @@ class Run:
         self.strategy = join(strategy, config)
         self.world = self.strategy.world
         self._updates = Updates(self.strategy, config)
-        self._loaders: WeakSet[ShardedLoader] = WeakSet()
+        self._loaders: WeakSet[Loader] = WeakSet()
 
     @property
     def sync_gradients(self) -> bool:
@@ -125,17 +127,29 @@ class Run:
         results = tuple(prepared[id(one)] for one in objects)
         return results[0] if len(results) == 1 else results
 
+    @overload
+    def loader(
+        self, dataset: IterableDataset[Any], batch_size: int | None = None, *,
+        global_batch_size: int | None = None, training: bool = True, **options: Any,
+    ) -> StreamLoader: ...  # fmt: skip
+    @overload
+    def loader(
+        self, dataset: Dataset[Any] | Sequence[Any], batch_size: int | None = None, *,
+        global_batch_size: int | None = None, training: bool = True, **options: Any,
+    ) -> ShardedLoader: ...  # fmt: skip
+
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
-        shuffle: bool | None = None,
         training: bool = True,
         **options: Any,
-    ) -> ShardedLoader:
-        """Return a loader of this rank's batches, on its device. See `ShardedLoader` for the arguments.
+    ) -> Loader:
+        """Return a loader of this rank's batches, on its device.
+
+        Arguments and options are those of `ShardedLoader`; for an iterable dataset those of `StreamLoader`.
 
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
@@ -143,23 +157,21 @@ class Run:
         for name in ("seed", "accumulate"):
             if name in options:
                 raise ConfigError(f"run.loader takes {name} from the run; set it in trainer.init")
-        loader = ShardedLoader(
+        kind = StreamLoader if is_stream(dataset) else ShardedLoader
+        loader: Loader = kind(
             dataset,
             batch_size,
             global_batch_size=global_batch_size,
-            shuffle=shuffle,
             training=training,
             seed=self.config.seed,
             accumulate=self.config.accumulate if training else 1,
             world=self.world,
             on_step=self._updates.on_batch,
-            share_order=self.strategy.broadcast_object,
+            group=self,
             **options,
         )
-        plan = loader.plan
         self._loaders.add(loader)
-        sizes = {"samples of the dataset": loader.dataset_length, "samples of an epoch": plan.samples}
-        check_consistency(self.strategy, sizes | {"samples per step": plan.step_size})
+        check_consistency(self.strategy, loader.must_agree)
         return loader
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

@@ -19,7 +19,8 @@ from trainer.callbacks.progress import Progress
 from trainer.callbacks.run_record import RunRecord
 from trainer.config import TrainerConfig
 from trainer.consistency import check_consistency
-from trainer.data.loader import ShardedLoader, Step
+from trainer.data.base import Step, is_stream
+from trainer.data.loader import ShardedLoader
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
 from trainer.lr_schedule import LearningRate, UsersSchedule, make_schedule
@@ -151,6 +152,11 @@ class Trainer:
         return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
 
     def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
+        if is_stream(data):
+            raise ConfigError(
+                f"Trainer takes map-style datasets, and {type(data).__name__} can only be iterated over; "
+                "run.loader takes it, for a loop of your own (trainer.init)"
+            )
         config = self.config
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
         return self.run.loader(data, size, training=training, num_workers=config.num_workers)

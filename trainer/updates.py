@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
-from trainer.data.loader import Step
+from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loss_scaler import LossScaler, gradients_of
 from trainer.preparation import prepare_optimizer

@@ -79,7 +79,7 @@ def check_batches_of_any_kind(strategy: Strategy) -> None:
         run = init(strategy, device="cpu")
         forward, optimizer = run.prepare(model, sgd(model))
         dataset = [kind(index) for index in range(len(data))]
-        for batch in run.loader(dataset, BATCH):  # type: ignore[arg-type]
+        for batch in run.loader(dataset, BATCH):
             optimizer.zero_grad()
             run.backward(F.cross_entropy(forward(batch[image]), batch[label]))
             optimizer.step()

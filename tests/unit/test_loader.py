@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 
-from trainer.data.loader import InMemory, ShardedLoader, Step
+from trainer.data.base import Step
+from trainer.data.loader import InMemory, ShardedLoader
 from trainer.data.moving import move
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError

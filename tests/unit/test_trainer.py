@@ -220,8 +220,8 @@ def empty() -> InMemory:
     [
         (empty(), None, "samples is 0"),
         (blobs(30), empty(), "samples is 0"),
-        (Endless(), None, "Endless cannot be sharded exactly"),
-        (blobs(30), Endless(), "Endless cannot be sharded exactly"),
+        (Endless(), None, "Trainer takes map-style datasets, and Endless can only"),
+        (blobs(30), Endless(), "Trainer takes map-style datasets, and Endless can only"),
     ],
     ids=["nothing to train on", "nothing to validate on", "endless training", "endless validation"],
 )

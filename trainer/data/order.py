@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from trainer.data.base import Group
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.errors import ConfigError
 
@@ -19,25 +19,19 @@ class EpochOrder:
     Args:
         dataset_length: samples in the dataset.
         sampler: draws each epoch's samples; its length is the epoch's.
-        share: returns rank 0's value on every rank, so that all ranks take what one sampler has drawn.
+        group: the ranks' collectives, by which all ranks take what rank 0's sampler has drawn.
 
     Raises:
         ConfigError: the sampler has no length, cuts batches, or divides the samples itself.
     """
 
     def __init__(
-        self,
-        dataset_length: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        sampler: Sampler[int] | None,
-        share: Callable[[Any], Any],
+        self, dataset_length: int, *, shuffle: bool, seed: int, sampler: Sampler[int] | None, group: Group | None
     ) -> None:
         self.samples = dataset_length if sampler is None else _length_of(sampler)
         """Samples in an epoch, before any are left out."""
         self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
-        self._sampler, self._share = sampler, share
+        self._sampler, self._group = sampler, group
 
     def of(self, epoch: int) -> Tensor:
         """Return the places of an epoch's samples in the dataset: int64, shape (samples,). Collective with a sampler.
@@ -56,7 +50,9 @@ class EpochOrder:
             generator.manual_seed(seed)
         with torch.random.fork_rng(devices=[]):  # what the model draws stays the same
             torch.manual_seed(seed)
-            drawn = self._share([int(index) for index in sampler])
+            drawn = [int(index) for index in sampler]
+        if self._group is not None:
+            drawn = self._group.broadcast(drawn)
         if len(drawn) != self.samples:
             raise ConfigError(f"the sampler has drawn {len(drawn)} samples, and its length is {self.samples}")
         return torch.tensor(drawn, dtype=torch.int64)

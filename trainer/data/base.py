@@ -1,0 +1,115 @@
+"""What every loader is: an epoch of steps, one rank's batches, and what a run asks of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from trainer.errors import ConfigError
+from trainer.launch.world import World
+from trainer.profiling.step_timer import TimedPlan, step_timer
+
+
+@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes one
+class Step:
+    """One step of one rank."""
+
+    batch: Any
+    """What the dataset's batches are, on this rank's device: a pair of tensors, a dict, …"""
+    count: int
+    """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce."""
+    weight: float
+    """Factor on the local mean loss; see `ShardPlan.weight`."""
+    closes_update: bool
+    """Whether the gradients are all-reduced and applied after this step."""
+
+
+NO_STEP = Step(None, 1, 1.0, True)
+"""What holds between epochs, for batches that come from elsewhere."""
+
+
+class Group(Protocol):
+    """What a loader asks of all ranks together. `Run` has it."""
+
+    def all_reduce(self, value: Tensor, reduction: str) -> Tensor: ...
+    def all_gather(self, value: Any) -> list[Any]: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class Loader(ABC):
+    """Iterating yields an epoch of batches on the rank's device.
+
+    Args:
+        world: the ranks that share the dataset.
+        training: False for an evaluation.
+        on_step: called with each training step before its batch is yielded, and after the last one.
+    """
+
+    def __init__(self, world: World, *, training: bool, on_step: Callable[[Step], None] | None) -> None:
+        self.world, self.training = world, training
+        self.epoch = 0
+        """Number of the next epoch, from 0; set it to continue an interrupted run."""
+        self._on_step = on_step
+
+    @property
+    @abstractmethod
+    def must_agree(self) -> Mapping[str, Any]:
+        """What has to be the same on all ranks, by the words in which it is told."""
+
+    @property
+    @abstractmethod
+    def _timed_plan(self) -> TimedPlan:
+        """What the step timer asks of an epoch."""
+
+    @abstractmethod
+    def own_samples(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
+
+    @abstractmethod
+    def _all_steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch, padding batches included."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self.steps() if self.training else self.own_samples():
+            yield step.batch
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
+        timer = step_timer() if self.training else None
+        return timer.epoch(self._told_steps(), self._timed_plan) if timer else self._told_steps()
+
+    def _told_steps(self) -> Iterator[Step]:
+        on_step = self._on_step
+        if on_step is None:
+            yield from self._all_steps()
+            return
+        try:
+            for step in self._all_steps():
+                on_step(step)
+                yield step
+        finally:  # also where the loop was left early
+            on_step(NO_STEP)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can be iterated over and has no `__getitem__` of its own."""
+    # PyTorch's IterableDataset inherits one that raises.
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+_OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
+            "worker_init_fn")  # fmt: skip
+
+
+def check_options(options: Mapping[str, Any], own: Sequence[str], loader: str = "a loader") -> None:
+    """Raise `ConfigError` for an option that is neither one of DataLoader's nor one of the loader's `own`."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *_OPTIONS))}")

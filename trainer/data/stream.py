@@ -1,0 +1,226 @@
+"""Stream loader: batches for one rank out of an iterable dataset, whose samples cannot be asked for by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from trainer.data.base import Group, Loader, Step, check_options
+from trainer.data.moving import move
+from trainer.data.shard_plan import mix_seeds
+from trainer.errors import ConfigError, TrainerError
+from trainer.launch.world import World, current_world
+
+_Counted = tuple[int, Any]
+
+
+class StreamLoader(Loader):
+    """Loader of this rank's part of a stream; iterating yields an epoch of batches on the rank's device.
+
+    The parts may differ in length. In training the ranks add up what each has drawn, once per update. So all of them
+    take the same number of steps, until no rank has samples left, and `Run.backward` weighs each: the mean over ranks
+    is the mean over samples. A rank whose part has ended repeats its last batch with weight 0. In an evaluation each
+    sample comes once, and a rank may get fewer batches than another.
+
+    Args:
+        dataset: an iterable dataset with `shard(num_shards, index)`, which returns one rank's part, as those of
+            Hugging Face have it. If it has `set_epoch(epoch)`, that is called before each epoch.
+        batch_size: samples per rank and step.
+        global_batch_size: samples of all ranks and step, instead of `batch_size`.
+        already_sharded: take the dataset as it is, because it is this rank's part already.
+        training: False for an evaluation.
+        drop_last: end the epoch before the first step that the ranks cannot fill.
+        seed: seeds the workers' random numbers, together with the epoch and the rank.
+        accumulate: steps whose gradients form one update. Their batches are drawn together.
+        world: the ranks that share the stream; by default the world that this process was launched into.
+        on_step: called with each training step before its batch is yielded, and after the last one.
+        group: the ranks' collectives; not needed on a single rank.
+        num_workers: processes per rank that load samples. Each iterates over the dataset, which has to give it a part
+            of its own (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
+        options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
+
+    Raises:
+        ConfigError: a number is not valid, the stream cannot be sharded, or an option is not valid.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        already_sharded: bool = False,
+        training: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        accumulate: int = 1,
+        world: World | None = None,
+        on_step: Callable[[Step], None] | None = None,
+        group: Group | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> None:
+        check_options(options, ("already_sharded", "drop_last", "num_workers"), "the loader of a stream")
+        super().__init__(world or current_world(), training=training, on_step=on_step)
+        sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
+        self.step_size = sum(sizes)
+        """Samples that all ranks together take in one full step."""
+        self.dataset = dataset if already_sharded else _part(dataset, self.world)
+        self.accumulate, self.drop_last = accumulate, drop_last
+        self.samples = 0
+        """Samples that all ranks have drawn so far in this epoch of a training."""
+        self._seed, self._group = seed, group
+        self._length = _length(self.dataset)
+        lengths = group.all_gather(self._length) if group else [self._length]
+        if not already_sharded:
+            _check_lengths(dataset, lengths)
+        self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
+        options["collate_fn"] = _Counting(options.get("collate_fn") or default_collate)
+        self._batches = DataLoader(
+            self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
+            batch_size=sizes[self.world.rank],
+            num_workers=num_workers,
+            drop_last=drop_last,
+            generator=torch.Generator(),  # its own: DataLoader would draw from torch's, and change what dropout draws
+            **{"pin_memory": self.world.device.type == "cuda"} | options,
+        )
+
+    @property
+    def must_agree(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        return {"samples per step": self.step_size, "drop_last": self.drop_last}
+
+    def __len__(self) -> int:
+        """Return the steps in an epoch with at most one worker, the same on every rank.
+
+        Raises:
+            TypeError: a rank's part has no length.
+        """
+        if self._steps is None:
+            raise TypeError("the loader of a stream without __len__ has no length either")
+        return self._steps
+
+    @property
+    def _timed_plan(self) -> StreamLoader:
+        return self
+
+    def own_samples(self) -> Iterator[Step]:
+        for count, batch in self._draw():
+            yield Step(move(batch, self.world.device), count, 1.0, True)
+
+    def _all_steps(self) -> Iterator[Step]:
+        batches = self._draw()
+        batch: Any = None
+        self.samples = 0
+        totals = [0] * self.accumulate
+        while len(totals) == self.accumulate:
+            drawn = list(islice(batches, self.accumulate))
+            totals = self._totals(drawn)
+            self.samples += sum(totals)
+            for place in range(len(totals)):
+                # Where this rank's part has ended, its last batch comes again, with weight 0.
+                count, batch = drawn[place] if place < len(drawn) else (0, batch)
+                if batch is None:
+                    raise TrainerError(f"the stream of rank {self.world.rank} is empty; each rank needs a sample")
+                weight = count * self.world.size / sum(totals)
+                yield Step(move(batch, self.world.device), count, weight, place == len(totals) - 1)
+
+    def _totals(self, drawn: Sequence[_Counted]) -> list[int]:
+        """Return the samples of all ranks in each step of the update; fewer where the epoch ends. Collective."""
+        counts = [count for count, _ in drawn] + [0] * (self.accumulate - len(drawn))
+        if self._group is not None:
+            counts = self._group.all_reduce(torch.tensor(counts), "sum").tolist()
+        least = self.step_size if self.drop_last else 1
+        return counts[: next((place for place, count in enumerate(counts) if count < least), None)]
+
+    def _draw(self) -> Iterator[_Counted]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        self._batches.generator.manual_seed(mix_seeds(self._seed, self.epoch, self.world.rank))
+        self.epoch += 1
+        drawn = 0
+        for count, batch in self._batches:
+            drawn += count
+            yield count, batch
+        if self._length not in (None, drawn) and not self.drop_last:
+            raise TrainerError(
+                f"the stream of rank {self.world.rank} has yielded {drawn} samples, and its length is {self._length}; "
+                "with several workers each has to yield its own part (torch.utils.data.get_worker_info)"
+            )
+
+
+class _Counting:
+    """Collates samples and says how many they were, which a batch of any kind does not tell."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> _Counted:
+        return len(samples), self._collate(samples)
+
+
+class _Iterable(IterableDataset[Any]):
+    """Any iterable, as DataLoader wants it."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:
+    """Return each rank's samples per step."""
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
+    if batch_size is not None:
+        if batch_size < 1:
+            raise ConfigError(f"batch size is {batch_size}; it must be at least 1")
+        return [batch_size] * ranks
+    whole = global_batch_size or 0
+    if whole < ranks:
+        raise ConfigError(
+            f"global batch size is {global_batch_size}; for a stream it must be at least 1 per rank, {ranks}"
+        )
+    return [whole // ranks + (rank < whole % ranks) for rank in range(ranks)]
+
+
+def _part(dataset: Any, world: World) -> Any:
+    if world.size == 1:
+        return dataset
+    if not hasattr(dataset, "shard"):
+        raise ConfigError(
+            f"{type(dataset).__name__} can only be iterated over, and has no shard(num_shards, index), so the ranks "
+            "cannot divide it; if each rank has a stream of its own, say so with already_sharded=True"
+        )
+    return dataset.shard(num_shards=world.size, index=world.rank)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:  # what len raises without a __len__, and what such datasets raise where it is not known
+        return None
+
+
+def _check_lengths(dataset: Any, lengths: Sequence[int | None]) -> None:
+    known = [length for length in lengths if length is not None]
+    whole = _length(dataset)
+    if whole is not None and len(known) == len(lengths) and sum(known) != whole:
+        raise ConfigError(
+            f"{type(dataset).__name__} has {whole} samples, and its shard() gives the ranks "
+            f"{' + '.join(map(str, known))} = {sum(known)} of them"
+        )
+
+
+def _count_steps(lengths: Sequence[int | None], sizes: Sequence[int], *, drop_last: bool) -> int | None:
+    steps = []
+    for length, size in zip(lengths, sizes, strict=True):
+        if length is None:
+            return None
+        steps.append(length // size if drop_last else -(-length // size))
+    return min(steps) if drop_last else max(steps)
