@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import ConfigError, init
+from trainer import ConfigError, InMemory, init
 from trainer.strategies.base import Strategy
 
 CLIP = 0.05
@@ -84,6 +84,25 @@ def check_batches_of_any_kind(strategy: Strategy) -> None:
             run.backward(F.cross_entropy(forward(batch[image]), batch[label]))
             optimizer.step()
         assert_equal(model, expected, 1e-12)
+
+
+def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) -> None:
+    """Also where the batches of an update have different numbers of them, and some have none."""
+    size, data = strategy.world.size, make_data(5 * BATCH * strategy.world.size + 3)
+    ignored = torch.rand(len(data), generator=torch.Generator().manual_seed(5)) < 0.7
+    data = InMemory(data.inputs, data.targets.masked_fill(ignored, -100))  # cross_entropy leaves -100 out
+    for accumulate in (1, 3):
+        model = make_model()
+        expected = train_alone(model, data, batch=BATCH * size * accumulate)
+        run = init(strategy, device="cpu", accumulate=accumulate)
+        forward, optimizer = run.prepare(model, sgd(model))
+        for inputs, targets in run.loader(data, BATCH, weigh_by=lambda batch: (batch[1] != -100).sum()):
+            run.backward(F.cross_entropy(forward(inputs), targets))
+            if run.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(model, expected, 1e-12)
+        assert_same_on_all_ranks(strategy, model)
 
 
 def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:

@@ -76,7 +76,7 @@ def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
         ({"batch_size": 5, "drop_last": True}, "drop_last leaves no step: there are 4 samples, and all ranks take 5"),
         (
             {"batch_size": 2, "num_worker": 1},
-            "a loader has no option 'num_worker'; valid are sampler, drop_last, num_workers, c",
+            "a loader has no option 'num_worker'; valid are sampler, drop_last, weigh_by, num",
         ),
         ({"batch_size": 2, "collate_fn": list}, "option 'collate_fn' is for datasets that are loaded sample by sample"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -47,14 +48,24 @@ class Loader(ABC):
     Args:
         world: the ranks that share the dataset.
         training: False for an evaluation.
+        weigh_by: returns what a batch counts for in the mean of an update: its tokens, say, instead of its samples.
         on_step: called with each training step before its batch is yielded, and after the last one.
+        group: the ranks' collectives; not needed on a single rank.
     """
 
-    def __init__(self, world: World, *, training: bool, on_step: Callable[[Step], None] | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        training: bool,
+        weigh_by: Callable[[Any], Tensor | float] | None,
+        on_step: Callable[[Step], None] | None,
+        group: Group | None,
+    ) -> None:
         self.world, self.training = world, training
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
-        self._on_step = on_step
+        self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
 
     @property
     @abstractmethod
@@ -85,15 +96,33 @@ class Loader(ABC):
 
     def _told_steps(self) -> Iterator[Step]:
         on_step = self._on_step
+        steps = self._all_steps() if self._weigh_by is None else self._weighed(self._weigh_by)
         if on_step is None:
-            yield from self._all_steps()
+            yield from steps
             return
         try:
-            for step in self._all_steps():
+            for step in steps:
                 on_step(step)
                 yield step
         finally:  # also where the loop was left early
             on_step(NO_STEP)
+
+    def _weighed(self, weigh_by: Callable[[Any], Tensor | float]) -> Iterator[Step]:
+        """Yield the steps of the next epoch, weighed by what their batches count for. Collective, once per update."""
+        update: list[Step] = []
+        for step in self._all_steps():
+            update.append(step)
+            if not step.closes_update:
+                continue
+            counts = [float(weigh_by(step.batch)) if step.count else 0.0 for step in update]
+            total = torch.tensor(sum(counts), dtype=torch.float64)
+            if self._group is not None:
+                total = self._group.all_reduce(total, "sum")
+            each = self.world.size / float(total) if total > 0 else 0.0
+            for count in counts:
+                weighed = update.pop(0)
+                weighed.weight = count * each
+                yield weighed
 
 
 def is_stream(dataset: Any) -> bool:

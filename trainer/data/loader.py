@@ -66,6 +66,7 @@ class ShardedLoader(Loader):
         training: False for an evaluation.
         sampler: draws the order of each epoch's samples, instead of `shuffle`: torch's WeightedRandomSampler, say.
         drop_last: leave out the samples that do not fill the last step of all ranks.
+        weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
         world: the ranks that share the dataset; by default the world that this process was launched into.
         on_step: called with each training step before its batch is yielded, and after the last one.
         group: the ranks' collectives, so that all ranks take what rank 0's sampler has drawn.
@@ -86,6 +87,7 @@ class ShardedLoader(Loader):
         training: bool = True,
         sampler: Sampler[int] | None = None,
         drop_last: bool = False,
+        weigh_by: Callable[[Any], Tensor | float] | None = None,
         seed: int = 0,
         accumulate: int = 1,
         world: World | None = None,
@@ -96,13 +98,13 @@ class ShardedLoader(Loader):
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
-        check_options(options, ("sampler", "drop_last", "num_workers"))
+        check_options(options, ("sampler", "drop_last", "weigh_by", "num_workers"))
         if options and isinstance(dataset, InMemory):
             name = next(iter(options))
             raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
         if sampler is not None and shuffle is not None:
             raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
-        super().__init__(world or current_world(), training=training, on_step=on_step)
+        super().__init__(world or current_world(), training=training, weigh_by=weigh_by, on_step=on_step, group=group)
         self.dataset_length = _length(dataset)
         """Samples in the dataset, of which an epoch may take others."""
         shuffle = training if shuffle is None else shuffle

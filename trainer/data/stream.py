@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainer.data.base import Group, Loader, Step, check_options
@@ -34,6 +35,7 @@ class StreamLoader(Loader):
         already_sharded: take the dataset as it is, because it is this rank's part already.
         training: False for an evaluation.
         drop_last: end the epoch before the first step that the ranks cannot fill.
+        weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
         seed: seeds the workers' random numbers, together with the epoch and the rank.
         accumulate: steps whose gradients form one update. Their batches are drawn together.
         world: the ranks that share the stream; by default the world that this process was launched into.
@@ -56,6 +58,7 @@ class StreamLoader(Loader):
         already_sharded: bool = False,
         training: bool = True,
         drop_last: bool = False,
+        weigh_by: Callable[[Any], Tensor | float] | None = None,
         seed: int = 0,
         accumulate: int = 1,
         world: World | None = None,
@@ -64,8 +67,8 @@ class StreamLoader(Loader):
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        check_options(options, ("already_sharded", "drop_last", "num_workers"), "the loader of a stream")
-        super().__init__(world or current_world(), training=training, on_step=on_step)
+        check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
+        super().__init__(world or current_world(), training=training, weigh_by=weigh_by, on_step=on_step, group=group)
         sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
         self.step_size = sum(sizes)
         """Samples that all ranks together take in one full step."""
@@ -73,7 +76,7 @@ class StreamLoader(Loader):
         self.accumulate, self.drop_last = accumulate, drop_last
         self.samples = 0
         """Samples that all ranks have drawn so far in this epoch of a training."""
-        self._seed, self._group = seed, group
+        self._seed = seed
         self._length = _length(self.dataset)
         lengths = group.all_gather(self._length) if group else [self._length]
         if not already_sharded:
