@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,35 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
                     f"ranks disagree about {name}: rank 0 on host {root_host} has {expected.get(name, 'none')}, "
                     f"rank {rank} on host {host} has {found.get(name, 'none')}; they must be the same everywhere"
                 )
+
+
+class PeriodicCheck:
+    """Compares the ranks' optimizers and epochs at the backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
+
+    A scheduler that was stepped on one rank only, or with a loss that is one rank's, lets the ranks drift apart
+    without an error. So does a loader that one rank alone has begun to iterate over.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.due = 0 if strategy.world.size > 1 else -1
+        """Number of the next backward pass that compares; -1 for none."""
+        self._strategy = strategy
+
+    def compare(self, optimizers: Iterable[Optimizer], epoch: int) -> None:
+        """Compare with rank 0. Collective.
+
+        Raises:
+            ConfigError: a rank has another learning rate or other settings, or is in another epoch.
+        """
+        self.due = max(1, self.due + min(self.due, _AT_LEAST_EVERY))
+        facts: dict[str, object] = {"the loader's epoch (from 0)": epoch}
+        for number, optimizer in enumerate(optimizers):
+            for name, value in describe_optimizer(optimizer).items():
+                facts[f"{name} (optimizer {number})" if number else name] = value
+        check_consistency(self._strategy, facts)
+
+
+_AT_LEAST_EVERY = 1024
 
 
 def check_devices(strategy: Strategy) -> None:

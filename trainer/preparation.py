@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.errors import ConfigError
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.network import machine_id
@@ -126,6 +127,37 @@ def _retire(retire: Callable[[], object], hooks: Sequence[RemovableHandle], node
     retire()
     for hook in hooks:
         hook.remove()
+
+
+def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Check that every parameter of the optimizers is one of exactly one model's.
+
+    Args:
+        models: in an order that is the same on every rank.
+
+    Raises:
+        ConfigError: an optimizer has a parameter that belongs to none of the models, or two models share one.
+    """
+    owners: dict[int, nn.Module] = {}
+    for model in models:
+        for parameter in model.parameters():
+            if owners.setdefault(id(parameter), model) is not model:
+                raise ConfigError(
+                    f"{type(model).__name__} and {type(owners[id(parameter)]).__name__} share parameters, and each "
+                    "gradient is all-reduced once; prepare one model that contains both"
+                )
+    for optimizer in optimizers:
+        strangers = len(parameters_of(optimizer) - set(owners))
+        if strangers:
+            raise ConfigError(
+                f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
+                "not be all-reduced: make them part of a model, and prepare it first or in the same call"
+            )
+
+
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def prepare_optimizer(strategy: Strategy, optimizer: Optimizer, before_step: StepHook, after_step: StepHook) -> None:

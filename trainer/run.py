@@ -20,7 +20,7 @@ from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
 from trainer.launch.output import print_line
-from trainer.preparation import join, prepare_model
+from trainer.preparation import check_parameters, join, prepare_model
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
 
@@ -116,7 +116,7 @@ class Run:
         if len(models) + len(optimizers) < len(objects):
             kinds = ", ".join(type(one).__name__ for one in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
-        self._updates.check_parameters(models, optimizers)
+        check_parameters(list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
             synchronizer = prepare_model(self.strategy, model, self.config, self._updates.on_gradient())

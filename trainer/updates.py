@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
+from trainer.consistency import PeriodicCheck
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loss_scaler import LossScaler, gradients_of
-from trainer.preparation import prepare_optimizer
+from trainer.preparation import parameters_of, prepare_optimizer
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.sync_batch_norm import GlobalBatchNorm
@@ -45,30 +47,12 @@ class Updates:
         self._groups: dict[Optimizer, int] = {}
         self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
         self._stepping: set[Optimizer] = set()
-        self._is_in_backward, self._needs_loader = False, config.accumulate > 1
+        self._is_in_backward, self._has_loader = False, False
+        self._periodic, self._epoch = PeriodicCheck(strategy), 0
         self.samples = 0
         """Samples in the training batch that was drawn last; 0 for a padding batch."""
         # With a gradient since the update's first batch: what tells of a zero_grad before its last one.
         self._kept: nn.Parameter | None = None
-
-    def check_parameters(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Raise `ConfigError` for an optimizer with a parameter that belongs to none of the models."""
-        known = {id(parameter) for model in (*self.models, *models) for parameter in model.parameters()}
-        for optimizer in optimizers:
-            strangers = len(_parameters_of(optimizer) - known)
-            if strangers:
-                raise ConfigError(
-                    f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
-                    "not be all-reduced: make them part of a model, and prepare it first or in the same call"
-                )
-        owners: dict[int, nn.Module] = {}
-        for model in dict.fromkeys((*self.models, *models)):  # in an order that is the same on every rank
-            for parameter in model.parameters():
-                if owners.setdefault(id(parameter), model) is not model:
-                    raise ConfigError(
-                        f"{type(model).__name__} and {type(owners[id(parameter)]).__name__} share parameters, and each "
-                        "gradient is all-reduced once; prepare one model that contains both"
-                    )
 
     def add_model(self, model: nn.Module, synchronizer: Synchronizer) -> None:
         """Count a model in; one that was prepared before gets another synchronizer."""
@@ -89,7 +73,7 @@ class Updates:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""
-        held = _parameters_of(optimizer)
+        held = parameters_of(optimizer)
         self._synchronizers[optimizer] = [
             synchronizer
             for model, synchronizer in self.models.items()
@@ -118,7 +102,9 @@ class Updates:
 
     def on_batch(self, step: Step) -> None:
         """Note what the loader knows of the batch that it is about to yield."""
-        self._weight, self.samples, self._needs_loader = step.weight, step.count, False
+        self._weight, self.samples = step.weight, step.count
+        if step.batch is not None:
+            self._has_loader, self._epoch = True, step.epoch
         if self.sync_gradients or step.batch is None:  # another update begins, or the loop was left
             self._kept = None
         if step.closes_update is not self.sync_gradients:
@@ -145,11 +131,13 @@ class Updates:
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See `Run.backward`."""
-        if self._stepping or self._frozen or self._needs_loader or self._kept is not None or not self.models:
+        if self._stepping or self._frozen or not self._has_loader or self._kept is not None or not self.models:
             self._check_backward()
         for synchronizer in self._active:
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
+        if self._backwards == self._periodic.due:
+            self._periodic.compare(self._synchronizers, self._epoch)
         if self._scaler is not None:
             self._scaler.update(self._synchronizers)
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
@@ -184,10 +172,21 @@ class Updates:
                 "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "
                 "run.prepare(model, optimizer) again afterwards"
             )
-        if self._needs_loader:
+        if not self._has_loader:
+            self._check_loader()
+
+    def _check_loader(self) -> None:
+        if self._config.accumulate > 1:
             raise TrainerError(
                 f"accumulate is {self._config.accumulate}, and only a loader of run.loader knows which batches end an "
                 "update; use one, or accumulate in your loop"
+            )
+        if self._strategy.world.size > 1 and self._strategy.world.is_root and self._backwards == 0:
+            print(
+                "trainer: WARNING: run.backward without a batch of run.loader: each rank draws batches of its own, and "
+                "they count the same in the mean",
+                file=sys.stderr,
+                flush=True,
             )
 
     def synchronize(self, optimizers: Sequence[Optimizer] | None) -> None:
@@ -207,7 +206,7 @@ class Updates:
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `Run.clip_grad_norm_`."""
         wanted = {id(parameter) for parameter in parameters}
-        self.synchronize([one for one in self._synchronizers if wanted & _parameters_of(one)])
+        self.synchronize([one for one in self._synchronizers if wanted & parameters_of(one)])
         if timer := step_timer():
             timer.mark_synchronized()
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -288,7 +287,3 @@ class Updates:
             synchronizer.after_step()
         if self._scaler is not None:
             self._scaler.after_step(optimizer)
-
-
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from trainer import ConfigError, World
 from trainer.config import RunConfig
-from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 
 View = tuple[str, Any]
@@ -165,3 +165,16 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     check_devices(Gathered(("a", "GPU-0"), ("b", None), device="cuda:0"))
     with pytest.raises(ConfigError, match=r"^ranks 0 and 2 share one GPU of host a; start at most as many"):
         check_devices(Gathered(("a", "GPU-0"), ("a", "GPU-1"), device="cuda:0"))
+
+
+def test_optimizers_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:
+    check, due = PeriodicCheck(Gathered(("a", {}), ("b", {}))), []
+    while check.due < 4000:
+        due.append(check.due)
+        with pytest.raises(ConfigError):  # the other ranks say nothing of an epoch
+            check.compare([], 0)
+    assert due == [0, *(2**power for power in range(11)), 2048, 3072]
+
+
+def test_a_single_rank_compares_nothing() -> None:
+    assert PeriodicCheck(Gathered()).due == -1

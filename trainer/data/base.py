@@ -28,6 +28,8 @@ class Step:
     """Factor on the local mean loss; see `ShardPlan.weight`."""
     closes_update: bool
     """Whether the gradients are all-reduced and applied after this step."""
+    epoch: int = 0
+    """Number of the epoch, from 0."""
 
 
 NO_STEP = Step(None, 1, 1.0, True)

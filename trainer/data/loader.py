@@ -142,9 +142,10 @@ class ShardedLoader(Loader):
         # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
         # cannot normalize a single one.
         places = [shard if shard.stop > shard.start else slice(0, 2) for shard in shards]
+        epoch = self.epoch
         for number, (shard, batch) in enumerate(zip(shards, self._batches(places), strict=True)):
             weight = self.plan.weight(number, self.world.rank)
-            yield Step(batch, shard.stop - shard.start, weight, self.plan.closes_update(number))
+            yield Step(batch, shard.stop - shard.start, weight, self.plan.closes_update(number), epoch)
 
     def own_samples(self) -> Iterator[Step]:
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]

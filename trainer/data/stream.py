@@ -116,7 +116,7 @@ class StreamLoader(Loader):
             yield Step(move(batch, self.world.device), count, 1.0, True)
 
     def _all_steps(self) -> Iterator[Step]:
-        batches = self._draw()
+        batches, epoch = self._draw(), self.epoch
         batch: Any = None
         self.samples = 0
         totals = [0] * self.accumulate
@@ -130,7 +130,7 @@ class StreamLoader(Loader):
                 if batch is None:
                     raise TrainerError(f"the stream of rank {self.world.rank} is empty; each rank needs a sample")
                 weight = count * self.world.size / sum(totals)
-                yield Step(move(batch, self.world.device), count, weight, place == len(totals) - 1)
+                yield Step(move(batch, self.world.device), count, weight, place == len(totals) - 1, epoch)
 
     def _totals(self, drawn: Sequence[_Counted]) -> list[int]:
         """Return the samples of all ranks in each step of the update; fewer where the epoch ends. Collective."""
