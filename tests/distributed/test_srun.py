@@ -17,6 +17,7 @@ from tests.distributed import jobs
 from tests.distributed.documentation import UNDER_SLURM
 from tests.distributed.harness import BIN, checks_in, run_checks, run_job
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
+from tests.distributed.test_language_model import losses, plain_losses
 
 pytestmark = [pytest.mark.distributed, pytest.mark.needs("slurm", "root")]
 
@@ -120,6 +121,10 @@ def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command:
     outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})  # this host may have one core
     assert outcome.code == 0, outcome.output
     check_weights(tmp_path, snippets, UNDER_SLURM[command])
+
+
+def test_the_port_of_a_language_model_has_the_losses_of_plain_pytorch_under_srun(slurm: dict[str, str]) -> None:
+    assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
 
 
 def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:

@@ -1,0 +1,53 @@
+"""The language model in examples/: plain PyTorch's script and its port have the same losses, on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+from tests.distributed.harness import run_job
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = ["--epochs", "2", "--batch-size", "5", "--no-shuffle"]
+EPOCH = re.compile(r"epoch (\d)/2: test loss (\d+\.\d+) over (\d+) tokens")
+
+
+def losses(launcher: str, ranks: int, script: str, *options: str, env: Mapping[str, str] | None = None) -> list[float]:
+    """Return the test losses of a run, one an epoch."""
+    env = {**(env or {}), "OMP_NUM_THREADS": "1"}  # a second thread costs more than it gains on a busy machine
+    outcome = run_job(launcher, ranks, [f"examples/{script}.py", *OPTIONS, *options], env=env)
+    assert outcome.code == 0, outcome.output
+    return losses_in(outcome.output)
+
+
+def losses_in(output: str) -> list[float]:
+    """Return the test losses that a run has printed, one an epoch."""
+    found = EPOCH.findall(output)
+    assert [epoch for epoch, _, _ in found] == ["1", "2"], output
+    return [float(loss) for _, loss, _ in found]
+
+
+@cache
+def plain_losses() -> list[float]:
+    """Return those of plain PyTorch's script, however many tests ask."""
+    return losses("python", 1, "language_model_plain")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), ("horovodrun-mpi", 2), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2)],
+)
+def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> None:
+    plain = plain_losses()
+    assert losses(launcher, ranks, "language_model") == pytest.approx(plain, rel=1e-5)
+    assert plain[1] < plain[0] < 5.5  # it learns: a byte at random has log(256) = 5.5
+
+
+@pytest.mark.slow
+def test_the_port_has_the_losses_of_plain_pytorch_in_bfloat16() -> None:
+    plain = losses("python", 1, "language_model_plain", "--bf16")
+    assert losses("horovodrun-mpi", 2, "language_model", "--bf16") == pytest.approx(plain, rel=2e-3)
