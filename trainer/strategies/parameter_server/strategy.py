@@ -229,6 +229,6 @@ def _import_grpc() -> Any:
         import grpc
     except ImportError:
         raise ConfigError(
-            "strategy 'parameter_server' needs gRPC; install it with `pip install trainer[parameter-server]`"
+            "strategy 'parameter_server' needs gRPC; install it with `pip install grpcio psutil`"
         ) from None
     return grpc
