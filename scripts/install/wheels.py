@@ -1,0 +1,107 @@
+"""Leaves wheels of this library and of Horovod in dist/, and prints the command that installs both elsewhere.
+
+    python scripts/install/wheels.py                  # `make wheels`
+    python scripts/install/wheels.py --wheel-dir DIR
+
+Run it with the Python of .venv. Horovod's wheel is the one that the set-up has compiled and tried. The last line, alone
+on stdout, is a `pip install`; the lines before it, on stderr, say what the other environment needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from build_horovod import cache_folder, choose_variant, default_cache
+from console import SetupError, run, say
+from horovod_wheel import ROOT, linked_packages
+
+# What the library's wheel is made of. Nothing else of the checkout gets into it.
+_SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--wheel-dir", type=Path, default=ROOT / "dist", metavar="DIR", help="where they go (default: %(default)s)"
+    )
+    folder = parser.parse_args().wheel_dir.resolve()
+    try:
+        horovod = built_horovod()
+        folder.mkdir(parents=True, exist_ok=True)
+        library = build_library(folder)
+        horovod = Path(shutil.copy2(horovod, folder))
+    except (SetupError, OSError) as error:
+        say(str(error))
+        return 1
+    say(f"{folder}: {library.name}, {horovod.name}")
+    say(f"the other environment needs {needs(horovod)}; pip adds {', '.join(linked_packages())}")
+    print(install_command(library, horovod))
+    return 0
+
+
+def built_horovod() -> Path:
+    """The wheel that the set-up has compiled on this machine.
+
+    Raises:
+        SetupError: it has been removed since.
+    """
+    cache = cache_folder(choose_variant(), default_cache())
+    wheel = next(cache.glob("*.whl"), None)
+    if wheel is None:
+        raise SetupError(f"no wheel of Horovod in {cache}; `python scripts/install/build_horovod.py` compiles it")
+    return wheel
+
+
+def build_library(folder: Path) -> Path:
+    """Builds this library's wheel into `folder`.
+
+    Raises:
+        SetupError: pip cannot build it.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-wheel-") as name:
+        # A copy: setuptools builds inside the source tree, where it would also find modules removed since its last run.
+        source, built = Path(name, "source"), Path(name, "built")
+        shutil.copytree(ROOT / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+        for file in _SOURCES:
+            shutil.copy2(ROOT / file, source)
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(built)]
+        command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
+        run("building the library's wheel", command, Path(name, "wheel.log"))
+        wheel = next(built.glob("*.whl"))
+        return Path(shutil.copy2(wheel, folder))
+
+
+def needs(horovod: Path) -> str:
+    """What the compiled library asks of another machine, for the user's eyes."""
+    python, _, platform = horovod.stem.split("-")[2:]
+    with zipfile.ZipFile(horovod) as archive:
+        name = next(name for name in archive.namelist() if re.search(r"/mpi_lib_v2[^/]*\.so$", name))
+        library = archive.read(name)
+    glibc = newest(re.findall(rb"\0GLIBC_([\d.]+)(?=\0)", library))
+    cxx = newest(re.findall(rb"\0GLIBCXX_([\d.]+)(?=\0)", library))
+    version = re.sub(r"cp(\d)(\d+)", r"\1.\2", python)
+    return f"CPython {version}, {platform} with glibc {glibc} and a libstdc++ with GLIBCXX_{cxx}, or newer ones"
+
+
+def newest(versions: Iterable[bytes]) -> str:
+    """The highest of versions such as 2.9 and 2.34."""
+    return max((version.decode() for version in versions), key=lambda text: [int(part) for part in text.split(".")])
+
+
+def install_command(library: Path, horovod: Path) -> str:
+    """The command that installs both wheels, with what both need."""
+    return shlex.join(["pip", "install", f"{library}[horovod]", str(horovod)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

