@@ -1,10 +1,15 @@
-"""Result files: written whole or not at all."""
+"""Result files: written whole or not at all, and where they can be written."""
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import suppress
 from pathlib import Path
 
-from trainer.errors import TrainerError
+from trainer.errors import DataError, TrainerError
+
+_REFUSALS = tuple(os.strerror(number) for number in (errno.EACCES, errno.EROFS))
 
 
 def check_writable(path: Path) -> None:
@@ -27,3 +32,19 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def writable_places(error: BaseException) -> str:
+    """Return which folders of the working directory can be written, to be put behind an error that one cannot be.
+
+    In the containers the code belongs to root. Many a library's error, as of `torch.save`, does not even name the file.
+
+    Returns:
+        An empty string where the error is another one, or where the working directory can be written.
+    """
+    if isinstance(error, DataError) or not any(text in str(error) for text in _REFUSALS) or os.access(".", os.W_OK):
+        return ""
+    here, places = Path.cwd(), []
+    with suppress(OSError):
+        places = sorted(f"{entry.name}/" for entry in here.iterdir() if entry.is_dir() and os.access(entry, os.W_OK))
+    return f"; in {here}, {'only ' if places else ''}{' and '.join(places) or 'nothing'} can be written"

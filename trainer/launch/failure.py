@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from trainer.errors import ConfigError, TrainerError
+from trainer.files import writable_places
 from trainer.launch.environment import Launch, read_launch
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
@@ -64,13 +65,13 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        _exit_now(f"{rank}{error}", 1)
+        _exit_now(f"{rank}{error}{writable_places(error)}", 1)
     if launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)):
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _exit_now(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)
     what = str(error) or "no further message"  # as of a MemoryError
-    _exit_now(f"{rank}{kind.__name__}: {what}", 1)
+    _exit_now(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
