@@ -1,7 +1,7 @@
 """Code of README.md and docs/*.md: what there is to check, and which check each piece belongs to.
 
-Python, diff and YAML blocks are checked by their kind, so a new one is checked without further ado. Every command needs
-an entry in exactly one of the tables below. `tests/distributed/test_documentation.py` and
+Python, diff, YAML and Dockerfile blocks are checked by their kind, so a new one is checked without further ado. Every
+command needs an entry in exactly one of the tables below. `tests/distributed/test_documentation.py` and
 `tests/docker/test_documentation.py` run what the tables say.
 """
 
@@ -21,7 +21,7 @@ IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) \S")
 
 @dataclass(frozen=True)
 class Unit:
-    """A Python, diff, YAML or text block, or a single command."""
+    """A Python, diff, YAML, Dockerfile or text block, or a single command."""
 
     page: str
     line: int
@@ -133,12 +133,18 @@ ON_NODE_A = {
     "--lr 0.001": _scaling_of_mnist("--dataset digits", "1x2"),
 }
 
+_TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:29500 project/train.py"
 # Commands that tests/docker/test_documentation.py runs on this machine, each in a test of its own.
 BY_DOCKER = (
     "docker run --rm trainer:cpu python examples/mnist.py",
     "docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d",
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build -d",
     "DATA_DIR=/path/to/data docker compose up -d",
+    "PROJECT_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.project.yml up --build -d",
+    "CODE_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d",
+    "horovodrun -np 4 -H a:2,b:2 python project/train.py",
+    f"docker compose exec -d b {_TORCHRUN}",
+    _TORCHRUN,
 )
 
 # Commands that something else in this project runs, with its words there.
@@ -147,6 +153,7 @@ ELSEWHERE = {
     "make test": (".ci/run", "make test\n"),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
+    "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py
     "make image-gpu": ("Makefile", "|| $(MAKE) image-gpu"),
     "docker build -t trainer:cpu .": ("Makefile", "docker build -t trainer:cpu ."),
     "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
@@ -181,12 +188,17 @@ UNTESTED = {
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
     "make bench": "the same",
     "make accuracy": "trains 15 times; tests/unit/test_benchmarks.py",
+    "make clean": "would take this environment away",
+    "make wheels PYTHON=python3.12": "would make the environment anew",
     "make lock": "resolves all versions anew from the package index",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
 }
 
 # Names of commands in running text, which are no whole commands.
-MENTIONED = ("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo")
+MENTIONED = (
+    *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
+    *("pip install", "pip list", "pip check"),
+)
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)
 
@@ -195,7 +207,7 @@ def claims(unit: Unit) -> int:
     """Return how many checks a unit has."""
     if unit.kind == "command":
         return sum(unit.text in table for table in _TABLES)
-    return int(unit.kind in ("python", "diff", "yaml", "text"))
+    return int(unit.kind in ("python", "diff", "yaml", "text", "dockerfile"))
 
 
 def claimed() -> set[str]:

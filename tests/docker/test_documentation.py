@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.documentation import BY_DOCKER, ON_NODE_A, Unit, units
 from tests.docker.cluster import ROOT, Cluster, run, succeed
 
-RUN, WITH_CODE, WITH_GPUS, WITH_DATA = BY_DOCKER
+RUN, WITH_CODE, WITH_GPUS, WITH_DATA, WITH_IMAGE, WITH_PROJECT, TRAIN, TORCHRUN_ON_B, TORCHRUN = BY_DOCKER
 HOST_ENV = {"NODE": "a", "ADDRESS_A": "10.0.0.1", "ADDRESS_B": "10.0.0.2"}
 
 
@@ -45,6 +45,74 @@ def test_a_checkouts_code_is_mounted(image: str, project: dict[str, str]) -> Non
     assert succeed(mounted, env=project) == expected
 
 
+@pytest.fixture
+def own_project(tmp_path: Path) -> Path:
+    """A folder with README.md's script and the documented Dockerfile, under a strict umask."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(next(unit.text for unit in units("python") if unit.page == "README.md"))
+    (dockerfile,) = units("dockerfile")
+    (folder / "Dockerfile").write_text(dockerfile.text)
+    (folder / "train.py").chmod(0o600)
+    return folder
+
+
+@pytest.fixture
+def own_image(image: str, project: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The environment of `project`, with a name for an image that is removed after the nodes have gone."""
+    name = project["COMPOSE_PROJECT_NAME"]
+    yield project | {"PROJECT_IMAGE": name}
+    succeed(["docker", "compose", "down", "--timeout", "2"], env=project)
+    run(["docker", "rmi", name])
+
+
+def on_a(command: str, env: Mapping[str, str]) -> str:
+    return succeed(["docker", "compose", "exec", "-T", "a", *shlex.split(command)], env=env)
+
+
+def test_a_project_trains_in_an_image_of_its_own(own_image: dict[str, str], own_project: Path) -> None:
+    command = WITH_IMAGE.replace("/path/to/project", str(own_project))
+    succeed(["sh", "-c", f"{command} --wait"], timeout_s=280, env=own_image)
+    assert "epoch 5/5" in on_a(TRAIN, own_image)
+    on_a("python -c 'import einops'", own_image)
+    succeed(shlex.split(TORCHRUN_ON_B), env=own_image)
+    output = on_a(TORCHRUN, own_image)
+    assert "trainer: 4 ranks on a: 2, b: 2; DistributedDataParallel" in output
+    assert "epoch 5/5" in output, "rank 0 is on the node whose name sorts first"
+
+
+def test_a_project_is_mounted(image: str, project: dict[str, str], own_project: Path) -> None:
+    (own_project / "train.py").chmod(0o644)
+    own_project.chmod(0o755)
+    command = WITH_PROJECT.replace("/path/to/project", str(own_project))
+    succeed(["sh", "-c", f"{command} --wait"], timeout_s=180, env=project)
+    mounted = ["docker", "compose", "exec", "-T", "b", "cat", "project/train.py"]
+    assert succeed(mounted, env=project) == (own_project / "train.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [(WITH_PROJECT, "bind source path does not exist: {}"), (WITH_IMAGE, 'path "{}" not found')],
+    ids=["CODE_DIR", "PROJECT_DIR"],
+)
+def test_a_misspelt_folder_is_an_error_and_is_not_made(
+    image: str, project: dict[str, str], tmp_path: Path, command: str, error: str
+) -> None:
+    misspelt = tmp_path / "projct"
+    outcome = run(["sh", "-c", command.replace("/path/to/project", str(misspelt))], env=project)
+    assert outcome.code != 0
+    assert error.format(misspelt) in outcome.output
+    assert not misspelt.exists()
+
+
+def test_a_place_that_cannot_be_written_is_named_with_those_that_can(image: str) -> None:
+    (line,) = (unit.text for unit in units("text") if "can be written" in unit.text)
+    train = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "results"]
+    outcome = run(["docker", "run", "--rm", image, *train])
+    assert outcome.code == 1
+    assert outcome.output.splitlines()[-1] == line
+
+
 def test_a_folder_with_data_is_mounted(image: str, project: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
     tmp_path.chmod(0o755)
@@ -56,6 +124,10 @@ def test_a_folder_with_data_is_mounted(image: str, project: dict[str, str], tmp_
 def test_the_files_for_gpus_fit_together() -> None:
     """Starting them needs GPUs."""
     files = shlex.split(WITH_GPUS.removesuffix("up --build -d"))
+    own = [*files, "-f", "docker-compose.project.yml", "config", "--format", "json"]
+    built = json.loads(succeed(own, env={"PROJECT_DIR": "/elsewhere"}))["services"]["b"]
+    assert built["build"] == {"context": "/elsewhere", "dockerfile": "Dockerfile"}
+    assert built["image"] == "trainer-project"
     services = json.loads(succeed([*files, "config", "--format", "json"]))["services"]
     devices = [services[node]["deploy"]["resources"]["reservations"]["devices"][0] for node in ("a", "b")]
     assert [one["device_ids"] for one in devices] == [["0", "1"], ["2", "3"]]

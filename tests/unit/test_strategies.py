@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -148,6 +149,22 @@ def test_horovod_that_is_not_installed_is_named_with_the_command(monkeypatch: py
         ConfigError, match=r"strategy 'horovod' needs Horovod .*`python scripts/install/build_horovod.py`"
     ):
         make_strategy("horovod", TWO)
+
+
+@pytest.mark.parametrize("file", ["horovod.py", "horovod/__init__.py"])
+def test_a_file_that_is_imported_in_place_of_horovod_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "horovod", None)  # so that what is imported below is taken away again
+    monkeypatch.delitem(sys.modules, "horovod")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        make_strategy("horovod", TWO)
+    assert str(refused.value) == f"{tmp_path / file} is imported in place of the package horovod; rename it"
 
 
 def test_horovod_whose_native_library_does_not_load_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

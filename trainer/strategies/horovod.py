@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -235,6 +236,10 @@ def _import_horovod() -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
+        # Something else of that name was found first, in the script's own folder as a rule.
+        other = sys.modules.get("horovod") if error.name == "horovod.torch" else None
+        if other is not None:
+            raise ConfigError(f"{other.__file__} is imported in place of the package horovod; rename it") from None
         raise ConfigError(
             f"strategy 'horovod' needs Horovod ({error}); install it with "
             "`python scripts/install/build_horovod.py`, or take strategy 'ddp' under torchrun"
