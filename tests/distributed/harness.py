@@ -87,7 +87,9 @@ def run_job(
     """
     with tempfile.TemporaryDirectory(prefix="trainer-job-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
-        environment |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", MARK: folder, "PYTHONUNBUFFERED": "1"}
+        # What launchers and libraries leave in the folder for temporary files goes with the job's own.
+        environment |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", MARK: folder, "TMPDIR": folder}
+        environment |= {"PYTHONUNBUFFERED": "1"}
         log = Path(folder, "output")
         with log.open("wb") as sink:
             process = subprocess.Popen(
