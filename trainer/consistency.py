@@ -81,14 +81,16 @@ def check_devices(strategy: Strategy) -> None:
 
 
 def describe_model(model: nn.Module) -> dict[str, object]:
-    """Describe every parameter and buffer by its type and shape."""
-    entries: list[tuple[str, tuple[str, Tensor]]] = [("parameter", entry) for entry in model.named_parameters()]
-    entries += [("buffer", entry) for entry in model.named_buffers()]
-    return {
-        f"{kind} {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        + (", frozen" if kind == "parameter" and not tensor.requires_grad else "")
-        for kind, (name, tensor) in entries
-    }
+    """Describe every parameter and buffer by its type and shape, and parameters by their order of memory."""
+    facts: dict[str, object] = {}
+    for name, parameter in model.named_parameters():
+        order = "" if parameter.is_contiguous() else f", strides {list(parameter.stride())}"
+        facts[f"parameter {name}"] = _describe(parameter) + order + ("" if parameter.requires_grad else ", frozen")
+    return facts | {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:

@@ -31,6 +31,20 @@ def check_adasum_of_equal_steps_is_that_step(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
+def check_adasum_takes_channels_last_weights(strategy: Strategy) -> None:
+    model, alone = (nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last) for _ in range(2))
+    inputs = torch.arange(27.0).view(1, 3, 3, 3)
+    run = init(strategy, reduction="adasum", device="cpu")
+    wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone.load_state_dict(model.state_dict())  # rank 0's
+    before = alone.weight.detach().clone()
+    run.backward(wrapped(inputs).sum())
+    optimizer.step()
+    (gradient,) = torch.autograd.grad(alone(inputs).sum(), alone.weight)
+    assert torch.allclose(model.weight, before - 0.1 * gradient, rtol=1e-5)
+    assert model.weight.stride() == before.stride() == (12, 1, 6, 3)
+
+
 def check_adasum_adds_orthogonal_steps(strategy: Strategy) -> None:
     rank, size = strategy.world.rank, strategy.world.size
     model = nn.Linear(size, 1, bias=False)

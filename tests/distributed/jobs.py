@@ -16,7 +16,10 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 
 _HERE = "tests.distributed"
 SHARED = f"{_HERE}.checks_every_strategy"
-HANDLE = tuple(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_drift"))
+HANDLE = (
+    *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_drift")),
+    f"{_HERE}.checks_channels_last",
+)
 NETWORKS = f"{_HERE}.checks_networks"
 TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"

@@ -45,6 +45,19 @@ def test_buckets_are_cut_in_reverse_and_by_type() -> None:
     assert [bucket.flat.numel() for bucket in found] == [7, 5, 4, 3]
 
 
+def test_gradients_that_come_back_have_the_weights_order_in_memory() -> None:
+    first = nn.Parameter(torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    second = nn.Parameter(torch.zeros(5, 2).t())
+    exchange = start([first, second], lambda flat: flat)
+    values = [torch.arange(float(one.numel())).view(one.shape) for one in (first, second)]
+    torch.stack([(one * value).sum() for one, value in zip((first, second), values, strict=True)]).sum().backward()
+    exchange.finish()
+    for one, value in zip((first, second), values, strict=True):
+        assert one.grad is not None
+        assert one.grad.stride() == one.stride()
+        assert torch.equal(one.grad, value / 2)
+
+
 def test_a_smaller_wire_type_is_taken_and_a_larger_one_is_not() -> None:
     (narrow,) = make_buckets(parameters(2), torch.float16)
     assert narrow.flat.dtype == torch.float16

@@ -112,6 +112,16 @@ def test_a_models_description_names_every_tensor_with_type_and_shape() -> None:
     }
 
 
+def test_a_weights_order_in_memory_is_described_where_it_is_not_the_usual_one() -> None:
+    layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    list(layer.parameters())[1].requires_grad_(False)
+    facts = describe_model(layer)
+    assert facts == {
+        "parameter weight": "float32[3, 2, 2, 2], strides [8, 1, 4, 2]",
+        "parameter bias": "float32[3], frozen",
+    }
+
+
 def test_an_optimizers_description_has_each_groups_settings_and_no_parameters() -> None:
     first, second = nn.Linear(2, 3), nn.Linear(3, 1)
     groups: list[dict[str, Any]] = [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters()}]

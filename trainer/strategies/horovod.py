@@ -80,7 +80,7 @@ class HorovodStrategy(Strategy):
             )
         self._check_types(parameters, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        compression = hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none
+        compression = _AnyOrder(hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none)
         if config.reduction == "adasum":
             return AdasumSynchronizer(hvd, model, _with_own_names(parameters), compression)
         if not parameters:
@@ -224,6 +224,25 @@ class AdasumSynchronizer(Synchronizer):
             with torch.no_grad():
                 parameter.copy_(before.add_(combined))
         self._before = []
+
+
+class _AnyOrder:
+    """Horovod's compression, for tensors in any order of memory. Horovod itself takes contiguous ones only.
+
+    One in another order, the gradient of a channels-last weight say, is sent as a contiguous copy and written back.
+    A rank may have no gradient, for which Horovod makes a contiguous one: so all send the same order.
+    """
+
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, Tensor]]:
+        sent, context = self._compression.compress(tensor.contiguous())
+        return sent, (context, tensor)
+
+    def decompress(self, sent: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+        found: Tensor = self._compression.decompress(sent, context[0])
+        return found if context[1].is_contiguous() else context[1].copy_(found)
 
 
 def _with_own_names(parameters: NamedParameters) -> NamedParameters:
