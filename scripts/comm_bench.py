@@ -37,6 +37,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files import check_writable
 from trainer.launch.failure import report_failures
+from trainer.launch.gpus import describe_sharing, gpu_id
 from trainer.launch.network import machine_id
 from trainer.launch.output import print_line
 from trainer.launch.rendezvous import Rendezvous
@@ -66,6 +67,8 @@ def main() -> int:
     machine_ids = rendezvous.all_gather(machine_id())
     rows: list[Row] = []
     facts = describe(world, rendezvous.all_gather(world.host))
+    if shared := describe_sharing([one or None for one in rendezvous.all_gather(gpu_id(world.device) or "")]):
+        facts["GPUs"] = shared
     if world.is_root:
         print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
         if options.json:

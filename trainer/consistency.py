@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.launch.gpus import SHARING_HINT, gpu_id, sharing_is_on
 from trainer.strategies.base import Strategy
 
 
@@ -62,22 +62,22 @@ _AT_LEAST_EVERY = 1024
 
 
 def check_devices(strategy: Strategy) -> None:
-    """Find ranks that share a GPU, which NCCL reports as an internal error. Collective.
+    """Find ranks that share a GPU without having been allowed to, which NCCL reports as an internal error. Collective.
 
     Raises:
         ConfigError: two ranks share a GPU.
     """
-    device = strategy.world.device
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    owners: dict[str, int] = {}
-    for rank, (host, other) in enumerate(strategy.all_gather_object((socket.gethostname(), gpu))):
-        if other is not None and other in owners:
+    own = (socket.gethostname(), gpu_id(strategy.world.device), sharing_is_on())
+    owners: dict[str, tuple[int, bool]] = {}
+    for rank, (host, gpu, may_share) in enumerate(strategy.all_gather_object(own)):
+        if gpu is None:
+            continue
+        other, other_may = owners.setdefault(gpu, (rank, may_share))
+        if other != rank and not (may_share and other_may):
             raise ConfigError(
-                f"ranks {owners[other]} and {rank} share one GPU of host {host}; start at most as many "
-                "ranks there as it has GPUs"
+                f"ranks {other} and {rank} share one GPU of host {host}; start at most as many ranks there as it has "
+                f"GPUs; {SHARING_HINT}"
             )
-        if other is not None:
-            owners[other] = rank
 
 
 def describe_model(model: nn.Module) -> dict[str, object]:

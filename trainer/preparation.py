@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from trainer.consistency import check_consistency, check_devices, describe_model
 from trainer.errors import ConfigError
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
+from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.launch.network import machine_id
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
@@ -46,8 +47,12 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
     joined = make_strategy(strategy, world)
-    hosts = joined.all_gather_object((world.host, machine_id()))
-    tuning = dict(joined.tuning) | share_machine(world, [one for _, one in hosts])
+    hosts, machines, gpus = zip(
+        *joined.all_gather_object((world.host, machine_id(), gpu_id(world.device))), strict=True
+    )
+    if sharing_is_on() and (shared := describe_sharing(gpus)):
+        joined.description += f"; {shared}"
+    tuning = dict(joined.tuning) | share_machine(world, machines)
     if joined.world.is_root:
         tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
         ranks = f"{world.size} ranks on {_per_host(hosts)}; " if world.size > 1 else ""
@@ -56,9 +61,9 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     return joined
 
 
-def _per_host(hosts: list[tuple[str, str]]) -> str:
+def _per_host(hosts: Iterable[str]) -> str:
     """Format the ranks per host, as in "a: 2, b: 2", in the order of the ranks."""
-    return ", ".join(f"{host}: {ranks}" for host, ranks in Counter(host for host, _ in hosts).items())
+    return ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
 
 
 def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World:
@@ -68,7 +73,7 @@ def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World
         return world
     reason = None
     if world.device.type == "cpu":
-        reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks"
+        reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks; {SHARING_HINT}"
     elif choose_strategy(strategy, world) == "horovod" and not has_nccl():
         reason = (
             "this Horovod was built without NCCL (rebuild it with nvcc on the PATH: "

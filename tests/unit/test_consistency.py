@@ -16,11 +16,11 @@ from trainer.config import RunConfig
 from trainer.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 
-View = tuple[str, Any]
+View = tuple[Any, ...]
 
 
 class Gathered(Strategy):
-    """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU)."""
+    """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU, may share)."""
 
     def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
         super().__init__(World(rank=rank, size=len(others) + 1, device=torch.device(device)))
@@ -167,14 +167,14 @@ def test_optimizers_that_differ_are_told_apart(
 
 
 def test_ranks_on_cpus_share_their_host_freely() -> None:
-    check_devices(Gathered(("a", None), ("a", None)))
+    check_devices(Gathered(("a", None, False), ("a", None, False)))
 
 
 def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
-    check_devices(Gathered(("a", "GPU-0"), ("b", None), device="cuda:0"))
+    check_devices(Gathered(("a", "GPU-0", False), ("b", None, False), device="cuda:0"))
     with pytest.raises(ConfigError, match=r"^ranks 0 and 2 share one GPU of host a; start at most as many"):
-        check_devices(Gathered(("a", "GPU-0"), ("a", "GPU-1"), device="cuda:0"))
+        check_devices(Gathered(("a", "GPU-0", False), ("a", "GPU-1", False), device="cuda:0"))
 
 
 def test_optimizers_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:

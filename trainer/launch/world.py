@@ -10,6 +10,7 @@ import torch
 from trainer.config import DEVICES
 from trainer.errors import ConfigError
 from trainer.launch.environment import Launch, read_launch
+from trainer.launch.gpus import SHARING_HINT, check_sharing, sharing_is_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,11 @@ def current_world(device: str = "auto", launch: Launch | None = None) -> World:
 
     Args:
         device: "auto", "cpu" or "cuda"; auto takes the GPU numbered like the local rank, or the CPU where this
-            host has fewer GPUs than ranks.
+            host has fewer GPUs than ranks. With NCCL_MULTI_RANK_GPU_ENABLE=1, ranks share the GPUs instead.
         launch: read from the environment when None.
 
     Raises:
-        ConfigError: a GPU was asked for and there is none for this rank.
+        ConfigError: a GPU was asked for and there is none for this rank, or ranks shall share one and cannot.
     """
     launch = launch or read_launch()
     return World(
@@ -77,6 +78,9 @@ def _choose_device(device: str, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if gpus == 0:
         raise ConfigError("device is 'cuda', but this host shows no GPU; valid here is cpu")
+    if gpus < launch.local_size and sharing_is_on():
+        check_sharing(gpus, launch.local_size)
+        return torch.device("cuda", launch.local_rank % gpus)
     if device == "auto" and gpus < launch.local_size and not (gpus == 1 and launch.launcher == "srun"):
         return torch.device("cpu")  # for all ranks of this host, not only for those that would have none
     # Slurm can show each rank its own GPU only, which is then number 0 for all of them. Ranks that really share
@@ -85,6 +89,6 @@ def _choose_device(device: str, launch: Launch) -> torch.device:
     if index >= gpus:
         raise ConfigError(
             f"local rank {launch.local_rank} has no GPU: this host shows {gpus}, "
-            f"so it takes at most {gpus} ranks (or --device cpu)"
+            f"so it takes at most {gpus} ranks (or --device cpu); {SHARING_HINT}"
         )
     return torch.device("cuda", index)
