@@ -19,7 +19,7 @@ from trainer.strategies.base import Strategy
 def check_adasum_of_equal_steps_is_that_step(strategy: Strategy) -> None:
     model, alone = make_model(torch.float32), make_model(torch.float32)
     inputs, targets = (tensor[:BATCH] for tensor in (make_data(8, torch.float32).inputs, make_data(8).targets))
-    run = init(strategy, reduction="adasum", device="cpu")
+    run = init(strategy, reduction="adasum")
     wrapped, optimizer = run.prepare(model, sgd(model))
     by_itself = sgd(alone)
     run.backward(F.cross_entropy(wrapped(inputs), targets))
@@ -34,7 +34,7 @@ def check_adasum_of_equal_steps_is_that_step(strategy: Strategy) -> None:
 def check_adasum_takes_channels_last_weights(strategy: Strategy) -> None:
     model, alone = (nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last) for _ in range(2))
     inputs = torch.arange(27.0).view(1, 3, 3, 3)
-    run = init(strategy, reduction="adasum", device="cpu")
+    run = init(strategy, reduction="adasum")
     wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     alone.load_state_dict(model.state_dict())  # rank 0's
     before = alone.weight.detach().clone()
@@ -49,7 +49,7 @@ def check_adasum_adds_orthogonal_steps(strategy: Strategy) -> None:
     rank, size = strategy.world.rank, strategy.world.size
     model = nn.Linear(size, 1, bias=False)
     nn.init.zeros_(model.weight)
-    run = init(strategy, reduction="adasum", device="cpu")
+    run = init(strategy, reduction="adasum")
     wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     # Each rank's gradient is a unit vector of its own.
     run.backward(wrapped(torch.eye(size)[rank]).sum())

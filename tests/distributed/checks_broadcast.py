@@ -12,25 +12,26 @@ from trainer.strategies import horovod_broadcast
 from trainer.strategies.base import Strategy
 
 
-def tensors_of(rank: int) -> list[Tensor]:
+def tensors_of(rank: int, device: torch.device) -> list[Tensor]:
     """Return tensors of the kinds that a model has, with values that differ from rank to rank."""
-    ordered = torch.arange(12, dtype=torch.float32) + 100 * rank
+    ordered = torch.arange(12, dtype=torch.float32, device=device) + 100 * rank
     return [
         ordered,
         ordered.view(3, 4).t(),
         ordered.to(torch.bfloat16).view(2, 6),
-        torch.tensor([rank == 0, rank != 0]),
-        torch.tensor(rank + 7),
-        torch.empty(0),
+        torch.tensor([rank == 0, rank != 0], device=device),
+        torch.tensor(rank + 7, device=device),
+        torch.empty(0, device=device),
         (ordered.view(3, 4) + 0.5).to(memory_format=torch.contiguous_format)[:, 1:3],
     ]
 
 
 def check_every_tensor_becomes_rank_0s(strategy: Strategy) -> None:
-    own = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors_of(strategy.world.rank)]
-    own[-1] = torch.zeros(3, 4)[:, 1:3].copy_(own[-1])
+    rank, device = strategy.world.rank, strategy.world.device
+    own = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors_of(rank, device)]
+    own[-1] = torch.zeros(3, 4, device=device)[:, 1:3].copy_(own[-1])
     strategy.broadcast_tensors(own)
-    for found, expected in zip(own, tensors_of(0), strict=True):
+    for found, expected in zip(own, tensors_of(0, device), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
 
@@ -39,7 +40,9 @@ def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -
     calls = mock.Mock()
     calls.submit.side_effect, calls.wait.side_effect = hvd.broadcast_async_, hvd.synchronize
     with mock.patch.object(hvd, "broadcast_async_", calls.submit), mock.patch.object(hvd, "synchronize", calls.wait):
-        strategy.broadcast_tensors(torch.full((5,), float(strategy.world.rank)) for _ in range(3))
+        strategy.broadcast_tensors(
+            torch.full((5,), float(strategy.world.rank), device=strategy.world.device) for _ in range(3)
+        )
     assert [name for name, _, _ in calls.mock_calls] == ["submit"] * 3 + ["wait"] * 3
 
 
@@ -47,9 +50,9 @@ def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> N
     rank, size = strategy.world.rank, strategy.world.size
     with mock.patch.object(horovod_broadcast, "PIECE_BYTES", 64):
         check_every_tensor_becomes_rank_0s(strategy)
-        long = torch.arange(1000.0) + rank
+        long = torch.arange(1000.0, device=strategy.world.device) + rank
         strategy.broadcast_tensors([long])
-        assert torch.equal(long, torch.arange(1000.0))
+        assert torch.equal(long.cpu(), torch.arange(1000.0))
         for root in range(size):
             assert strategy.broadcast_object("x" * 999 + str(rank), root=root) == "x" * 999 + str(root)
         assert strategy.all_gather_object("x" * 999 + str(rank)) == ["x" * 999 + str(one) for one in range(size)]

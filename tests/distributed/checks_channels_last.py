@@ -54,7 +54,7 @@ def train(strategy: Strategy, data: InMemory, *, batch_norm: bool, **settings: A
     """Train as `train_alone` does, on all ranks; rank 0's weights count, so the broadcast is checked as well."""
     model = make_network(seed=1 + strategy.world.rank, batch_norm=batch_norm)
     weights = [layer.weight for layer in model if isinstance(layer, nn.Conv2d)]
-    run = init(strategy, device="cpu", sync_batch_norm=batch_norm, **settings)
+    run = init(strategy, sync_batch_norm=batch_norm, **settings)
     forward, optimizer = run.prepare(model, sgd(model))
     loader = run.loader(data, BATCH)
     for _ in run.epochs(2):
@@ -94,4 +94,4 @@ def check_an_order_that_differs_between_ranks_is_told(strategy: Strategy) -> Non
     if strategy.world.rank == strategy.world.size - 1:
         model.to(memory_format=torch.contiguous_format)
     with pytest.raises(ConfigError, match=r"ranks disagree about parameter 0\.weight: .* strides \[27, 1, 9, 3\]"):
-        init(strategy, device="cpu").prepare(model, sgd(model))
+        init(strategy).prepare(model, sgd(model))

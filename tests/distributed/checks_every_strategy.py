@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.reference import (
-    TOLERANCE,
     adam,
     assert_equal,
     fingerprint,
     make_data,
     make_model,
     sgd,
+    tolerance,
     train_alone,
 )
 from trainer import ConfigError, InMemory, Trainer, TrainerConfig, accuracy, init
@@ -28,7 +28,7 @@ BATCH = 4
 
 
 def make_trainer(strategy: Strategy, model: nn.Module, optimizer: Any = sgd, **settings: Any) -> Trainer:
-    defaults = {"batch_size": BATCH, "scale_lr": False, "decay": "none", "device": "cpu"}
+    defaults = {"batch_size": BATCH, "scale_lr": False, "decay": "none"}
     return Trainer(
         model, optimizer(model), F.cross_entropy, strategy=strategy, config=TrainerConfig(**{**defaults, **settings}),
         metrics={"accuracy": accuracy}, output=None, progress=False,
@@ -46,7 +46,7 @@ def train_one(run: Any, forward: Any, optimizer: torch.optim.Optimizer, data: In
 def sample_counts(world_size: int) -> dict[str, int]:
     """Datasets that end evenly and unevenly, leave ranks empty, or are smaller than the world."""
     full = BATCH * world_size
-    return {
+    counts = {
         "one step": full,
         "twenty steps": 20 * full,
         "uneven last batch": 2 * full + world_size + 1,
@@ -54,6 +54,7 @@ def sample_counts(world_size: int) -> dict[str, int]:
         "smaller than the world": world_size - 1,
         "one sample": 1,
     }
+    return {name: count for name, count in counts.items() if count > 0}
 
 
 def assert_same_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
@@ -69,16 +70,16 @@ def check_world_is_the_launchers(strategy: Strategy) -> None:
 def check_all_reduce_sums(strategy: Strategy) -> None:
     ranks = torch.arange(strategy.world.size, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64, torch.int64):
-        tensor = torch.full((3, 5), strategy.world.rank, dtype=dtype)
+        tensor = torch.full((3, 5), strategy.world.rank, dtype=dtype, device=strategy.world.device)
         reduced = strategy.all_reduce(tensor)
-        assert torch.equal(tensor, torch.full((3, 5), float(ranks.sum())).to(dtype))
+        assert torch.equal(tensor.cpu(), torch.full((3, 5), float(ranks.sum())).to(dtype))
         assert torch.equal(reduced, tensor)
 
 
 def check_broadcast_brings_rank_0s_value(strategy: Strategy) -> None:
-    tensor = torch.full((7,), float(strategy.world.rank) + 2)
-    assert torch.equal(strategy.broadcast(tensor), torch.full((7,), 2.0))
-    assert torch.equal(tensor, torch.full((7,), 2.0))
+    tensor = torch.full((7,), float(strategy.world.rank) + 2, device=strategy.world.device)
+    assert strategy.broadcast(tensor).tolist() == [2.0] * 7
+    assert tensor.tolist() == [2.0] * 7
     last = strategy.world.size - 1
     assert strategy.broadcast_object({"rank": strategy.world.rank}, root=last) == {"rank": last}
     mixed = "a string" if strategy.world.is_root else None
@@ -87,13 +88,13 @@ def check_broadcast_brings_rank_0s_value(strategy: Strategy) -> None:
 
 
 def check_weights_equal_one_process(strategy: Strategy) -> None:
-    for dtype, tolerance in TOLERANCE.items():
+    for dtype in (torch.float64, torch.float32):
         for name, samples in sample_counts(strategy.world.size).items():
             model, data = make_model(dtype), make_data(samples, dtype)
             expected = train_alone(model, data, batch=BATCH * strategy.world.size)
             make_trainer(strategy, model).fit(data, epochs=1)
             try:
-                assert_equal(model, expected, tolerance)
+                assert_equal(model, expected, tolerance(dtype, strategy.world.device))
             except AssertionError as error:
                 raise AssertionError(f"{name}, {dtype}: {error}") from None
             assert_same_on_all_ranks(strategy, model)
@@ -118,12 +119,12 @@ def check_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
 
 def check_no_sync_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
     model = make_model()
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     wrapped, optimizer = run.prepare(model, sgd(model))
-    inputs = torch.full((2, 1, 6, 6), float(strategy.world.rank + 1), dtype=torch.float64)
+    inputs = torch.full((2, 1, 6, 6), float(run.rank + 1), dtype=torch.float64, device=run.device)
     with run.no_sync():
         run.backward(wrapped(inputs).sum())
-    alone = make_model()
+    alone = make_model().to(run.device)
     alone(inputs).sum().backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
@@ -162,10 +163,10 @@ def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> No
         optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there.
     momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()] if optimizer.state else []
     momentum = strategy.broadcast_object(momentum)
-    init(strategy, device="cpu").prepare(model, optimizer)
+    init(strategy).prepare(model, optimizer)
     assert_same_on_all_ranks(strategy, model)
     for parameter, expected in zip(model.parameters(), momentum, strict=True):
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], expected)
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"].cpu(), expected)
 
 
 def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
@@ -173,7 +174,7 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.float64):
         values = torch.tensor([[strategy.world.rank == 0, True]] * 3).to(dtype).t()  # not contiguous
         model.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", values)
-    init(strategy, device="cpu").prepare(model, sgd(model))
+    init(strategy).prepare(model, sgd(model))
     assert_same_on_all_ranks(strategy, model)
     assert bool(model.get_buffer("of_bool").all())
 
@@ -181,7 +182,7 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
 def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
     model = make_model()
     before = fingerprint(model)
-    _, optimizer = init(strategy, device="cpu").prepare(model, adam(model))
+    _, optimizer = init(strategy).prepare(model, adam(model))
     assert fingerprint(model) == before
     assert not optimizer.state
 
@@ -199,7 +200,7 @@ def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
 def check_own_loop_equals_one_process(strategy: Strategy) -> None:
     model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     wrapped, optimizer = run.prepare(model, sgd(model))
     train_one(run, wrapped, optimizer, data)
     assert_equal(model, expected, 1e-12)
@@ -218,13 +219,13 @@ def check_dynamic_graph(strategy: Strategy) -> None:
     torch.manual_seed(0)
     model = OneOfTwo()
     before = model.branches[1].bias.clone()  # type: ignore[operator]
-    run = init(strategy, dynamic_graph=True, device="cpu")
+    run = init(strategy, dynamic_graph=True)
     wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    run.backward(wrapped(torch.ones(1, 3)).sum())
+    run.backward(wrapped(torch.ones(1, 3, device=run.device)).sum())
     optimizer.step()
     # Each rank of odd number gives this bias a gradient of 1, the others none.
     share = (strategy.world.size // 2) / strategy.world.size
-    assert torch.allclose(model.branches[1].bias, before - share)  # type: ignore[arg-type]
+    assert torch.allclose(model.branches[1].bias.cpu(), before - share)  # type: ignore[arg-type]
     assert_same_on_all_ranks(strategy, model)
 
 
@@ -240,8 +241,8 @@ def check_rounding_variants_stay_close_to_full_precision(strategy: Strategy) -> 
         model = make_model(torch.float32)
         make_trainer(strategy, model, **settings).fit(data, epochs=1)
         # The steps themselves move the weights by more than a tenth of their norm.
-        assert_equal(model, exact, 5e-3 if rounds else 1e-6)
-        if rounds:
+        assert_equal(model, exact, 5e-3 if rounds else tolerance(torch.float32, strategy.world.device))
+        if rounds and (strategy.world.size > 1 or "compression" not in settings):  # a rank alone may send nothing
             with pytest.raises(AssertionError, match="differs by"):
                 assert_equal(model, exact, 1e-6)
         assert_same_on_all_ranks(strategy, model)
@@ -266,22 +267,24 @@ def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
 def check_differences_between_ranks_are_named(strategy: Strategy) -> None:
     last = strategy.world.size - 1
     odd = strategy.world.rank == last
+    if last == 0:
+        return
 
     def other_shape() -> None:
         model = nn.Linear(3, 5 if odd else 4)
-        init(strategy, device="cpu").prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        init(strategy).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def other_setting() -> None:
         make_trainer(strategy, make_model(), batch_size=5 if odd else 4)
 
     def other_learning_rate() -> None:
         model = make_model()
-        init(strategy, device="cpu").prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1))
+        init(strategy).prepare(model, torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1))
 
     def other_frozen() -> None:
         model = make_model()
         next(model.parameters()).requires_grad_(not odd)
-        init(strategy, device="cpu").prepare(model, sgd(model))
+        init(strategy).prepare(model, sgd(model))
 
     def other_length() -> None:
         make_trainer(strategy, make_model()).fit(make_data(9 if odd else 8), epochs=1)

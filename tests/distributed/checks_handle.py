@@ -31,7 +31,7 @@ def assert_local(strategy: Strategy, model: nn.Module) -> None:
 def check_clipping_is_that_of_one_process(strategy: Strategy) -> None:
     model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size, clip_norm=CLIP)
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward, optimizer = run.prepare(model, sgd(model))
     for inputs, targets in run.loader(data, BATCH):
         optimizer.zero_grad()
@@ -45,7 +45,7 @@ def check_clipping_is_that_of_one_process(strategy: Strategy) -> None:
 def check_gradients_may_be_changed_after_they_are_synchronized(strategy: Strategy) -> None:
     data = make_data(3 * BATCH * strategy.world.size)
     model, alone = make_model(), make_model()
-    by_hand, run = sgd(alone), init(strategy, device="cpu")
+    by_hand, run = sgd(alone), init(strategy)
     forward, optimizer = run.prepare(model, sgd(model))
     for index, (inputs, targets) in zip(
         global_batches(data, BATCH * run.world_size), run.loader(data, BATCH), strict=True
@@ -71,7 +71,7 @@ def check_accumulation_by_the_loader_equals_one_big_batch(strategy: Strategy) ->
     for extra in (0, 1, BATCH * strategy.world.size + 1):
         model, data = make_model(), make_data(6 * BATCH * strategy.world.size + extra)
         expected = train_alone(model, data, batch=3 * BATCH * strategy.world.size, clip_norm=CLIP)
-        run = init(strategy, device="cpu", accumulate=3)
+        run = init(strategy, accumulate=3)
         forward, optimizer = run.prepare(model, sgd(model))
         for inputs, targets in run.loader(data, BATCH):
             run.backward(F.cross_entropy(forward(inputs), targets))
@@ -90,7 +90,7 @@ def check_the_usual_accumulation_equals_one_big_batch(strategy: Strategy) -> Non
     for local in (False, True):
         model, data = make_model(), make_data(6 * BATCH * strategy.world.size)
         expected = train_alone(model, data, batch=3 * BATCH * strategy.world.size)
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         for number, (inputs, targets) in enumerate(run.loader(data, BATCH)):
             if local and (number + 1) % 3:
@@ -126,7 +126,7 @@ def check_a_closure_sees_the_gradient_and_the_loss_of_all_ranks(strategy: Strate
 
     for make in (sgd, lbfgs):
         model, alone = make_model(), make_model()
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, make(model))
         by_hand = make(alone)
         for index, (inputs, targets) in zip(
@@ -150,7 +150,7 @@ def check_the_optimizer_stays_the_users_own(strategy: Strategy) -> None:
     model, data = make_model(), make_data(2 * BATCH * strategy.world.size)
     own = Marked(model.parameters(), "value")
     schedule = torch.optim.lr_scheduler.StepLR(own, step_size=1, gamma=0.5)
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward, optimizer = run.prepare(model, own)
     assert optimizer is own
     for inputs, targets in run.loader(data, BATCH):
@@ -168,7 +168,7 @@ def check_the_optimizer_stays_the_users_own(strategy: Strategy) -> None:
 def check_a_state_dict_has_the_models_own_names(strategy: Strategy) -> None:
     model = make_model(batch_norm=True)
     model.describe = lambda: "mine"  # type: ignore[assignment]
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward, _ = run.prepare(model, sgd(model))
     assert list(forward.state_dict()) == list(model.state_dict())
     assert [name for name, _ in forward.named_parameters()] == [name for name, _ in model.named_parameters()]
@@ -201,7 +201,7 @@ def check_two_models_with_two_optimizers(strategy: Strategy) -> None:
     data = InMemory(noise, torch.zeros(len(noise)))
     models, alone = make(), make()
     by_hand = [adam(model) for model in alone]
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward_generator, forward_critic, *optimizers = run.prepare(*models, *[adam(model) for model in models])
     for index, (inputs, _) in zip(global_batches(data, BATCH * run.world_size), run.loader(data, BATCH), strict=True):
         train((forward_generator, forward_critic), optimizers, inputs, run.backward)
@@ -229,7 +229,7 @@ def check_any_forward_pass_of_the_model_is_synchronized(strategy: Strategy) -> N
 
     for way in ("itself", "method", "no_sync"):
         model = WithMethod()
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         for inputs, targets in run.loader(data, BATCH):
             optimizer.zero_grad()
@@ -252,7 +252,7 @@ def check_a_step_that_calls_its_parents(strategy: Strategy) -> None:
 
     model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     own = Own(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     forward, optimizer = run.prepare(model, own)
     train_one(run, forward, optimizer, data)
@@ -267,7 +267,7 @@ def check_two_optimizers_of_one_model(strategy: Strategy) -> None:
         return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others, lr=0.01)]
 
     data, model, alone = make_data(3 * BATCH * strategy.world.size), make_model(), make_model()
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward, *optimizers = run.prepare(model, *split(model))
     by_hand = split(alone)
     for index, (inputs, targets) in zip(

@@ -25,7 +25,7 @@ def check_a_model_may_be_prepared_again(strategy: Strategy) -> None:
     model, alone, data = make_model(), make_model(), make_data(2 * BATCH * strategy.world.size)
     for _ in range(2):  # the second time with a new optimizer, as for a second stage of a training
         alone = train_alone(alone, data, batch=BATCH * strategy.world.size)
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         train_one(run, forward, optimizer, data)
     assert_equal(model, alone, 1e-12)
@@ -36,7 +36,7 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
     for batch in (7, 12, strategy.world.size - 1 or 1):
         model, data = make_model(), make_data(31)
         expected = train_alone(model, data, batch=batch)
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         for inputs, targets in run.loader(data, global_batch_size=batch):
             optimizer.zero_grad()
@@ -49,7 +49,7 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
 def check_batch_norm_of_ones_own_loop_leaves_padding_batches_out(strategy: Strategy) -> None:
     model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy, device="cpu", sync_batch_norm=True)
+    run = init(strategy, sync_batch_norm=True)
     forward, optimizer = run.prepare(model, sgd(model))
     train_one(run, forward, optimizer, data)
     assert_equal(model, expected, 1e-11)
@@ -76,7 +76,7 @@ def check_batches_of_any_kind(strategy: Strategy) -> None:
 
     for kind, image, label in ((dicts, "image", "label"), (triples, 0, 2), (named, 0, 1)):
         model = make_model()
-        run = init(strategy, device="cpu")
+        run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         dataset = [kind(index) for index in range(len(data))]
         for batch in run.loader(dataset, BATCH):
@@ -107,7 +107,7 @@ def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) 
 
 def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:
     for samples in (1, strategy.world.size + 1, 5 * BATCH * strategy.world.size + 3):
-        run, data = init(strategy, device="cpu"), make_data(samples)
+        run, data = init(strategy), make_data(samples)
         seen = [int(label) for _, labels in run.loader(data, BATCH, training=False) for label in labels]
         assert int(run.all_reduce(len(seen), "sum")) == samples
         gathered = list(itertools.chain.from_iterable(run.all_gather(seen)))
@@ -117,7 +117,7 @@ def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Stra
 def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> None:
     model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward = run.prepare(model)
     train_one(run, forward, run.prepare(sgd(model)), data)
     assert_equal(model, expected, 1e-12)
@@ -125,7 +125,7 @@ def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> No
 
 
 def check_datasets_of_different_sizes_are_told_with_drop_last_too(strategy: Strategy) -> None:
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     samples = 5 * strategy.world.size
     if strategy.world.size == 1:
         return
@@ -141,7 +141,7 @@ def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([(strategy.world.rank + place) % 8 for place in range(8)])
 
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     loader = run.loader(make_data(8), global_batch_size=8, sampler=Own(range(8)))
     (batch,) = loader
     whole = [label for labels in run.all_gather(batch[1].tolist()) for label in labels]
@@ -150,14 +150,14 @@ def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:
 
 def check_a_prepared_model_can_be_copied_averaged_and_saved(strategy: Strategy) -> None:
     model = make_model()
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     forward, _ = run.prepare(model, sgd(model))
     average = torch.optim.swa_utils.AveragedModel(forward)
     average.update_parameters(forward)
     file = io.BytesIO()
     torch.save(forward, file)
     file.seek(0)
-    inputs = make_data(2).inputs
+    inputs = make_data(2).inputs.to(run.device)
     for one in (copy.deepcopy(forward), average, torch.load(file, weights_only=False)):
         assert torch.equal(one(inputs), model(inputs))
     without_length = nn.Linear(2, 1)

@@ -20,8 +20,10 @@ def with_dropout(model: nn.Module) -> nn.Module:
     return nn.Sequential(*list(model)[:-1], nn.Dropout(0.5), list(model)[-1])  # type: ignore[call-overload]
 
 
-def train_by_hand(model: nn.Module, data: InMemory) -> None:
+def train_by_hand(model: nn.Module, data: InMemory, device: torch.device) -> None:
     """Horovod as its documentation has it, over the same samples in the same order, with the same dropout."""
+    model.to(device)
+    data = data.to(device)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     torch.manual_seed(mix_seeds(0, hvd.rank()))
@@ -39,6 +41,6 @@ def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> 
     data = make_data(BATCH * STEPS * strategy.world.size, torch.float32)
     ours, by_hand = with_dropout(make_model(torch.float32)), with_dropout(make_model(torch.float32))
     make_trainer(strategy, ours).fit(data, epochs=2)
-    train_by_hand(by_hand, data)
+    train_by_hand(by_hand, data, strategy.world.device)
     assert fingerprint(ours) == fingerprint(by_hand)
     assert_same_on_all_ranks(strategy, ours)

@@ -73,7 +73,7 @@ def compare(strategy: Strategy, make: Callable[[], nn.Module], data: InMemory, *
     assert size > 4 * 2**20, f"{size} bytes of gradients"
     alone = copy.deepcopy(model)
 
-    run = init(strategy, device="cpu", accumulate=accumulate, sync_batch_norm=True)
+    run = init(strategy, accumulate=accumulate, sync_batch_norm=True)
     forward, optimizer = run.prepare(model, adamw(model))
     scheduler = schedule(optimizer)
     loader = run.loader(data, _PER_RANK)

@@ -23,7 +23,7 @@ def check_single_is_refused_among_several_ranks(strategy: Strategy) -> None:
 def check_adasum_is_refused_without_mpi(strategy: Strategy) -> None:
     model = make_model()
     with pytest.raises(ConfigError, match="--mpi"):
-        init(strategy, reduction="adasum", device="cpu").prepare(model, sgd(model))
+        init(strategy, reduction="adasum").prepare(model, sgd(model))
 
 
 def check_horovod_is_refused_under_torchrun(strategy: Strategy) -> None:

@@ -74,9 +74,9 @@ def check_many_buckets_in_the_background_equal_one_process(strategy: RingStrateg
 
 def check_a_rank_without_any_gradient_takes_part(strategy: RingStrategy) -> None:
     model = make_model()
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     wrapped, optimizer = run.prepare(model, sgd(model))
-    data = make_data(8)
+    data = make_data(8).to(run.device)
     for _ in range(3):
         optimizer.zero_grad()
         if strategy.world.is_root:

@@ -184,6 +184,7 @@ def run_checks(
     ranks: int,
     *,
     strategy: str = "auto",
+    device: str = "cpu",
     timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
 ) -> Checks:
@@ -193,7 +194,7 @@ def run_checks(
     """
     modules_of = checks_in([modules] if isinstance(modules, str) else modules)
     with tempfile.TemporaryDirectory(prefix="trainer-checks-") as folder:
-        script = ["-m", "tests.distributed.worker", strategy, folder]
+        script = ["-m", "tests.distributed.worker", strategy, device, folder]
         script += [f"{module}:{name}" for name, module in modules_of.items()]
         outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env=env)
         by_rank = []

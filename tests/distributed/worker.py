@@ -15,14 +15,18 @@ from tests.distributed.harness import leave_stacks_on_request
 
 
 def main() -> int:
+    import torch
+
     from trainer.config import TrainerConfig
     from trainer.launch.environment import read_launch
     from trainer.preparation import join
 
-    name, folder, *checks = sys.argv[1:]
+    name, device, folder, *checks = sys.argv[1:]
     rank = read_launch().rank
     leave_stacks_on_request(rank)
-    strategy = join(name, TrainerConfig(device="cpu"))
+    # References are computed in full precision, and some are compared bit for bit.
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
+    strategy = join(name, TrainerConfig(device=device))
     with Path(folder, f"rank-{rank}.jsonl").open("w") as report:
         for check in checks:
             module, function = check.split(":")
