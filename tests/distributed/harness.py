@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,13 +43,18 @@ class Outcome:
     """Every rank's stack where the job hung."""
 
 
+def program(name: str) -> str:
+    """Return where a launcher is: beside this Python, or on the PATH."""
+    return str(BIN / name) if (BIN / name).exists() else shutil.which(name) or name
+
+
 def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
     """The command line that starts `script` (a Python script or `-m module`, with arguments) on `ranks` ranks."""
-    python = str(BIN / "python")
+    python = sys.executable
     if launcher == "python":
         return [python, *script]
     if launcher == "torchrun":
-        return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), *script]
+        return [program("torchrun"), "--standalone", "--nproc-per-node", str(ranks), *script]
     if launcher in ("srun", "srun-without-pmix"):
         return [
             "srun",
@@ -61,12 +67,12 @@ def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
         ]
     if launcher == "mpirun":
         return [
-            *[str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
+            *[program("mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
             *["-np", str(ranks), python, *script],
         ]
     controller = launcher.removeprefix("horovodrun-")
     return [
-        *[str(BIN / "horovodrun"), f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"],
+        *[program("horovodrun"), f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"],
         *[python, *script],
     ]
 

@@ -58,9 +58,11 @@ class Job:
 
 
 @cache
-def run(job: Job) -> Checks:
+def run(job: Job, device: str = "cpu", timeout_s: float = 240.0, **env: str) -> Checks:
     """Run a job once, however many tests ask for its result."""
-    return run_checks(job.modules, job.launcher, job.ranks, strategy=job.strategy)
+    return run_checks(
+        job.modules, job.launcher, job.ranks, strategy=job.strategy, device=device, timeout_s=timeout_s, env=env
+    )
 
 
 JOBS = [

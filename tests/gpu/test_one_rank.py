@@ -1,44 +1,78 @@
-"""Training on one GPU with one rank."""
+"""What one rank does on one GPU: precisions, orders of memory, compilation, and the tools that measure."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
-import torch
-from torch.nn import functional as F
 
-from examples.datasets.digits import load_digits
-from examples.mnist import DefaultNetwork
 from tests.distributed.harness import run_job
-from trainer import Trainer, TrainerConfig, accuracy
-from trainer.strategies import has_nccl
+from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, need, share, transport
 
-MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none", "--device", "cuda"]
+pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
 
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_digits_are_learned_on_the_gpu(precision: str) -> None:
-    torch.manual_seed(0)
-    train, test = load_digits()
-    model = DefaultNetwork()
-    config = TrainerConfig(device="cuda", precision=precision, batch_size=50)
-    trainer = Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), F.cross_entropy, strategy="single",
-        config=config, metrics={"accuracy": accuracy}, output=None, progress=False,
-    )  # fmt: skip
-    before = trainer.evaluate(test).metrics["loss"]
-    after = trainer.fit(train, test, epochs=1)[-1].validation
-    assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda:0")}
-    assert "cuda:0" in trainer.strategy.description
-    assert after is not None
-    assert after.evaluated == 297
-    # An untrained network has a loss of about 2.3.
-    assert after.metrics["loss"] < before / 3
+MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "3", "--output", "none", "--device", DEVICE]
+TARGET = ["--target-accuracy", "70"]  # an untrained network has 10 %
+OPTIONS = {
+    "fp32": [],
+    "bf16": ["--precision", "bf16"],
+    "fp16": ["--precision", "fp16"],
+    "channels-last": ["--channels-last", "--precision", "bf16"],
+    "accumulated and clipped": ["--accumulate", "2", "--clip-norm", "1", "--batch-size", "50"],
+    "compiled": ["--compile"],
+}
 
 
-def test_horovod_synchronizes_over_nccl() -> None:
-    if not has_nccl():
-        pytest.skip("this Horovod was built without NCCL")
-    outcome = run_job("horovodrun-mpi", 1, [*MNIST, "--strategy", "horovod"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_digits_are_learned(name: str) -> None:
+    if name == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("torch.compile needs a C compiler")
+    outcome = run_job("python", 1, [*MNIST, *TARGET, *OPTIONS[name]], timeout_s=JOB_TIMEOUT_S)
     assert outcome.code == 0, outcome.output
-    assert "Horovod over NCCL (started by MPI), rank 0 of 1" in outcome.output
+    assert f"({'cuda:0' if ON_GPU else 'cpu'})" in outcome.output
     assert "evaluated 297/297" in outcome.output
+
+
+@pytest.mark.parametrize(("strategy", "launcher"), [("horovod", "horovodrun-mpi"), ("ddp", "torchrun")])
+def test_the_digits_are_learned_through_the_launchers(strategy: str, launcher: str) -> None:
+    need(strategy, launcher)
+    outcome = run_job(launcher, 1, [*MNIST, *TARGET], timeout_s=JOB_TIMEOUT_S)
+    assert outcome.code == 0, outcome.output
+    assert f"{transport(strategy, launcher)}rank 0 of 1" in outcome.output
+
+
+def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
+    file = tmp_path / "timing.jsonl"
+    env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": "5"}
+    outcome = run_job("python", 1, MNIST, env=env)
+    assert outcome.code == 0, outcome.output
+    timing, *_ = map(json.loads, file.read_text().splitlines())
+    assert (timing["device"], timing["steps"]) == (DEVICE, 5)
+    (rank,) = timing["ranks"]
+    assert 0 < rank["step"] < 10
+    assert min(rank.values()) >= 0
+    assert rank["compute"] > 0
+    assert rank["input"] + rank["compute"] + rank["blocked"] == pytest.approx(rank["step"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("launcher", "transports"),
+    [("horovodrun-mpi", ["nccl", "horovod"]), ("torchrun", ["nccl"])],
+    ids=lambda one: str(one),
+)
+def test_sums_of_the_communication_benchmark_are_right(
+    launcher: str, transports: list[str], ranks: int, tmp_path: Path
+) -> None:
+    need("horovod" if "horovod" in transports else "ddp", launcher)
+    wanted = transports if ON_GPU else ["gloo" if one == "nccl" else one for one in transports]
+    file = tmp_path / "comm.json"
+    options = ["--only", *wanted, "--sizes", "4", "1M", "--repeats", "1", "--device", DEVICE, "--json", str(file)]
+    outcome = run_job(launcher, ranks, ["scripts/comm_bench.py", *options], env=share(ranks), timeout_s=JOB_TIMEOUT_S)
+    assert outcome.code == 0, outcome.output
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["key"], row["size"]) for row in rows} == {(key, size) for key in wanted for size in (4, 2**20)}
+    assert {row["wrong"] for row in rows} == {0}
+    assert all("NCCL" in row["transport"] for row in rows) == ON_GPU

@@ -1,0 +1,61 @@
+"""The proofs of exactness that run on CPUs in tests/distributed, on GPUs: on one rank, and on 2 and 4.
+
+Several ranks have a GPU each where there are as many. Else they share those that there are, if NCCL can.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.jobs import BIT_FOR_BIT, BROADCAST, NETWORKS, RING, TIMING, Job, run
+from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, need, share, transport
+
+pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
+
+# Adasum is left out: among the GPUs of one host, Horovod takes the mean instead.
+JOBS = [
+    Job("single", "python", 1, (NETWORKS,)),
+    Job("horovod", "horovodrun-mpi", 1, (NETWORKS, BROADCAST)),
+    Job("ddp", "torchrun", 1, (NETWORKS,)),
+    Job("horovod", "horovodrun-mpi", 2, (NETWORKS, BIT_FOR_BIT, BROADCAST)),
+    Job("horovod", "horovodrun-gloo", 4, (NETWORKS, BROADCAST)),
+    Job("ddp", "torchrun", 2, (NETWORKS,)),
+    Job("ddp", "torchrun", 4, (NETWORKS,)),
+    Job("ring", "mpirun", 2, (RING,)),
+    Job("ring", "mpirun", 4, (RING,)),
+    Job("parameter_server", "torchrun", 2),
+    Job("parameter_server", "horovodrun-gloo", 4),
+    # Known delays cannot be found where ranks take turns on one GPU.
+    Job("horovod", "mpirun", 2, (TIMING,)),
+]
+CHECKS = [pytest.param(job, check, id=f"{job}-{check}") for job in JOBS for check in job.checks]
+
+
+def prepare(job: Job) -> dict[str, str]:
+    """Return the job's environment; skip where this machine cannot run it."""
+    need(job.strategy, job.launcher)
+    if TIMING in job.own and ON_GPU and torch.cuda.device_count() < job.ranks:
+        pytest.skip(f"this takes {job.ranks} GPUs")
+    return share(job.ranks)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_job_runs_on_the_device_and_over_nccl(job: Job) -> None:
+    env = prepare(job)
+    outcome = run(job, DEVICE, JOB_TIMEOUT_S, **env).outcome
+    assert (outcome.code, outcome.timed_out) == (0, False), outcome.output[-3000:]
+    device = "cuda:0" if ON_GPU else "cpu"
+    line = next(
+        one for one in outcome.output.splitlines() if f"{transport(job.strategy, job.launcher)}rank 0 of" in one
+    )
+    assert f"rank 0 of {job.ranks} on " in line
+    assert f"({device})" in line
+    assert (f"{job.ranks} ranks share " in line) == bool(env)
+
+
+@pytest.mark.parametrize(("job", "check"), CHECKS)
+def test_strategy(job: Job, check: str) -> None:
+    failures = run(job, DEVICE, JOB_TIMEOUT_S, **prepare(job)).failures(check)
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
