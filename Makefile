@@ -68,7 +68,7 @@ bench: setup  ## Compare with plain Horovod, DDP and this machine's limit: table
 accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table
 	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
 
-check-gpu: setup  ## On a machine with GPUs: train over NCCL and through DDP, one table
+check-gpu: setup  ## On a machine with GPUs: run tests/gpu, then train over NCCL and through DDP; tables
 	@$(IN_VENV) python scripts/check_gpu.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 wheels: setup  ## Make wheels of this library and of Horovod in dist/, and print the command that installs them

@@ -70,6 +70,10 @@ HERE = {
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
     "horovodrun -np 2 python examples/language_model.py": Run(append="--epochs 1", prints="epoch 1/1: test loss"),
+    "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
+        append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
+    ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
