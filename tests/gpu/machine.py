@@ -25,10 +25,14 @@ JOB_TIMEOUT_S = 540.0
 _PACKAGES = {"horovod": "horovod", "ring": "mpi4py", "parameter_server": "grpc"}
 
 
+def has_package(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 def need(strategy: str, launcher: str) -> None:
     """Skip where a strategy's package or its launcher is missing, or where its Horovod has no NCCL."""
     package = _PACKAGES.get(strategy)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if package is not None and not has_package(package):
         pytest.skip(f"there is no {package}")
     name = launcher.partition("-")[0]
     if name != "python" and program(name) == name:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_job
-from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, need, share, transport
+from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, has_package, need, share, transport
 
 pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
 
 MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "3", "--output", "none", "--device", DEVICE]
 TARGET = ["--target-accuracy", "70"]  # an untrained network has 10 %
+needs_digits = pytest.mark.skipif(not has_package("sklearn"), reason="there is no scikit-learn, which has the digits")
 OPTIONS = {
     "fp32": [],
     "bf16": ["--precision", "bf16"],
@@ -27,6 +28,7 @@ OPTIONS = {
 }
 
 
+@needs_digits
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_digits_are_learned(name: str) -> None:
     if name == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -37,6 +39,7 @@ def test_the_digits_are_learned(name: str) -> None:
     assert "evaluated 297/297" in outcome.output
 
 
+@needs_digits
 @pytest.mark.parametrize(("strategy", "launcher"), [("horovod", "horovodrun-mpi"), ("ddp", "torchrun")])
 def test_the_digits_are_learned_through_the_launchers(strategy: str, launcher: str) -> None:
     need(strategy, launcher)
@@ -45,6 +48,7 @@ def test_the_digits_are_learned_through_the_launchers(strategy: str, launcher: s
     assert f"{transport(strategy, launcher)}rank 0 of 1" in outcome.output
 
 
+@needs_digits
 def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
     file = tmp_path / "timing.jsonl"
     env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": "5"}
@@ -59,6 +63,7 @@ def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
     assert rank["input"] + rank["compute"] + rank["blocked"] == pytest.approx(rank["step"])
 
 
+@needs_digits
 def test_the_figures_of_the_check_are_printed() -> None:
     script = ["scripts/check_gpu.py", "--skip-tests", "--dataset", "digits", "--epochs", "1", "--device", DEVICE]
     outcome = run_job("python", 1, [*script, "--launchers", "torchrun"], timeout_s=JOB_TIMEOUT_S)

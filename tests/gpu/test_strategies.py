@@ -5,11 +5,14 @@ Several ranks have a GPU each where there are as many. Else they share those tha
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from tests.distributed.jobs import BIT_FOR_BIT, BROADCAST, NETWORKS, RING, TIMING, Job, run
-from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, need, share, transport
+from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, has_package, need, share, transport
 
 pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
 
@@ -18,7 +21,7 @@ JOBS = [
     Job("single", "python", 1, (NETWORKS,)),
     Job("horovod", "horovodrun-mpi", 1, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 1, (NETWORKS,)),
-    Job("horovod", "horovodrun-mpi", 2, (NETWORKS, BIT_FOR_BIT, BROADCAST)),
+    Job("horovod", "horovodrun-mpi", 2, (NETWORKS, BIT_FOR_BIT, BROADCAST, TIMING)),
     Job("horovod", "horovodrun-gloo", 4, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 2, (NETWORKS,)),
     Job("ddp", "torchrun", 4, (NETWORKS,)),
@@ -26,21 +29,45 @@ JOBS = [
     Job("ring", "mpirun", 4, (RING,)),
     Job("parameter_server", "torchrun", 2),
     Job("parameter_server", "horovodrun-gloo", 4),
-    # Known delays cannot be found where ranks take turns on one GPU.
-    Job("horovod", "mpirun", 2, (TIMING,)),
 ]
-CHECKS = [pytest.param(job, check, id=f"{job}-{check}") for job in JOBS for check in job.checks]
+# What modules of checks import, which a machine may lack.
+PACKAGES = {NETWORKS: "torchvision", BROADCAST: "horovod", BIT_FOR_BIT: "horovod"}
+
+
+def why_not(module: str, ranks: int) -> str:
+    """Return why this machine cannot run a module of checks; an empty string where it can."""
+    package = PACKAGES.get(module)
+    if package is not None and not has_package(package):
+        return f"there is no {package}"
+    if module == TIMING and ON_GPU and torch.cuda.device_count() < ranks:
+        return f"known delays are not found where {ranks} ranks take turns on one GPU"
+    return ""
+
+
+def possible(job: Job) -> Job:
+    """Return the job without the checks that this machine cannot run."""
+    return replace(job, own=tuple(module for module in job.own if not why_not(module, job.ranks)))
+
+
+def parameters(job: Job) -> list[Any]:
+    """Return a test for each check, and one that is skipped for each module that is left out."""
+    reasons = {module: reason for module in job.own if (reason := why_not(module, job.ranks))}
+    return [
+        *(pytest.param(possible(job), check, id=f"{job}-{check}") for check in possible(job).checks),
+        *(pytest.param(job, one, id=f"{job}-{one}", marks=pytest.mark.skip(why)) for one, why in reasons.items()),
+    ]
+
+
+CHECKS = [one for job in JOBS for one in parameters(job)]
 
 
 def prepare(job: Job) -> dict[str, str]:
     """Return the job's environment; skip where this machine cannot run it."""
     need(job.strategy, job.launcher)
-    if TIMING in job.own and ON_GPU and torch.cuda.device_count() < job.ranks:
-        pytest.skip(f"this takes {job.ranks} GPUs")
     return share(job.ranks)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("job", map(possible, JOBS), ids=str)
 def test_job_runs_on_the_device_and_over_nccl(job: Job) -> None:
     env = prepare(job)
     outcome = run(job, DEVICE, JOB_TIMEOUT_S, **env).outcome
