@@ -84,13 +84,21 @@ def describe_model(model: nn.Module) -> dict[str, object]:
     """Describe every parameter and buffer by its type and shape, and parameters by their order of memory."""
     facts: dict[str, object] = {}
     for name, parameter in model.named_parameters():
-        order = "" if parameter.is_contiguous() else f", strides {list(parameter.stride())}"
-        facts[f"parameter {name}"] = _describe(parameter) + order + ("" if parameter.requires_grad else ", frozen")
+        frozen = "" if parameter.requires_grad else ", frozen"
+        facts[f"parameter {name}"] = _describe(parameter) + _describe_order(parameter) + frozen
     return facts | {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
 
 
 def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _describe_order(tensor: Tensor) -> str:
+    if tensor.is_contiguous():
+        return ""
+    # The stride of a dimension of length 1 has no meaning, and depends on how the tensor was made.
+    strides = [stride if length > 1 else 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return f", strides {strides}"
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:

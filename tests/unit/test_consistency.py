@@ -122,6 +122,13 @@ def test_a_weights_order_in_memory_is_described_where_it_is_not_the_usual_one() 
     }
 
 
+def test_a_stride_without_a_meaning_is_no_difference() -> None:
+    layers = [nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last) for _ in range(2)]
+    layers[1].weight.data = layers[1].weight.data.as_strided((3, 2, 1, 2), (4, 1, 99, 2))
+    assert layers[0].weight.stride() != layers[1].weight.stride()
+    assert describe_model(layers[0]) == describe_model(layers[1])
+
+
 def test_an_optimizers_description_has_each_groups_settings_and_no_parameters() -> None:
     first, second = nn.Linear(2, 3), nn.Linear(3, 1)
     groups: list[dict[str, Any]] = [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters()}]
