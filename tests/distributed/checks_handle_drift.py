@@ -37,7 +37,7 @@ def train(run: Any, model: nn.Module, optimizer: Any, schedule: Any = None) -> N
 
 
 def check_a_learning_rate_that_one_rank_has_lowered_is_told(strategy: Strategy) -> None:
-    run, model = init(strategy, device="cpu"), make_model()
+    run, model = init(strategy), make_model()
     forward, optimizer = run.prepare(model, sgd(model))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
@@ -53,7 +53,7 @@ def check_a_learning_rate_that_one_rank_has_lowered_is_told(strategy: Strategy) 
 
 def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) -> None:
     """The ranks' epochs would have other orders: some samples twice, some never."""
-    run, model, data = init(strategy, device="cpu"), make_model(), make_data(4 * BATCH * strategy.world.size)
+    run, model, data = init(strategy), make_model(), make_data(4 * BATCH * strategy.world.size)
     forward, optimizer = run.prepare(model, sgd(model))
     loader = run.loader(data, BATCH)
     if run.is_root:
@@ -68,7 +68,8 @@ def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) ->
 
 
 def check_batches_of_ones_own_are_told_once(strategy: Strategy) -> None:
-    run, model, data = init(strategy, device="cpu"), make_model(), make_data(BATCH)
+    run, model = init(strategy), make_model()
+    data = make_data(BATCH).to(run.device)
     forward, optimizer = run.prepare(model, sgd(model))
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         for _ in range(3):

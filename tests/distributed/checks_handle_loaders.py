@@ -94,7 +94,7 @@ def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) 
     for accumulate in (1, 3):
         model = make_model()
         expected = train_alone(model, data, batch=BATCH * size * accumulate)
-        run = init(strategy, device="cpu", accumulate=accumulate)
+        run = init(strategy, accumulate=accumulate)
         forward, optimizer = run.prepare(model, sgd(model))
         for inputs, targets in run.loader(data, BATCH, weigh_by=lambda batch: (batch[1] != -100).sum()):
             run.backward(F.cross_entropy(forward(inputs), targets))

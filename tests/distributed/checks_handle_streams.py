@@ -62,7 +62,7 @@ def check_a_stream_trains_as_one_process_does_on_what_all_ranks_have_drawn(strat
             optimizer.zero_grad()
             F.cross_entropy(alone(inputs), targets).backward()
             optimizer.step()
-        run = init(strategy, device="cpu", accumulate=accumulate)
+        run = init(strategy, accumulate=accumulate)
         forward, optimizer = run.prepare(model, sgd(model))
         for inputs, targets in run.loader(Sharded(data), BATCH):
             run.backward(F.cross_entropy(forward(inputs), targets))
@@ -76,7 +76,7 @@ def check_a_stream_trains_as_one_process_does_on_what_all_ranks_have_drawn(strat
 def check_streams_of_their_own_give_every_sample_once(strategy: Strategy) -> None:
     """Also where no rank knows how long its stream is."""
     data, rank = make_data(SAMPLES), strategy.world.rank
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     for training in (True, False):
         loader = run.loader(Stream(data, 0, BATCH * rank + 1), BATCH, training=training, already_sharded=True)
         seen = 0
@@ -89,7 +89,7 @@ def check_streams_of_their_own_give_every_sample_once(strategy: Strategy) -> Non
 
 
 def check_a_loader_of_a_stream_tells_its_steps_where_they_are_known(strategy: Strategy) -> None:
-    run, data = init(strategy, device="cpu"), make_data(SAMPLES)
+    run, data = init(strategy), make_data(SAMPLES)
     loader = run.loader(Sharded(data), BATCH)
     assert len(loader) == sum(1 for _ in loader)
     assert len(set(run.all_gather(len(loader)))) == 1
@@ -102,7 +102,7 @@ def check_a_stream_that_cannot_be_shared_exactly_is_refused(strategy: Strategy) 
 
     if strategy.world.size == 1:
         return
-    run, data = init(strategy, device="cpu"), make_data(SAMPLES)
+    run, data = init(strategy), make_data(SAMPLES)
     with pytest.raises(ConfigError, match="Stream can only be iterated over, and has no shard"):
         run.loader(Stream(data), BATCH)
     with pytest.raises(ConfigError, match=f"Wrong has {SAMPLES} samples, and its shard"):
