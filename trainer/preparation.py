@@ -22,6 +22,7 @@ from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.launch.network import machine_id
+from trainer.launch.output import print_line, write_whole_lines
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
@@ -42,7 +43,10 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     wait_for_threads_before_forks()
     if isinstance(strategy, Strategy):
         return strategy
-    world = _with_usable_device(strategy, current_world(config.device), config)
+    world = current_world(config.device)
+    if world.size > 1:
+        write_whole_lines()
+    world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
@@ -57,7 +61,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
         ranks = f"{world.size} ranks on {_per_host(hosts)}; " if world.size > 1 else ""
         line = f"{ranks}{joined.description}{'; tuned: ' + tuned if tuned else ''}"
-        print(f"trainer: {line}", file=sys.stderr, flush=True)
+        print_line(f"trainer: {line}", sys.stderr)
     return joined
 
 
@@ -82,7 +86,7 @@ def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World
     if reason is None:
         return world
     if world.is_root:
-        print(f"trainer: WARNING: training on the CPU, because {reason}", file=sys.stderr, flush=True)
+        print_line(f"trainer: WARNING: training on the CPU, because {reason}", sys.stderr)
     return replace(world, device=torch.device("cpu"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from examples.datasets.digits import load_digits
 from examples.datasets.mnist import download_mnist, find_mnist, read_mnist
 from trainer import DataError, InMemory, World
+from trainer.launch.output import print_line
 
 DATASETS = ("auto", "mnist", "digits")
 
@@ -39,7 +40,7 @@ def load_dataset(
     problem = None
     if world.local_rank == 0 and find_mnist(data_dir) is None:
         if world.is_root:
-            print(f"trainer: no MNIST in {data_dir}; downloading it", file=sys.stderr, flush=True)
+            print_line(f"trainer: no MNIST in {data_dir}; downloading it", sys.stderr)
         problem = download_mnist(data_dir)
         if find_mnist(data_dir) is not None:
             problem = None  # Another host that shares the folder was faster.
@@ -57,9 +58,8 @@ def load_dataset(
 
 def _warn(reason: str) -> None:
     line = "=" * 100
-    print(
+    print_line(
         f"{line}\nWARNING: {reason}.\nTraining on scikit-learn's 1,797 UCI digits instead: "
         f"THE ACCURACY BELOW IS NOT MNIST'S.\n{line}",
-        file=sys.stderr,
-        flush=True,
+        sys.stderr,
     )

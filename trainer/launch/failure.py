@@ -18,6 +18,7 @@ from types import TracebackType
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import writable_places
 from trainer.launch.environment import Launch, read_launch
+from trainer.launch.output import print_line
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
 # them by then, so that the line appears once.
@@ -76,7 +77,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not _earlier_hooks:
-        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+        _print_line("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
         return
     # Taken away first: a hook of torch.distributed's, or of the user's, may have been put around ours and call it.
     earlier = _earlier_hooks.pop()
@@ -89,15 +90,20 @@ def _exit_now(message: str, code: int) -> None:
     # The reader of our output may be gone already; that must not keep this rank alive.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    # Not sys.stderr: torch.distributed wraps the hook and buffers what it prints.
-    with suppress(OSError, ValueError):
-        if message:
-            print(f"trainer: {message}", file=sys.__stderr__, flush=True)
+    if message:
+        _print_line(f"trainer: {message}")
     flushing = threading.Thread(target=_flush, daemon=True)
     with suppress(RuntimeError, KeyboardInterrupt):  # no thread can be started, or a second Ctrl-C
         flushing.start()
         flushing.join(_FLUSH_S)
     os._exit(code)
+
+
+def _print_line(text: str) -> None:
+    # Not sys.stderr: torch.distributed wraps the hook and buffers what it prints.
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            print_line(text, sys.__stderr__)
 
 
 def _flush() -> None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 
-def print_line(text: str) -> None:
-    """Print a line with a single write, because mpirun prefixes every write with its rank."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print one or more lines with a single write, because launchers mix the ranks' output between writes.
+
+    Args:
+        stream: standard output when None.
+    """
+    stream = sys.stdout if stream is None else stream
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def write_whole_lines() -> None:
+    """Have this process's standard output and standard error write when a line ends, with one write a line.
+
+    Python writes every piece of a line by itself under `python -u`, with which torchrun starts its ranks, and under
+    PYTHONUNBUFFERED, which many container images set: `print("loss", loss)` is then four writes, between which the
+    launcher puts those of other ranks. Into a pipe, as under horovodrun, it keeps lines back until there are 8 KiB.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test has put there
+            with suppress(OSError, ValueError):  # nobody reads any more, or it is closed
+                stream.reconfigure(line_buffering=True, write_through=False)
