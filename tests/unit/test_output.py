@@ -20,7 +20,7 @@ def writes_of(script: str, *options: str) -> list[str]:
     command = [sys.executable, *options, "-c", f"import sys; {script}"]
     with reader:
         with writer:
-            subprocess.run(command, stdout=writer, stderr=writer, timeout=60, check=False)
+            subprocess.run(command, stdout=writer.fileno(), stderr=writer.fileno(), timeout=60, check=False)
         return [*iter(lambda: reader.recv(2**16).decode(), "")]
 
 

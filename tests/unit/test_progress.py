@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import sys
+import os
+import pty
+import struct
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from fcntl import ioctl
 
 import pytest
 
+from tests.screen import Screen
 from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, ProgressEvent, World
 from trainer.callbacks.progress import Progress
+from trainer.launch.terminal import Terminal
 
 RATE = "learning rate 0.1, then constant"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Clock:
@@ -33,14 +35,34 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("trainer.callbacks.progress.time", clock)
+    monkeypatch.setattr("trainer.callbacks.display.time", clock)
     return clock
 
 
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    # No fixture: pytest puts its own stream back between a test's set-up and its call.
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    return terminal
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run on one."""
+    monkeypatch.setattr("trainer.callbacks.display.open_terminal", lambda: None)
+
+
+@pytest.fixture
+def terminal(no_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Screen]]:
+    """A terminal in the foreground; returns what is to be seen on it."""
+    ours, theirs = pty.openpty()
+    screen = Screen(100, 12)
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", screen.lines, screen.columns, 0, 0))
+    os.set_blocking(ours, False)
+    monkeypatch.setattr(Terminal, "in_foreground", lambda self: True)
+    monkeypatch.setattr("trainer.callbacks.display.open_terminal", lambda: Terminal(os.dup(theirs), os.getpid()))
+
+    def seen() -> Screen:
+        with suppress(BlockingIOError):
+            screen.feed(os.read(ours, 2**16).decode())
+        return screen
+
+    yield seen
+    os.close(ours)
+    os.close(theirs)
 
 
 def context_on(rank: int = 0, launcher: str = "python") -> FitContext:
@@ -96,65 +118,42 @@ def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-@pytest.mark.parametrize("on_terminal", [False, True])
 def test_other_ranks_show_nothing(
-    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, on_terminal: bool
+    clock: Clock, capsys: pytest.CaptureFixture[str], terminal: Callable[[], Screen]
 ) -> None:
-    terminal = open_terminal(monkeypatch) if on_terminal else None
     progress, context = Progress(every_s=0.0), context_on(rank=1)
     progress.on_fit_start(context)
     clock.now += 5
     progress.on_progress(context, event(done=500))
     progress.on_epoch_end(context, epoch(1))
     assert capsys.readouterr() == ("", "")
-    assert terminal is None or terminal.getvalue() == ""
+    assert terminal().text() == []
 
 
 def test_a_terminal_gets_a_bar_that_redraws_itself_with_every_event(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, terminal: Callable[[], Screen], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal = open_terminal(monkeypatch)
-    progress, context = Progress(every_s=10.0), context_on()
+    progress, context = Progress(every_s=0.0), context_on(launcher="mpirun")
     progress.on_fit_start(context)
-    for done in (250, 750):
+    for done, share, left in ((250, " 25%|", "0:18 left"), (750, " 75%|", "0:17 left")):
         clock.now += done / 100
         progress.on_progress(context, event(done))
-    drawn = terminal.getvalue()
-    assert "\r" in drawn
-    assert "\n" not in drawn
-    assert "epoch 1/2" in drawn
-    assert " 25%|" in drawn
-    assert " 75%|" in drawn
-    assert "loss 0.5000, 100 samples/s" in drawn
-    assert capsys.readouterr().out == f"{RATE}\n"
+        assert terminal().last_line().startswith(f"epoch 1/2 {share}")
+        assert terminal().last_line().endswith(f"| loss 0.5000, 100 samples/s, {left}")
+    assert len(terminal().text()) == 12  # and nothing above it
+    assert [line for line in terminal().text() if line] == [terminal().last_line()]
+    progress.on_epoch_end(context, epoch(1))
+    assert capsys.readouterr().out == f"{RATE}\nepoch 1/2: loss 0.2500, 4.00 s (250 samples/s)\n"
 
 
-def test_the_bar_goes_when_the_epoch_ends_and_the_next_one_starts_anew(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal = open_terminal(monkeypatch)
+def test_the_bar_goes_when_the_epoch_ends_and_the_next_one_starts_anew(terminal: Callable[[], Screen]) -> None:
     progress, context = Progress(), context_on()
     progress.on_fit_start(context)
     progress.on_progress(context, event(900))
+    assert terminal().bottom == 10
     progress.on_epoch_end(context, epoch(1))
-    # Wiped: the last thing on the line is blanks and a return.
-    assert terminal.getvalue().endswith("\r")
-    assert capsys.readouterr().out == f"{RATE}\nepoch 1/2: loss 0.2500, 4.00 s (250 samples/s)\n"
-    before = len(terminal.getvalue())
+    assert (terminal().text(), terminal().bottom) == ([], 11)
     progress.on_progress(context, event(100, epoch=2))
-    assert "epoch 2/2" in terminal.getvalue()[before:]
-    assert " 10%|" in terminal.getvalue()[before:]
+    assert terminal().last_line().startswith("epoch 2/2  10%|")
     progress.on_epoch_end(context, epoch(2))
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "srun"])
-def test_launchers_that_pass_on_whole_lines_get_lines_even_on_a_terminal(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launcher: str
-) -> None:
-    terminal = open_terminal(monkeypatch)
-    progress, context = Progress(every_s=1.0), context_on(launcher=launcher)
-    progress.on_fit_start(context)
-    clock.now += 2
-    progress.on_progress(context, event(200))
-    assert terminal.getvalue() == ""
-    assert capsys.readouterr().out.count("\n") == 2
+    assert terminal().text() == []
