@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
+    from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.config import RunConfig, TrainerConfig
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _MODULES = {
-    "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent"),
+    "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
     "config": ("RunConfig", "TrainerConfig"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
@@ -52,6 +52,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "TrainerError",
+    "UpdateRecord",
     "World",
     "accuracy",
     "current_world",

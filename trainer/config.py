@@ -106,12 +106,14 @@ class TrainerConfig(RunConfig):
     """DataLoader processes per rank, for datasets that are not tensors in memory."""
     log_every_s: float = 10.0
     """Seconds between progress lines where there is no terminal."""
+    log_every_updates: int = 50
+    """Updates between two points of the loss and the learning rate in the run's record; 0 leaves them out."""
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         yield from self._not_in(decay=DECAYS)
         yield from self._not_positive("batch_size", "eval_batch_size")
-        yield from self._negative("warmup_epochs", "num_workers", "log_every_s")
+        yield from self._negative("warmup_epochs", "num_workers", "log_every_s", "log_every_updates")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
         if self.reduction == "adasum" and self.clip_norm is not None:

@@ -26,6 +26,7 @@ class Sums:
         self.names = names
         self.count = 0
         self._sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
+        self._read = (0.0, 0)
 
     def add(self, values: tuple[Tensor, ...], count: int) -> None:
         """Add one batch: a sum for each name, in their order, over `count` samples."""
@@ -42,6 +43,12 @@ class Sums:
     def local_mean(self, name: str) -> float:
         """Return the mean over this rank's samples so far; 0.0 where it has none. Waits for the device."""
         return float(self._sums[self.names.index(name)]) / max(self.count, 1)
+
+    def mean_since_last(self) -> float:
+        """Return the mean of the only value over this rank's samples since the last call. Waits for the device."""
+        (total,), (read, counted) = self._sums, self._read
+        self._read = (float(total), self.count)
+        return (self._read[0] - read) / max(self.count - counted, 1)
 
     def mean(self, all_reduce: Callable[[Tensor], Tensor]) -> tuple[Mapping[str, float], int]:
         """Return the means over the samples of all ranks, and the number of these samples. Collective.

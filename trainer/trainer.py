@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent
+from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
 from trainer.callbacks.progress import Progress
 from trainer.callbacks.run_record import RunRecord
 from trainer.config import TrainerConfig
@@ -175,7 +175,7 @@ class Trainer:
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
         next_event = started + _PROGRESS_INTERVAL_S
-        opens_update, rate = True, 0.0
+        opens_update, rate, log_every = True, 0.0, self.config.log_every_updates
         for number, step in enumerate(loader.steps()):
             if opens_update:
                 learning_rate.before_update(self._updates)
@@ -185,6 +185,8 @@ class Trainer:
                 rate = self._update(learning_rate)
             if step.count:
                 sums.add_mean(loss, step.count)
+            if opens_update and log_every and self._updates % log_every == 0:
+                self._report_update(context, sums, loader, number, epoch, rate)
             if time.perf_counter() >= next_event:
                 self._report_progress(context, sums, loader, number, epoch, time.perf_counter() - started)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
@@ -199,6 +201,7 @@ class Trainer:
             seconds=seconds,
             learning_rate=rate,
             world_size=self.world.size,
+            updates=self._updates,
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
@@ -237,6 +240,17 @@ class Trainer:
             epoch=epoch, epochs=context.epochs, done=done, samples=samples, loss=loss, seconds=seconds
         )
         self._notify("on_progress", context, event)
+
+    def _report_update(
+        self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, rate: float
+    ) -> None:
+        loss = sums.mean_since_last()
+        if not math.isfinite(loss):
+            self._finite(sums, epoch, step + 1)
+        plan = loader.plan
+        samples = (epoch - 1) * plan.samples + min(plan.samples, (step + 1) * plan.step_size)
+        record = UpdateRecord(update=self._updates, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
+        self._notify("on_update", context, record)
 
     def _finite(self, sums: Sums, epoch: int, step: int) -> float:
         """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""

@@ -10,7 +10,7 @@ from torch import nn
 from trainer import FitContext, TrainerConfig, World
 
 
-def make_context(world: World, from_root: str | None = None) -> FitContext:
+def make_context(world: World, from_root: object = None) -> FitContext:
     """Return the context of a fit of two epochs, on which rank 0 broadcasts `from_root`."""
 
     def broadcast_object(value: Any) -> Any:

@@ -25,6 +25,7 @@ from trainer import (
     Trainer,
     TrainerConfig,
     TrainerError,
+    UpdateRecord,
     accuracy,
     init,
 )
@@ -324,6 +325,42 @@ def test_a_scheduler_that_is_handed_in_alone_sets_the_learning_rate(per: str, ex
         lr_scheduler=scheduler, lr_scheduler_per=per, output=None, progress=False,
     )  # fmt: skip
     assert [record.learning_rate for record in trainer.fit(blobs(20), epochs=2)] == expected
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_so_many_updates_the_mean_loss_since_the_last_point_is_reported(accumulate: int) -> None:
+    losses, points = [], []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses.append(F.cross_entropy(outputs, targets))
+        return losses[-1]
+
+    class Points(Callback):
+        def on_update(self, context: FitContext, record: UpdateRecord) -> None:
+            points.append(record)
+
+    # 35 samples in batches of 5 are 7 updates, or 4 of two batches each, the last of one.
+    trainer = make(
+        loss=loss, batch_size=5, accumulate=accumulate, log_every_updates=3, callbacks=[Points()], warmup_epochs=0
+    )
+    trainer.fit(blobs(35), epochs=2)
+    updates = [(3, 1, slice(0, 3)), (6, 1, slice(3, 6)), (9, 2, slice(7, 9)), (12, 2, slice(9, 12))]
+    if accumulate == 2:
+        updates = [(3, 1, slice(0, 6)), (6, 2, slice(7, 11))]
+    assert [(point.update, point.epoch) for point in points] == [update[:2] for update in updates]
+    assert [point.samples for point in points] == [5 * update[2].stop for update in updates]
+    for point, (_, _, steps) in zip(points, updates, strict=True):
+        assert point.loss == pytest.approx(torch.stack(losses[steps]).mean().item(), rel=1e-12)
+        assert point.learning_rate == pytest.approx(0.1)
+    assert fitted(blobs(35), log_every_updates=1).equal(fitted(blobs(35), log_every_updates=0))
+
+
+def test_a_loss_that_is_not_finite_at_a_point_is_refused_there() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum() * math.inf
+
+    with pytest.raises(TrainerError, match="in epoch 1, by step 2, at learning rate"):
+        make(loss=loss, log_every_updates=2).fit(blobs(100), epochs=1)
 
 
 class EventLog(Callback):

@@ -73,6 +73,22 @@ class ProgressEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """A point of the training, every `log_every_updates` updates."""
+
+    update: int
+    """Updates since the fit began, this one included."""
+    epoch: int
+    """From 1."""
+    samples: int
+    """Samples that all ranks together have trained on since the fit began."""
+    loss: float
+    """Mean since the epoch's last point, over this rank's samples."""
+    learning_rate: float
+    """Of this update, first parameter group."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """Results of an epoch, over all ranks."""
 
@@ -87,6 +103,8 @@ class EpochRecord:
     """Training only, without the evaluation."""
     learning_rate: float
     """Of the last update, first parameter group."""
+    updates: int = 0
+    """Updates since the fit began."""
     validation: Evaluation | None = None
     world_size: int = field(default=1)
 
@@ -103,6 +121,9 @@ class Callback:
 
     def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
         """Runs a few times a second, not at the same step on every rank: nothing collective may happen here."""
+
+    def on_update(self, context: FitContext, record: UpdateRecord) -> None:
+        """Runs every `log_every_updates` updates, after the same update on every rank."""
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         """Runs after an epoch and its evaluation, with the same record on every rank."""
