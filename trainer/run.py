@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, overload
 from weakref import WeakSet
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.callbacks.loop_report import LoopReport
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Loader, is_stream
@@ -49,7 +51,8 @@ def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
 class Run:
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
-    All methods but `print`, `autocast`, `unwrap` and `epochs` are collective: every rank calls them, in the same order.
+    All methods but `print`, `log`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every rank calls them,
+    in the same order.
 
     Args:
         strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
@@ -61,6 +64,8 @@ class Run:
         self.strategy = join(strategy, config)
         self.world = self.strategy.world
         self._updates = Updates(self.strategy, config)
+        joined = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
+        self._report = LoopReport(self.world, {"config": config.as_dict(), **joined})
         self._loaders: WeakSet[Loader] = WeakSet()
 
     @property
@@ -124,6 +129,7 @@ class Run:
             prepared[id(model)] = synchronizer.forward
         for optimizer in optimizers:
             self._updates.add_optimizer(optimizer)
+        self._report.optimizers.update(dict.fromkeys(optimizers))
         results = tuple(prepared[id(one)] for one in objects)
         return results[0] if len(results) == 1 else results
 
@@ -271,8 +277,33 @@ class Run:
         if start > 0:
             for loader in self._loaders:
                 loader.epoch = start
-        return iter(range(start, count))
+        self._report.epochs = range(start, count)
+        return iter(self._report.epochs)
+
+    def progress(self, loader: ShardedLoader) -> Iterator[Any]:
+        """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""
+        return self._report.watch(loader)
+
+    def record(
+        self, folder: str | Path = "auto", *, settings: Mapping[str, Any] | None = None, tensorboard: bool = False
+    ) -> Path:
+        """Make a folder for this run, with settings.json, on rank 0; return it on every rank. `log` writes to it.
+
+        Args:
+            folder: must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
+            settings: what else belongs into settings.json, such as the script's arguments.
+            tensorboard: also write TensorBoard events there.
+
+        Raises:
+            TrainerError: rank 0 cannot write.
+        """
+        return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard)
+
+    def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
+        """Write rank 0's values to the folder of `record`, and show them in `progress`. Waits for the device."""
+        self._report.log(values, step)
 
     def close(self) -> None:
         """Leave the job. A script that ends leaves it by itself."""
+        self._report.close()
         self.strategy.close()

@@ -1,0 +1,186 @@
+"""Progress and record of a loop of one's own: what is shown, what is written, and only on rank 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.test_run import OfTwo
+from trainer import ConfigError, InMemory, Run, TrainerError, World, init
+from trainer.callbacks import loop_report
+
+
+class Clock:
+    """A time in which each call is a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Shown:
+    """Stands for the display."""
+
+    shown: list[tuple[Any, ...]] = []  # noqa: RUF012 (of all displays in a test)
+
+    def __init__(self, every_s: float) -> None:
+        assert every_s == 10
+
+    def show(self, head: str, done: int, samples: int, details: Sequence[str]) -> None:
+        self.shown.append((head, done, samples, *details))
+
+    def clear(self) -> None:
+        self.shown.append(("cleared",))
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    monkeypatch.setattr(loop_report, "Display", Shown)
+    monkeypatch.setattr(loop_report, "time", Clock())
+    monkeypatch.setattr(Shown, "shown", [])
+    return Shown.shown
+
+
+def data(samples: int) -> InMemory:
+    return InMemory(torch.arange(float(samples)).unsqueeze(1), torch.zeros(samples))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+
+
+def of_rank_1() -> Run:
+    return init(OfTwo(World(rank=1, size=2)))
+
+
+def test_progress_yields_the_loaders_batches_and_shows_epoch_samples_and_time_left(shown: list[Any]) -> None:
+    run = init("single")
+    loader, same = run.loader(data(50), 10), run.loader(data(50), 10)
+    for _ in run.epochs(2):
+        batches = [inputs.tolist() for inputs, _ in run.progress(loader)]
+        assert batches == [inputs.tolist() for inputs, _ in same]
+    # A second for each batch, and one between the epochs.
+    assert shown == [
+        *(("epoch 1/2", done, 50, "10 samples/s", f"0:{10 - done // 10:02} left") for done in (10, 20, 30, 40, 50)),
+        ("cleared",),
+        *(
+            ("epoch 2/2", done, 50, "10 samples/s", left)
+            for done, left in ((10, "0:05 left"), (20, "0:03 left"), (30, "0:02 left"), (40, "0:01 left"))
+        ),
+        ("epoch 2/2", 50, 50, "10 samples/s", "0:00 left"),
+        ("cleared",),
+    ]
+
+
+def test_an_evaluation_and_epochs_that_are_not_counted_have_names_of_their_own(shown: list[Any]) -> None:
+    run = init("single")
+    list(run.progress(run.loader(data(50), 10, training=False)))
+    loader = run.loader(data(50), 10)
+    list(run.progress(loader))
+    list(run.progress(loader))
+    assert [entry[0] for entry in shown[::6]] == ["evaluation", "epoch 1", "epoch 2"]
+    assert [entry[-1] for entry in shown[5::6]] == ["cleared"] * 3
+
+
+def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: list[Any]) -> None:
+    run = init("single")
+    loader = run.loader(data(50), 10)
+    for _ in run.epochs(4, start=2):
+        list(run.progress(loader))
+    assert [entry[0] for entry in shown[::6]] == ["epoch 3/4", "epoch 4/4"]
+    assert shown[0][-1] == "0:09 left"
+
+
+def test_a_loop_that_is_left_early_leaves_no_bar(shown: list[Any]) -> None:
+    run = init("single")
+    for number, _ in enumerate(run.progress(run.loader(data(50), 10))):
+        if number == 3:
+            break
+    assert shown[-1] == ("cleared",)
+    assert run.sync_gradients
+
+
+def test_what_is_logged_is_shown_beside_the_progress(shown: list[Any]) -> None:
+    run = init("single")
+    for step, _ in enumerate(run.progress(run.loader(data(50), 10))):
+        run.log({"loss": torch.tensor(0.5 + step), "lr": 0.1}, step=step)
+    assert shown[0][3:5] == ("loss 0.5", "lr 0.1")
+    assert shown[4][3:5] == ("loss 4.5", "lr 0.1")
+
+
+def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    run, model = init("single", accumulate=2), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    run.prepare(model, optimizer)  # which does not make two of it
+    folder = run.record(tmp_path / "run", settings={"hidden": 64})
+    assert folder == tmp_path / "run"
+    run.log({"train/loss": torch.tensor(0.25, requires_grad=True), "lr": 0.1}, step=1)
+    run.log({"validation/accuracy": torch.tensor([1])}, step=2)
+    assert lines(folder / "steps.jsonl") == [
+        {"step": 1, "train/loss": 0.25, "lr": 0.1},
+        {"step": 2, "validation/accuracy": 1.0},
+    ]
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["settings"] == {"hidden": 64}
+    assert settings["config"]["accumulate"] == 2
+    assert settings["command"] == ["train.py", "--lr", "0.1"]
+    assert [(one["class"], one["groups"][0]["lr"]) for one in settings["optimizers"]] == [("SGD", 0.1)]
+    assert settings["world"]["size"] == 1
+    assert {"description", "tuning", "versions", "started"} < set(settings)
+    with pytest.raises(TrainerError, match="already holds a run"):
+        run.record(folder)
+
+
+@pytest.mark.needs("tensorboard")
+def test_tensorboard_has_the_logged_values_when_the_run_is_closed(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = init("single")
+    run.record(tmp_path, tensorboard=True)
+    for step in (50, 100):
+        run.log({"train/loss": 1 / step}, step=step)
+    run.close()
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(point.step, round(point.value, 6)) for point in points] == [(50, 0.02), (100, 0.01)]
+
+
+def test_another_rank_shows_and_writes_nothing_and_waits_for_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: list[Any]
+) -> None:
+    run = of_rank_1()
+    monkeypatch.setattr(run.strategy, "all_gather_object", lambda value: [value])
+    loader = run.loader(data(4), 1)
+    monkeypatch.setattr(run.strategy, "broadcast_object", lambda value, root=0: ("", "runs/of-rank-0"))
+    assert run.record(tmp_path / "run") == Path("runs/of-rank-0")
+    run.log({"loss": torch.zeros(3)}, step=1)  # would be refused on rank 0
+    assert [len(batch[0]) for batch in run.progress(loader)] == [1, 1]
+    assert list(tmp_path.iterdir()) == []
+    assert shown == []
+
+
+def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    run = init("single")
+    run.record(tmp_path)
+    with pytest.raises(ConfigError, match=r"^run\.log takes numbers, and loss is a tensor of shape \(3,\)$"):
+        run.log({"loss": torch.zeros(3)}, step=1)
+    with pytest.raises(ConfigError, match=r"^run\.log takes numbers, and note is 'high'$"):
+        run.log({"note": "high"}, step=1)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("run", [init("single"), of_rank_1()], ids=str)
+def test_values_without_a_place_are_refused_on_every_rank(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"run\.log has nowhere to write: call run\.record\(\)"):
+        run.log({"loss": 0.5}, step=1)

@@ -1,0 +1,148 @@
+"""What a loop of one's own shows and records, on rank 0: its progress, and the values that it logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.callbacks.display import Display, clock
+from trainer.callbacks.run_folder import RunFolder, describe_optimizer, describe_run, open_on_root
+from trainer.errors import ConfigError
+from trainer.launch.world import World
+
+_INTERVAL_S = 0.2
+_LINE_EVERY_S = 10.0
+
+
+class _Plan(Protocol):
+    @property
+    def samples(self) -> int: ...
+    @property
+    def step_size(self) -> int: ...
+
+
+class _Loader(Protocol):
+    """A sharded loader, as far as it is watched."""
+
+    training: bool
+    epoch: int
+
+    @property
+    def plan(self) -> _Plan: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class LoopReport:
+    """Progress and record of one `Run`.
+
+    Args:
+        world: rank 0 of it shows and writes.
+        settings: of the run, for settings.json.
+    """
+
+    def __init__(self, world: World, settings: Mapping[str, Any]) -> None:
+        self._world, self._settings = world, settings
+        self.optimizers: dict[Optimizer, None] = {}
+        """Those that were prepared, for settings.json."""
+        self.epochs: range | None = None
+        """All epochs of the loop, from 0, where they are counted."""
+        self._folder: RunFolder | None = None
+        self._display: Display | None = None
+        self._has_use, self._began = False, 0.0
+        self._shown: list[str] = []
+
+    def open(
+        self,
+        folder: str | Path,
+        settings: Mapping[str, Any] | None,
+        broadcast_object: Callable[[Any], Any],
+        *,
+        tensorboard: bool,
+    ) -> Path:
+        """See `Run.record`."""
+        if self._folder is not None:
+            self._folder.close()
+
+        def make() -> RunFolder:
+            optimizers = {"optimizers": [describe_optimizer(one) for one in self.optimizers]}
+            facts = {"settings": dict(settings or {}), **self._settings, **optimizers, **describe_run(self._world)}
+            return RunFolder(folder, facts, tensorboard=tensorboard)
+
+        path, self._folder = open_on_root(self._world, broadcast_object, make)
+        self._has_use = True
+        return path
+
+    def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
+        """See `Run.log`.
+
+        Raises:
+            ConfigError: a value is not a number, or there is neither a folder nor progress.
+        """
+        if not self._has_use:
+            raise ConfigError(
+                "run.log has nowhere to write: call run.record() for a folder, or go over the loader with "
+                "run.progress(loader), which shows the values"
+            )
+        if not self._world.is_root:
+            return
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
+        if self._folder is not None:
+            self._folder.append_step(step, numbers)
+            self._folder.plot(step, numbers)
+
+    def watch(self, loader: _Loader) -> Iterator[Any]:
+        """See `Run.progress`."""
+        self._has_use = True
+        return self._watch(loader) if self._world.is_root else iter(loader)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _watch(self, loader: _Loader) -> Iterator[Any]:
+        display = self._display = self._display or Display(_LINE_EVERY_S)
+        started = time.monotonic()
+        if loader.training:
+            self._began = self._began or started
+        next_show = started + _INTERVAL_S
+        samples, step_size = loader.plan.samples, loader.plan.step_size
+        try:
+            for number, batch in enumerate(loader, 1):
+                yield batch
+                now = time.monotonic()
+                if now >= next_show:
+                    next_show = now + _INTERVAL_S
+                    done = min(number * step_size, samples)
+                    head, left = self._position(loader, done, samples, started, now)
+                    speed = f"{done / (now - started):,.0f} samples/s"
+                    display.show(head, done, samples, [*self._shown, speed, f"{clock(left)} left"])
+        finally:  # also where the loop was left early
+            display.clear()
+
+    def _position(self, loader: _Loader, done: int, samples: int, started: float, now: float) -> tuple[str, float]:
+        """Return the name of this pass, and the seconds that are left: of all epochs where they are counted."""
+        rest = (now - started) / done * (samples - done)
+        if not loader.training:
+            return "evaluation", rest
+        epochs = self.epochs
+        if epochs is None or loader.epoch not in range(epochs.start + 1, epochs.stop + 1):
+            return f"epoch {loader.epoch}", rest
+        # With what happens between the epochs, such as an evaluation.
+        trained = (loader.epoch - 1 - epochs.start) * samples + done
+        total = len(epochs) * samples
+        return f"epoch {loader.epoch}/{epochs.stop}", (now - self._began) / trained * (total - trained)
+
+
+def _number(name: str, value: Tensor | float) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(f"run.log takes numbers, and {name} is {what}") from None
