@@ -119,6 +119,7 @@ def test_what_is_logged_is_shown_beside_the_progress(shown: list[Any]) -> None:
     assert shown[4][3:5] == ("loss 4.5", "lr 0.1")
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
     run, model = init("single", accumulate=2), nn.Linear(1, 1)
@@ -145,14 +146,22 @@ def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypa
 
 
 @pytest.mark.needs("tensorboard")
-def test_tensorboard_has_the_logged_values_when_the_run_is_closed(tmp_path: Path) -> None:
+def test_tensorboard_has_the_logged_values_when_the_run_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
     run = init("single")
     run.record(tmp_path, tensorboard=True)
     for step in (50, 100):
         run.log({"train/loss": 1 / step}, step=step)
     run.close()
+    assert run.record(tmp_path / "other", tensorboard=True) == tmp_path / "other"
+    closed: list[object] = []
+    monkeypatch.setattr(SummaryWriter, "close", lambda self: closed.append(self))
+    run.close()
+    assert len(closed) == 1
     points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [(point.step, round(point.value, 6)) for point in points] == [(50, 0.02), (100, 0.01)]
 

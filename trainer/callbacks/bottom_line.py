@@ -45,7 +45,10 @@ class BottomLine:
             self.clear()
             return False
         if self._watcher is None:
-            self._watcher = self._start_watcher()
+            try:
+                self._watcher = self._start_watcher()
+            except OSError:  # no shell here, or no process more
+                return False
         head = self._take(lines) if size != self._size else ""
         if self._write(f"{head}{_SAVE}\x1b[{lines};1H{_ERASE}{text(columns - 1)}{_RESTORE}"):
             self._size = size

@@ -80,7 +80,7 @@ class _Process(NamedTuple):
 
 def _read_process(process: int) -> _Process:
     # The second field, a name in parentheses, may hold anything. See proc_pid_stat(5).
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return _Process(int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
 
 
@@ -98,7 +98,7 @@ def _upward(process: int) -> Iterator[int]:
 
 def _forwards(process: int) -> bool:
     # The program, or the script that Python runs.
-    command = Path(f"/proc/{process}/cmdline").read_text().split("\0")[:2]
+    command = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:2]
     return any(Path(part).name in _FORWARDING for part in command)
 
 
