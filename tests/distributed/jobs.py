@@ -17,7 +17,7 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 _HERE = "tests.distributed"
 SHARED = f"{_HERE}.checks_every_strategy"
 HANDLE = (
-    *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_drift")),
+    *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_report", "_drift")),
     f"{_HERE}.checks_channels_last",
 )
 NETWORKS = f"{_HERE}.checks_networks"
