@@ -169,23 +169,20 @@ class Trainer:
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
-            self.model.train()
-        self.optimizer.zero_grad()
+        self._begin_epoch()
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
         next_event = started + _PROGRESS_INTERVAL_S
-        opens_update, rate, log_every = True, 0.0, self.config.log_every_updates
+        opens_update, rate = True, 0.0
         for number, step in enumerate(loader.steps()):
             if opens_update:
                 learning_rate.before_update(self._updates)
             loss = self._step(step)
+            if step.count:
+                sums.add_mean(loss, step.count)
             opens_update = step.closes_update
             if opens_update:
                 rate = self._update(learning_rate)
-            if step.count:
-                sums.add_mean(loss, step.count)
-            if opens_update and log_every and self._updates % log_every == 0:
                 self._report_update(context, sums, loader, number, epoch, rate)
             if time.perf_counter() >= next_event:
                 self._report_progress(context, sums, loader, number, epoch, time.perf_counter() - started)
@@ -204,6 +201,11 @@ class Trainer:
             updates=self._updates,
             validation=self._evaluate(validator) if validator is not None else None,
         )
+
+    def _begin_epoch(self) -> None:
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
+        self.optimizer.zero_grad()
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
@@ -244,6 +246,9 @@ class Trainer:
     def _report_update(
         self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, rate: float
     ) -> None:
+        every = self.config.log_every_updates
+        if not every or self._updates % every:
+            return
         loss = sums.mean_since_last()
         if not math.isfinite(loss):
             self._finite(sums, epoch, step + 1)
