@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.callbacks.loop_report import LoopReport
+from trainer.collectives import all_reduce
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Loader, is_stream
@@ -28,7 +29,6 @@ from trainer.updates import Updates
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_CONTEXT = nullcontext()
-_SENT_AS = {torch.bool: torch.int64, torch.bfloat16: torch.float32}
 
 
 def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
@@ -192,10 +192,7 @@ class Run:
         self._updates.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context for forward and backward passes whose gradients stay here until a later backward pass.
-
-        Not needed with `init(accumulate=k)`, where the loader knows which batches end an update.
-        """
+        """Return the context for forward and backward passes whose gradients stay here until a later backward pass."""
         return self._updates.no_sync()
 
     def synchronize(self, *optimizers: Optimizer) -> None:
@@ -231,14 +228,7 @@ class Run:
         Raises:
             ConfigError: `reduction` is neither "mean" nor "sum".
         """
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
-        own = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device=self.device)
-        # Not every transport adds booleans or bfloat16.
-        sent = own.detach().to(_SENT_AS.get(own.dtype, own.dtype)).clone(memory_format=torch.contiguous_format)
-        total = self.strategy.all_reduce(sent)
-        total = total if reduction == "sum" else total / self.world_size
-        return total.to(own.dtype) if own.dtype == torch.bfloat16 else total
+        return all_reduce(self.strategy, value, reduction)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks; anything that can be pickled."""
@@ -280,7 +270,7 @@ class Run:
         self._report.epochs = range(start, count)
         return iter(self._report.epochs)
 
-    def progress(self, loader: ShardedLoader) -> Iterator[Any]:
+    def progress(self, loader: Loader) -> Iterator[Any]:
         """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""
         return self._report.watch(loader)
 

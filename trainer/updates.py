@@ -16,6 +16,7 @@ from trainer.config import RunConfig
 from trainer.consistency import PeriodicCheck
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.output import print_line
 from trainer.loss_scaler import LossScaler, gradients_of
 from trainer.preparation import parameters_of, prepare_optimizer
 from trainer.profiling.step_timer import step_timer
@@ -182,11 +183,10 @@ class Updates:
                 "update; use one, or accumulate in your loop"
             )
         if self._strategy.world.size > 1 and self._strategy.world.is_root and self._backwards == 0:
-            print(
+            print_line(
                 "trainer: WARNING: run.backward without a batch of run.loader: each rank draws batches of its own, and "
                 "they count the same in the mean",
-                file=sys.stderr,
-                flush=True,
+                sys.stderr,
             )
 
     def synchronize(self, optimizers: Sequence[Optimizer] | None) -> None:

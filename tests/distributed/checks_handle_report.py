@@ -15,7 +15,7 @@ from trainer.strategies.base import Strategy
 
 
 def check_a_record_is_rank_0s_and_every_rank_knows_its_folder(strategy: Strategy) -> None:
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     parent = Path(run.broadcast(tempfile.mkdtemp(prefix="trainer-record-") if run.is_root else None))
     # What another rank asks for does not count.
     folder = run.record(parent / f"of-rank-{run.rank}", settings={"rank": run.rank})
@@ -35,7 +35,7 @@ def check_a_record_is_rank_0s_and_every_rank_knows_its_folder(strategy: Strategy
 
 
 def check_progress_takes_every_rank_through_the_same_steps(strategy: Strategy) -> None:
-    run = init(strategy, device="cpu")
+    run = init(strategy)
     samples = 3 * run.world_size + 1
     data = InMemory(torch.arange(float(samples)), torch.zeros(samples))
     watched, plain = run.loader(data, 1), run.loader(data, 1)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.unit.test_run import OfTwo
 from trainer import ConfigError, InMemory, Run, TrainerError, World, init
-from trainer.callbacks import loop_report
+from trainer.callbacks import display, loop_report
 
 
 class Clock:
@@ -100,6 +100,15 @@ def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: lis
         list(run.progress(loader))
     assert [entry[0] for entry in shown[::6]] == ["epoch 3/4", "epoch 4/4"]
     assert shown[0][-1] == "0:09 left"
+
+
+def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) -> None:
+    run = init("single")
+    for _ in run.epochs(2):
+        for _ in run.progress(run.loader((number for number in range(7)), 5)):
+            pass
+    assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 10, None, "5 samples/s")]
+    assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 30) == "epoch 1/2  5 samples, 5 sample"
 
 
 def test_a_loop_that_is_left_early_leaves_no_bar(shown: list[Any]) -> None:

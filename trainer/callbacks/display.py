@@ -29,13 +29,13 @@ class Display:
         terminal = None if disabled else open_terminal()
         self._bar = BottomLine(terminal) if terminal is not None else None
 
-    def show(self, head: str, done: int, samples: int, details: Sequence[str]) -> None:
-        """Show that `done` of `samples` are trained on."""
+    def show(self, head: str, done: int, samples: int | None, details: Sequence[str]) -> None:
+        """Show that `done` of `samples` are trained on; of a stream nobody may know how many there are."""
         if self._bar is not None and self._bar.draw(partial(_bar, head, done, samples, details)):
             return
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + self._every_s
-            print_line("  ".join([head, f"{done}/{samples}", *details]))
+            print_line("  ".join([head, f"{done}" if samples is None else f"{done}/{samples}", *details]))
 
     def clear(self) -> None:
         """Take the bar away."""
@@ -43,7 +43,9 @@ class Display:
             self._bar.clear()
 
 
-def _bar(head: str, done: int, samples: int, details: Sequence[str], columns: int) -> str:
+def _bar(head: str, done: int, samples: int | None, details: Sequence[str], columns: int) -> str:
+    if samples is None:
+        return ", ".join([f"{head}  {done:,} samples", *details])[:columns]
     return tqdm.format_meter(  # type: ignore[call-arg]  # further arguments are for the format
         done,
         samples,

@@ -19,21 +19,16 @@ _INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
 
 
-class _Plan(Protocol):
-    @property
-    def samples(self) -> int: ...
-    @property
-    def step_size(self) -> int: ...
-
-
 class _Loader(Protocol):
-    """A sharded loader, as far as it is watched."""
+    """A loader, as far as it is watched."""
 
     training: bool
     epoch: int
 
     @property
-    def plan(self) -> _Plan: ...
+    def step_size(self) -> int: ...
+    @property
+    def epoch_samples(self) -> int | None: ...
     def __iter__(self) -> Iterator[Any]: ...
 
 
@@ -112,32 +107,40 @@ class LoopReport:
         if loader.training:
             self._began = self._began or started
         next_show = started + _INTERVAL_S
-        samples, step_size = loader.plan.samples, loader.plan.step_size
+        samples, step_size = loader.epoch_samples, loader.step_size
         try:
             for number, batch in enumerate(loader, 1):
                 yield batch
                 now = time.monotonic()
                 if now >= next_show:
                     next_show = now + _INTERVAL_S
-                    done = min(number * step_size, samples)
-                    head, left = self._position(loader, done, samples, started, now)
-                    speed = f"{done / (now - started):,.0f} samples/s"
-                    display.show(head, done, samples, [*self._shown, speed, f"{clock(left)} left"])
+                    done = number * step_size if samples is None else min(number * step_size, samples)
+                    details = [*self._shown, f"{done / (now - started):,.0f} samples/s"]
+                    if samples is not None:
+                        details.append(f"{clock(self._left(loader, done, samples, started, now))} left")
+                    display.show(self._name(loader), done, samples, details)
         finally:  # also where the loop was left early
             display.clear()
 
-    def _position(self, loader: _Loader, done: int, samples: int, started: float, now: float) -> tuple[str, float]:
-        """Return the name of this pass, and the seconds that are left: of all epochs where they are counted."""
-        rest = (now - started) / done * (samples - done)
+    def _name(self, loader: _Loader) -> str:
         if not loader.training:
-            return "evaluation", rest
+            return "evaluation"
+        of_all = f"/{self.epochs.stop}" if self.epochs is not None and self._counts(loader) else ""
+        return f"epoch {loader.epoch}{of_all}"
+
+    def _left(self, loader: _Loader, done: int, samples: int, started: float, now: float) -> float:
+        """Return the seconds that are left: of all epochs where they are counted."""
         epochs = self.epochs
-        if epochs is None or loader.epoch not in range(epochs.start + 1, epochs.stop + 1):
-            return f"epoch {loader.epoch}", rest
+        if epochs is None or not self._counts(loader):
+            return (now - started) / done * (samples - done)
         # With what happens between the epochs, such as an evaluation.
         trained = (loader.epoch - 1 - epochs.start) * samples + done
-        total = len(epochs) * samples
-        return f"epoch {loader.epoch}/{epochs.stop}", (now - self._began) / trained * (total - trained)
+        return (now - self._began) / trained * (len(epochs) * samples - trained)
+
+    def _counts(self, loader: _Loader) -> bool:
+        """Return whether this pass is one of the loop's epochs."""
+        epochs = self.epochs
+        return loader.training and epochs is not None and loader.epoch in range(epochs.start + 1, epochs.stop + 1)
 
 
 def _number(name: str, value: Tensor | float) -> float:

@@ -71,6 +71,16 @@ class Loader(ABC):
 
     @property
     @abstractmethod
+    def step_size(self) -> int:
+        """Samples that all ranks together take in one full step."""
+
+    @property
+    @abstractmethod
+    def epoch_samples(self) -> int | None:
+        """Samples that all ranks together take in an epoch; None where they are not known."""
+
+    @property
+    @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
         """What has to be the same on all ranks, by the words in which it is told."""
 

@@ -121,6 +121,14 @@ class ShardedLoader(Loader):
         self.seed, self.num_workers, self._options = seed, num_workers, options
 
     @property
+    def step_size(self) -> int:
+        return self.plan.step_size
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.plan.samples
+
+    @property
     def must_agree(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
         return {

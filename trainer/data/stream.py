@@ -70,8 +70,7 @@ class StreamLoader(Loader):
         check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
         super().__init__(world or current_world(), training=training, weigh_by=weigh_by, on_step=on_step, group=group)
         sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
-        self.step_size = sum(sizes)
-        """Samples that all ranks together take in one full step."""
+        self._step_size = sum(sizes)
         self.dataset = dataset if already_sharded else _part(dataset, self.world)
         self.accumulate, self.drop_last = accumulate, drop_last
         self.samples = 0
@@ -81,6 +80,8 @@ class StreamLoader(Loader):
         lengths = group.all_gather(self._length) if group else [self._length]
         if not already_sharded:
             _check_lengths(dataset, lengths)
+        known = [length for length in lengths if length is not None]
+        self._epoch_samples = sum(known) if len(known) == len(lengths) else None
         self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
         options["collate_fn"] = _Counting(options.get("collate_fn") or default_collate)
         self._batches = DataLoader(
@@ -91,6 +92,14 @@ class StreamLoader(Loader):
             generator=torch.Generator(),  # its own: DataLoader would draw from torch's, and change what dropout draws
             **{"pin_memory": self.world.device.type == "cuda"} | options,
         )
+
+    @property
+    def step_size(self) -> int:
+        return self._step_size
+
+    @property
+    def epoch_samples(self) -> int | None:
+        return self._epoch_samples
 
     @property
     def must_agree(self) -> dict[str, Any]:

@@ -1,0 +1,28 @@
+"""All-reduce of a value of the user's, whatever its type is and the transport can add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.strategies.base import Strategy
+
+# Not every transport adds booleans or bfloat16.
+_SENT_AS = {torch.bool: torch.int64, torch.bfloat16: torch.float32}
+
+
+def all_reduce(strategy: Strategy, value: Tensor | float, reduction: str) -> Tensor:
+    """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device. Collective.
+
+    Raises:
+        ConfigError: `reduction` is neither "mean" nor "sum".
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
+    world = strategy.world
+    own = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device=world.device)
+    sent = own.detach().to(_SENT_AS.get(own.dtype, own.dtype)).clone(memory_format=torch.contiguous_format)
+    total = strategy.all_reduce(sent)
+    total = total if reduction == "sum" else total / world.size
+    return total.to(own.dtype) if own.dtype == torch.bfloat16 else total
