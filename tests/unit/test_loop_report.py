@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_run import OfTwo
-from trainer import ConfigError, InMemory, Run, TrainerError, World, init
+from trainer import ConfigError, InMemory, Run, StreamLoader, TrainerError, World, init
 from trainer.callbacks import display, loop_report
 
 
@@ -105,7 +105,8 @@ def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: lis
 def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) -> None:
     run = init("single")
     for _ in run.epochs(2):
-        for _ in run.progress(run.loader((number for number in range(7)), 5)):
+        loader: StreamLoader = run.loader(iter(range(7)), 5)  # type: ignore[call-overload]  # any iterable will do
+        for _ in run.progress(loader):
             pass
     assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 10, None, "5 samples/s")]
     assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 30) == "epoch 1/2  5 samples, 5 sample"
