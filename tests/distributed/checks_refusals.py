@@ -11,7 +11,10 @@ from trainer.strategies.base import Strategy
 
 
 def check_a_ring_is_refused_without_mpi(strategy: Strategy) -> None:
-    with pytest.raises(ConfigError, match=r"^strategy 'ring' needs MPI, .*start with `horovodrun --mpi`"):
+    launcher = {"horovodrun": "horovodrun --gloo"}.get(strategy.world.launcher, strategy.world.launcher)
+    with pytest.raises(
+        ConfigError, match=rf"^strategy 'ring' needs MPI, and {launcher} started .*start with `horovodrun --mpi`"
+    ):
         make_strategy("ring", strategy.world)
 
 

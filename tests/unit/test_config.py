@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.launch.environment import Launch, read_launch, set_default, user_set
+from trainer.launch.environment import Launch, launches, read_launch, set_default, user_set
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
@@ -106,6 +106,16 @@ def test_as_dict_builds_the_same_configuration_again() -> None:
         ("horovodrun", {**SRUN, "SLURM_PROCID": "0", **HOROVODRUN}),
         ("mpirun", {**SRUN, "SLURM_PROCID": "0", **MPIRUN}),
         ("mpirun", {**BATCH_SCRIPT, **MPIRUN}),
+        # horovodrun calls mpirun, and says so.
+        ("horovodrun", {**MPIRUN, "HOROVOD_LAUNCHER": "horovodrun"}),
+        # One torchrun on each node, whoever started it there, and what is left of the nodes after a failure.
+        ("torchrun", {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "4"}),
+        ("torchrun", {**MPIRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "4"}),
+        ("torchrun", {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}),
+        ("torchrun", {**MPIRUN, **TORCHRUN, "OMPI_COMM_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}),
+        # Scripts hand one launcher's rank on in another one's variables.
+        ("torchrun", {**MPIRUN, **TORCHRUN}),
+        ("horovodrun", {**MPIRUN, **HOROVODRUN}),
     ],
 )
 def test_each_launcher_is_recognised(launcher: str, environment: dict[str, str]) -> None:
@@ -131,6 +141,22 @@ def test_plain_python_is_a_world_of_one(environment: dict[str, str]) -> None:
 def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="_SIZE is 2"):
         read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "outer"),
+    [
+        ({**HOROVODRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "torchrun with 4 and horovodrun with 4"),
+        ({**MPIRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "torchrun with 4 and mpirun with 4"),
+        ({**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "torchrun with 4 and srun with 4"),
+        ({**MPIRUN, **HOROVODRUN, "OMPI_COMM_WORLD_RANK": "0"}, "horovodrun with 4 and mpirun with 4"),
+        ({**MPIRUN, **HOROVODRUN, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}, "horovodrun with 1 and mpirun with 4"),
+    ],
+)
+def test_a_launcher_in_the_ranks_of_another_is_refused(environment: dict[str, str], outer: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{outer} processes are nested"):
+        read_launch(environment)
+    assert {launch.launcher for launch in launches(environment)} == {outer.split()[0], outer.split()[-3]}
 
 
 @pytest.mark.parametrize(

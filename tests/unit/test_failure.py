@@ -11,7 +11,7 @@ import pytest
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch import failure
-from trainer.launch.environment import Launch
+from trainer.launch.environment import Launch, read_launch
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
@@ -177,6 +177,21 @@ def test_each_of_several_ranks_names_itself(ending: Ending, capfd: pytest.Captur
     assert ending.of(TrainerError("the disk is full"), rank=0) == 1
     assert capfd.readouterr().err == "trainer: rank 0 on host node7: the disk is full\n"
     assert ending.slept == []
+
+
+def test_of_nested_launchers_one_rank_0_prints_first(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, rank in (("HOROVOD", 1), ("OMPI_COMM_WORLD", 0)):
+        for what, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
+            monkeypatch.setenv(f"{name}_{what}", str(value))
+    with pytest.raises(ConfigError, match="are nested") as refused:
+        read_launch()
+    monkeypatch.setattr(failure, "read_launch", read_launch)
+    with pytest.raises(SystemExit):
+        failure._end_job(ConfigError, refused.value, None)
+    assert capfd.readouterr().err.startswith("trainer: rank 1 on host node7: horovodrun with 2")
+    assert ending.slept == [5.0]
 
 
 def test_another_rank_lets_rank_0_print_a_common_mistake_first(

@@ -129,12 +129,43 @@ def test_unreachable_hosts_end_the_launcher_with_a_line_each(fake_ssh: Path) -> 
         ("-np 2 -H a:1,a:1 true", "-H a:1,a:1 names host a 2 times; once is valid, with all its slots"),
         ("-np 1 -H a:0 true", "-H a:0 gives host a 0 slots; at least 1 is valid"),
         ("-np 0 true", "-np 0: at least 1 is valid"),
+        ("-np 3 -H localhost:2 --mpi-args=--nooversubscribe true", "-np 3, but -H localhost:2 has 2 slots"),
+        ("--gloo -np 3 -H localhost:2 --mpi-args=--oversubscribe true", "-np 3, but -H localhost:2 has 2 slots"),
+        ("--mpi -np 2 pyhton train.py", "there is no program pyhton on the PATH"),
+        ("--gloo -np 2 pyhton train.py", "there is no program pyhton on the PATH"),
+        ("-np 2 ./no-such-program", "there is no program ./no-such-program"),
+        (
+            f"-np 2 {__file__}",
+            f"{__file__} is not a program; a script needs its interpreter, as in horovodrun -np 2 python {__file__}",
+        ),
         ("-np 2", "no command is given; valid is, for example, horovodrun -np 2 python train.py"),
     ],
 )
 def test_mistakes_are_one_line(args: str, line: str) -> None:
     done = launch(*args.split())
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"horovodrun: {line}\n")
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_blanks_between_hosts_and_slots_are_left_out(controller: str) -> None:
+    done = launch(controller, "-np", "2", "-H", " localhost: 1, 127.0.0.1 :1", "echo", "started")
+    assert (done.returncode, done.stdout.count("started")) == (0, 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "variable"),
+    [(["--mpi-args=--oversubscribe"], ""), (["--mpi-args=--map-by :OVERSUBSCRIBE"], ""), ([], "1")],
+)
+def test_open_mpi_may_be_told_to_oversubscribe(
+    options: list[str], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_MCA_rmaps_base_oversubscribe", variable)
+    done = launch("--mpi", "-np", "3", "-H", "localhost:2", *options, "echo", "started")
+    assert (done.returncode, done.stdout.count("started")) == (0, 3), done.stderr
+
+
+def test_ranks_know_that_horovodrun_has_called_mpirun() -> None:
+    assert launch("--mpi", "-np", "1", "printenv", "HOROVOD_LAUNCHER").stdout == "[1,0]<stdout>:horovodrun\n"
 
 
 def test_a_hostfile_may_have_comments_and_its_mistakes_are_named(tmp_path: Path) -> None:

@@ -42,12 +42,10 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     Raises:
         ConfigError: the process is one of several, and no variable says which.
     """
-    for launcher, names in _LAUNCHERS:
-        if all(name in environ for name in names):
-            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
-            return Launch(launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        return _read_srun(environ)
+    found = launches(environ)
+    if found:
+        _refuse_nested(found, environ)
+        return found[0]
     for name in ("WORLD_SIZE", "PMI_SIZE"):
         if environ.get(name, "1") != "1":
             raise ConfigError(
@@ -55,6 +53,43 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
                 "torchrun would set says which of these processes this is; start with one of them"
             )
     return Launch()
+
+
+def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
+    """Return what each launcher says of this process. The first of them counts; more than one may be a mistake."""
+    found = []
+    for launcher, names in _LAUNCHERS:
+        if all(name in environ for name in names):
+            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+            if launcher == "mpirun":
+                launcher = environ.get("HOROVOD_LAUNCHER", launcher)  # horovodrun --mpi calls mpirun
+            found.append(Launch(launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        found.append(_read_srun(environ))
+    return found
+
+
+def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
+    """Refuse a launcher that several ranks of another one have called, each for a training of its own.
+
+    A launcher inside a step of srun is the usual way to start on every node, and torchrun is called once on each node.
+
+    Raises:
+        ConfigError: names both launchers.
+    """
+    inner, *others = found
+    for outer in others:
+        nested = f"{inner.launcher} with {inner.size} and {outer.launcher} with {outer.size} processes are nested"
+        if inner.launcher == "torchrun":
+            # Of the nodes that have to wait for each other, one may be left after a failure.
+            alone = environ.get("GROUP_WORLD_SIZE") == "1" and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            if alone and outer.size > 1:
+                raise ConfigError(
+                    f"{nested}, so that several models train side by side; start the script with one of the two, or "
+                    f"join all nodes with torchrun --nnodes {outer.size} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+                )
+        elif outer.launcher != "srun" and outer.size > 1 and (inner.rank, inner.size) != (outer.rank, outer.size):
+            raise ConfigError(f"{nested}; start the script with one of the two")
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch:

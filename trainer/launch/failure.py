@@ -17,7 +17,7 @@ from types import TracebackType
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import writable_places
-from trainer.launch.environment import Launch, read_launch
+from trainer.launch.environment import Launch, launches, read_launch
 from trainer.launch.output import print_line
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
@@ -57,9 +57,7 @@ def at_exit(handler: Callable[[], object]) -> None:
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    launch = Launch()
-    with suppress(ConfigError):  # an unreadable launch may be the very error
-        launch = read_launch()
+    launch = _read_launch()
     if issubclass(kind, KeyboardInterrupt):
         _exit_now("interrupted" if launch.rank == 0 else "", 130)
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
@@ -73,6 +71,13 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     _show(kind, error, trace)
     what = str(error) or "no further message"  # as of a MemoryError
     _exit_now(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
+
+
+def _read_launch() -> Launch:
+    try:
+        return read_launch()
+    except ConfigError:  # which may be the very error: of nested launchers each has a rank 0
+        return max(launches(), key=lambda launch: launch.rank, default=Launch())
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

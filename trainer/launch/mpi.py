@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.launch.environment import set_default
+from trainer.launch.environment import is_gloo_controlled, set_default
 from trainer.launch.world import World
 
-MPI_LAUNCHERS = ("mpirun", "srun")
-"""Launchers whose ranks MPI connects; horovodrun's over MPI count as mpirun's, which it calls."""
 _VALID = "`horovodrun --mpi`, Open MPI's mpirun or `srun --mpi=pmix`"
 
 
@@ -22,6 +20,11 @@ def locate_open_mpi() -> None:
     """
     if Path(sys.prefix, "lib", "libmpi.so.40").exists():
         set_default("OPAL_PREFIX", sys.prefix)
+
+
+def connects_by_mpi(world: World) -> bool:
+    """Return whether the launcher of these ranks has started them so that MPI can connect them."""
+    return world.launcher in ("mpirun", "srun") or (world.launcher == "horovodrun" and not is_gloo_controlled())
 
 
 def import_mpi(world: World, *, for_what: str) -> Any:
@@ -35,8 +38,9 @@ def import_mpi(world: World, *, for_what: str) -> Any:
     Raises:
         ConfigError: mpi4py or Open MPI is not installed, or MPI did not start these ranks.
     """
-    if world.size > 1 and world.launcher not in MPI_LAUNCHERS:
-        raise ConfigError(f"{for_what} needs MPI, and {world.launcher} started these ranks; start with {_VALID}")
+    if world.size > 1 and not connects_by_mpi(world):
+        launcher = "horovodrun --gloo" if world.launcher == "horovodrun" else world.launcher
+        raise ConfigError(f"{for_what} needs MPI, and {launcher} started these ranks; start with {_VALID}")
     locate_open_mpi()
     try:
         from mpi4py import MPI

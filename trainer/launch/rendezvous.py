@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from trainer.launch.environment import set_default
-from trainer.launch.mpi import import_mpi
+from trainer.launch.mpi import connects_by_mpi, import_mpi
 from trainer.launch.network import address_toward, host_id, interface_of
 from trainer.launch.world import World
 
@@ -42,9 +42,7 @@ class Rendezvous:
             return lambda text: [text]
         if self._world.launcher == "torchrun":
             return self._over_store()
-        if self._world.launcher == "horovodrun":
-            return self._over_horovod()
-        return self._over_mpi()
+        return self._over_mpi() if connects_by_mpi(self._world) else self._over_horovod()
 
     def _over_store(self) -> Callable[[str], list[str]]:
         import torch.distributed as dist

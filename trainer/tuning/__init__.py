@@ -22,7 +22,7 @@ The measurements behind the choices are in docs/performance.md.
 from __future__ import annotations
 
 from trainer.launch.environment import is_gloo_controlled
-from trainer.launch.mpi import MPI_LAUNCHERS
+from trainer.launch.mpi import connects_by_mpi
 from trainer.launch.world import World
 from trainer.tuning.horovod import tune_horovod
 from trainer.tuning.host import tune_host
@@ -38,7 +38,7 @@ def tune(world: World, *, horovod: bool = False) -> dict[str, str]:
         horovod: whether Horovod all-reduces the gradients.
     """
     chosen = tune_host(world)
-    if (horovod or world.launcher in MPI_LAUNCHERS) and not is_gloo_controlled():
+    if (horovod or connects_by_mpi(world)) and not is_gloo_controlled():
         chosen |= tune_open_mpi(world)
     if horovod:
         chosen |= tune_horovod(world)
