@@ -79,9 +79,13 @@ class Cluster:
     def down(self) -> None:
         self.compose("down", "--volumes", "--timeout", "2", "--remove-orphans")
 
+    def exec(self, node: str) -> list[str]:
+        """How a user's script runs a command on a node; what follows is the command."""
+        return [*self._command, "exec", "-T", node]
+
     def run(self, node: str, *command: str, timeout_s: float = 180.0) -> Outcome:
         """Runs a command on a node as its user would: `docker compose exec`."""
-        return run([*self._command, "exec", "-T", node, *command], timeout_s=timeout_s, env=self._env)
+        return run([*self.exec(node), *command], timeout_s=timeout_s, env=self._env)
 
     def shell(self, node: str, script: str) -> str:
         """The output of a shell script on a node, whatever its exit code."""

@@ -119,22 +119,38 @@ def test_ctrl_c_ends_all_ranks_on_all_hosts(cluster: Cluster, controller: str) -
         seen = b""
         while not TRAINING.search(seen.decode(errors="replace")):
             seen += os.read(terminal, 4096)
-        drain = threading.Thread(target=_drain, args=(terminal,), daemon=True)
+        said: list[bytes] = []
+        drain = threading.Thread(target=_drain, args=(terminal, said), daemon=True)
         drain.start()
         os.write(terminal, b"\x03")
-        assert job.wait(timeout=30) != 0
+        assert job.wait(timeout=30) == 130
         drain.join()
+    # Before it, a rank may tell that a rank of the other host has gone.
+    assert b"".join(said).rpartition(b"^C")[2].split(b"\n")[-2].strip() == b"horovodrun: interrupted"
     assert cluster.left_over("a") == ""
     assert cluster.left_over("b") == ""
 
 
-def _drain(terminal: int) -> None:
+def _drain(terminal: int, said: list[bytes]) -> None:
     try:
-        while os.read(terminal, 4096):
-            pass
+        while some := os.read(terminal, 4096):
+            said.append(some)
     except OSError:
         pass  # the other end has been closed
     os.close(terminal)
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_killed_client_takes_its_job_along(cluster: Cluster, controller: str) -> None:
+    """No signal of a client without a terminal arrives in the container, but its stdin ends there."""
+    command = [*cluster.exec("a"), "sh", "-c", f"exec {' '.join([*horovodrun(controller), *TRAIN])}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as client:
+        assert client.stdout is not None
+        while not TRAINING.search(client.stdout.readline()):
+            assert client.poll() is None, "it never trained"
+        client.kill()
+        assert cluster.left_over("a") == ""  # while the client's own stdin is still open
+        assert cluster.left_over("b") == ""
 
 
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
