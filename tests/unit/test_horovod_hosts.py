@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.driver import driver_service
 from horovod.runner.gloo_run import create_run_env_vars, get_run_command
-from horovod.runner.util import network, remote_exec, route
+from horovod.runner.mpi_run import mpi_run
+from horovod.runner.util import network, remote_exec, route, supervise
 from horovod.runner.util.route import LAUNCHER, Interface, RoutedInterfaces
 
 Address = namedtuple("Address", "family address netmask")
@@ -83,10 +85,48 @@ def test_names_may_differ_between_hosts(routed: RoutedInterfaces) -> None:
     assert network.get_driver_ip(routed, "b") == network.get_driver_ip(routed) == "10.77.0.1"
     for host, name in (("a", "data0"), ("b", "ens7")):
         command = get_run_command(["true"], "0.0.0.0", routed, 1, host=host)  # noqa: S104 (not to be used)
-        assert f"HOROVOD_GLOO_IFACE={name} NCCL_SOCKET_IFNAME={name} " in command
+        assert f"HOROVOD_GLOO_IFACE={name} NCCL_SOCKET_IFNAME=={name} " in command
         assert "HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.1 " in command
     # A host that joins an elastic job later was never asked.
     assert routed.names_on("c") == ["data0", "ens7"]
+
+
+def mpirun_command(nics: set[str], env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    commands: list[str] = []
+
+    def note(command: str, env: dict[str, str]) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(supervise, "run", note)
+    settings = hvd_settings.Settings(num_proc=2, hosts="a:1,b:1")
+    with pytest.raises(SystemExit, match="0"):
+        mpi_run(settings, nics, {**os.environ, **env}, ["true"])
+    return commands[0]
+
+
+def test_over_mpi_nccl_is_told_no_name_of_another_hosts_interface(
+    routed: RoutedInterfaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "NCCL_SOCKET_IFNAME" not in mpirun_command(routed, {}, monkeypatch)
+    eth0 = Interface("eth0", "10.77.0.1", "10.77.0.0/24")
+    alike = RoutedInterfaces({LAUNCHER: {"b": eth0}, "a": {"b": eth0}, "b": {"a": eth0, LAUNCHER: eth0}}, ["a", "b"])
+    assert " -x NCCL_SOCKET_IFNAME==eth0 " in mpirun_command(alike, {}, monkeypatch)
+    assert " -x NCCL_SOCKET_IFNAME " in mpirun_command(alike, {"NCCL_SOCKET_IFNAME": "ib0"}, monkeypatch)
+
+
+def test_nccls_interface_that_the_user_has_named_stays(
+    routed: RoutedInterfaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert "NCCL_SOCKET_IFNAME" not in create_run_env_vars("10.77.0.1", routed, 1, host="a")
+
+
+def test_open_mpi_gets_no_network_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which to Open MPI 4 is every network, so that it takes lo.
+    addresses = {"data0": [Address(socket.AF_INET, "10.77.0.3", "255.255.255.255")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    assert route._own_interfaces() == {"10.77.0.3": Interface("data0", "10.77.0.3", "10.77.0.2/31")}
 
 
 def test_several_subnets() -> None:

@@ -27,6 +27,15 @@ def test_the_files_differ_only_in_what_a_gpu_needs() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_the_node_can_read_what_comes_from_a_checkout_with_a_strict_umask(name: str) -> None:
+    stage = "\n".join(_lines(name)).split(" AS node\n")[1]
+    for as_root in stage.split("USER 1000\n")[:-1]:
+        copied = re.findall(r"^COPY (?!--chmod=|--from=).*", as_root, re.MULTILINE)
+        made_readable = as_root.rpartition(copied[-1])[2] if copied else ""
+        assert not copied or "chmod -R a+rX /trainer" in made_readable, copied
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_labels_carry_the_locked_versions(name: str) -> None:
     text = (ROOT / name).read_text()
     lock = (ROOT / "requirements" / "run.txt").read_text()

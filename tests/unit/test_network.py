@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from trainer import ConfigError
 from trainer.launch import network
-from trainer.launch.network import address_toward, host_id, interface_of
+from trainer.launch.network import address_toward, choose_nccl_interface, host_id, interface_of
 
 LAUNCHERS = ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE")
 ELSEWHERE = "nowhere.invalid another-boot"
@@ -17,7 +18,7 @@ ELSEWHERE = "nowhere.invalid another-boot"
 
 @pytest.fixture(autouse=True)
 def _two_interfaces_and_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "MASTER_ADDR", "TRAINER_NETWORK"):
+    for name in (*LAUNCHERS, "MASTER_ADDR", "TRAINER_NETWORK", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     addresses = {
         name: [SimpleNamespace(family=socket.AF_INET, address=address)]
@@ -74,6 +75,27 @@ def test_a_network_that_this_host_does_not_have_is_an_error(
     with pytest.raises(ConfigError, match=f"TRAINER_NETWORK is '{chosen}'") as caught:
         address_toward([host_id(), ELSEWHERE])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "address", "chosen"),
+    [
+        ({}, "10.9.9.9", "=eth8"),
+        ({}, "127.0.0.1", None),
+        ({}, None, None),
+        ({"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/31,10.1.2.2/31"}, None, "=eth7"),
+        ({"OMPI_MCA_btl_tcp_if_include": "10.1.2.0/24", "TRAINER_NETWORK": "10.9.9.0/24"}, None, "=eth8"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "10.9.9.9", "ib0"),
+    ],
+)
+def test_nccl_takes_this_hosts_own_interface(
+    variables: dict[str, str], address: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is put back afterwards
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    choose_nccl_interface(address)
+    assert (os.environ["NCCL_SOCKET_IFNAME"] or None) == chosen
 
 
 def test_an_interface_is_found_by_its_address() -> None:

@@ -72,6 +72,21 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"no interface of this host has the address {address}")
 
 
+def choose_nccl_interface(address: str | None = None) -> None:
+    """Make NCCL take the interface that leads to the other hosts, unless it has been told one.
+
+    horovodrun cannot tell it over MPI where the hosts' interfaces have different names.
+
+    Args:
+        address: this host's on that interface; the one on the user's or the launcher's network when None.
+    """
+    found = address or _of_user() or _of_launcher()
+    if not found or ip_address(found).is_loopback:
+        return
+    if not os.environ.get("NCCL_SOCKET_IFNAME"):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(found)}"  # not also a longer name that begins so
+
+
 def _of_user() -> str | None:
     chosen = os.environ.get("TRAINER_NETWORK")
     if not chosen:

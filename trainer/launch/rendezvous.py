@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.launch.environment import set_default
 from trainer.launch.mpi import connects_by_mpi, import_mpi
-from trainer.launch.network import address_toward, host_id, interface_of
+from trainer.launch.network import address_toward, choose_nccl_interface, host_id, interface_of
 from trainer.launch.world import World
 
 _NUMBERS = count()
@@ -85,6 +85,8 @@ def init_process_group(backend: str, world: World, rendezvous: Rendezvous, timeo
     address = address_toward(rendezvous.all_gather(host_id()))
     if "gloo" in backend and address != "127.0.0.1":
         set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+    if "nccl" in backend:
+        choose_nccl_interface(address)
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
     host, port = rendezvous.all_gather(f"{address} {store.port}" if store else "")[0].split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.launch.environment import is_gloo_controlled, set_default, user_set
+from trainer.launch.network import choose_nccl_interface
 from trainer.launch.world import World
 
 ONE_GROUP_BYTES = 4 * 1024 * 1024
@@ -15,6 +16,8 @@ CYCLE_TIME_MS = "0.01"
 def tune_horovod(world: World) -> dict[str, str]:
     """Set Horovod's variables for this host; return what was set, and why."""
     chosen: dict[str, str] = {}
+    if world.device.type == "cuda" and world.size > world.local_size:
+        choose_nccl_interface()
     # Horovod's autotuning leaves a value alone that is set.
     if world.size == 1 or user_set("HOROVOD_AUTOTUNE"):
         return chosen
