@@ -162,6 +162,7 @@ ELSEWHERE = {
     "docker build -t trainer:cpu .": ("Makefile", "docker build -t trainer:cpu ."),
     "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
     "docker compose up -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
+    "pkill horovodrun": ("tests/docker/test_bad_luck.py", 'cluster.run("a", "pkill", "horovodrun")'),
     "docker compose down -v": ("tests/docker/cluster.py", '"down", "--volumes"'),
     "python -m benchmarks.startup --data-dir /path/to/data --repeats 3": (
         "tests/distributed/test_startup.py",

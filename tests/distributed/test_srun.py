@@ -15,7 +15,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.documentation import UNDER_SLURM
-from tests.distributed.harness import BIN, checks_in, run_checks, run_job
+from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from tests.distributed.test_language_model import losses, plain_losses
 
@@ -125,6 +125,14 @@ def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command:
 
 def test_the_port_of_a_language_model_has_the_losses_of_plain_pytorch_under_srun(slurm: dict[str, str]) -> None:
     assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
+
+
+def test_srun_of_a_torchrun_of_its_own_for_each_task_is_refused(tmp_path: Path, slurm: dict[str, str]) -> None:
+    command = f"srun -n 2 torchrun --standalone {ROOT}/examples/mnist.py --dataset digits --device cpu"
+    outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})
+    assert outcome.code not in (0, 124)
+    assert "torchrun with 1 and srun with 2 processes are nested" in outcome.output
+    assert "epoch 1" not in outcome.output
 
 
 def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:

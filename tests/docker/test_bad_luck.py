@@ -153,6 +153,14 @@ def test_a_killed_client_takes_its_job_along(cluster: Cluster, controller: str) 
         assert cluster.left_over("b") == ""
 
 
+def test_a_job_is_ended_from_another_terminal(cluster: Cluster) -> None:
+    outcome = during_training(cluster, [*horovodrun(), *TRAIN], lambda: cluster.run("a", "pkill", "horovodrun"))
+    assert outcome.code == 143
+    assert lines_of(outcome) == ["horovodrun: ended by SIGTERM"]
+    assert cluster.left_over("a") == ""
+    assert cluster.left_over("b") == ""
+
+
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
 def test_a_killed_launcher_takes_its_ranks_along(cluster: Cluster, controller: str) -> None:
     name = "mpirun" if controller == "--mpi" else "horovodrun"
