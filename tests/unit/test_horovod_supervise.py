@@ -88,7 +88,9 @@ def test_a_signal_is_handed_on_once() -> None:
 
 def test_what_is_ignored_stays_ignored() -> None:
     program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + SUPERVISED
-    with start(program, "sh", "-c", "echo $$; sleep 0.5") as process:
+    # Which itself does not ignore it, as mpirun does not.
+    child = "import os, signal, time; signal.signal(1, signal.SIG_DFL); print(os.getpid(), flush=True); time.sleep(0.5)"
+    with start(program, sys.executable, "-c", child) as process:
         pid_in_first_line(process)
         process.send_signal(signal.SIGHUP)
         assert process.communicate(timeout=20)[0] == "code 0\n"
