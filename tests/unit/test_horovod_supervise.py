@@ -161,6 +161,20 @@ def test_a_stdin_that_was_empty_or_is_used_may_end(words: str, open_s: float) ->
         assert output.removeprefix("ready\n") == words
 
 
+def test_a_launcher_that_reads_no_more_disturbs_nobody() -> None:
+    program = FOLLOWING.replace("sys.stdout.buffer", "gone")
+    ends = "import os; reader, writer = os.pipe(); os.close(reader); gone = os.fdopen(writer, 'wb')"
+    with start(f"{ends}{program}", stdin=subprocess.PIPE) as process:
+        assert process.communicate("all of it", timeout=20) == ("ready\n", "goes on")
+        assert process.returncode == 0
+
+
+def test_a_stdin_that_is_closed_is_no_clients() -> None:
+    ask = "from horovod.runner.util import supervise; print(supervise.has_exec_client())"
+    closed = subprocess.run(["sh", "-c", '"$0" -c "$1" <&-', sys.executable, ask], capture_output=True, text=True)
+    assert (closed.stdout, closed.stderr) == ("False\n", "")
+
+
 class Ancestor:
     """A process in a tree of three, of which the first has its parent outside this container."""
 
