@@ -40,7 +40,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     tasks of the step.
 
     Raises:
-        ConfigError: the process is one of several, and no variable says which.
+        ConfigError: the process is one of several, and no variable says which; or launchers are nested.
     """
     found = launches(environ)
     if found:
@@ -61,9 +61,9 @@ def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
     for launcher, names in _LAUNCHERS:
         if all(name in environ for name in names):
             rank, size, local_rank, local_size = (int(environ[name]) for name in names)
-            if launcher == "mpirun":
-                launcher = environ.get("HOROVOD_LAUNCHER", launcher)  # horovodrun --mpi calls mpirun
-            found.append(Launch(launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
+            by_horovodrun = launcher == "mpirun" and environ.get("HOROVOD_LAUNCHER") == "horovodrun"
+            name = "horovodrun" if by_horovodrun else launcher
+            found.append(Launch(launcher=name, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         found.append(_read_srun(environ))
     return found
