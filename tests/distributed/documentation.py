@@ -69,6 +69,9 @@ HERE = {
     "make help": Run(prints="check-gpu"),
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
+    "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
+        append="|| test $? = 1", prints="run = trainer.init("
+    ),
     "horovodrun -np 2 python examples/language_model.py": Run(append="--epochs 1", prints="epoch 1/1: test loss"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
