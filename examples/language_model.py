@@ -48,7 +48,7 @@ loader = run.loader(
     train, global_batch_size=args.batch_size, shuffle=args.shuffle, collate_fn=pad, weigh_by=count_tokens
 )
 test_loader = run.loader(test, global_batch_size=args.batch_size, training=False, collate_fn=pad)
-updates = args.epochs * loader.plan.updates
+updates = args.epochs * loader.updates
 warm_up, cosine = LinearLR(optimizer, 0.1, total_iters=WARM_UP), CosineAnnealingLR(optimizer, updates - WARM_UP)
 schedule = SequentialLR(optimizer, [warm_up, cosine], [WARM_UP])
 

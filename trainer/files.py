@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.errors import DataError, TrainerError
+from trainer.errors import TrainerError
 
 _REFUSALS = tuple(os.strerror(number) for number in (errno.EACCES, errno.EROFS))
 
@@ -34,6 +34,16 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def _is_refused_write(error: BaseException) -> bool:
+    if not any(text in str(error) for text in _REFUSALS):
+        return False
+    if isinstance(error, OSError):
+        # One that is there may have been opened to be read, or to be run.
+        return isinstance(error.filename, str) and not Path(error.filename).exists()
+    # Ours, and what PyTorch's writer of archives says.
+    return any(words in str(error) for words in ("cannot be written", "open file failed"))
+
+
 def writable_places(error: BaseException) -> str:
     """Return which folders of the working directory can be written, to be put behind an error that one cannot be.
 
@@ -42,7 +52,7 @@ def writable_places(error: BaseException) -> str:
     Returns:
         An empty string where the error is another one, or where the working directory can be written.
     """
-    if isinstance(error, DataError) or not any(text in str(error) for text in _REFUSALS) or os.access(".", os.W_OK):
+    if not _is_refused_write(error) or os.access(".", os.W_OK):
         return ""
     here, places = Path.cwd(), []
     with suppress(OSError):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.callbacks.loop_report import LoopReport
+from trainer.callbacks.loop_report import LoopReport, Settings
 from trainer.collectives import all_reduce
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency
@@ -160,9 +160,8 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
-        for name in ("seed", "accumulate"):
-            if name in options:
-                raise ConfigError(f"run.loader takes {name} from the run; set it in trainer.init")
+        if own := {"seed", "accumulate"} & set(options):
+            raise ConfigError(f"run.loader takes {min(own)} from the run; set it in trainer.init")
         kind = StreamLoader if is_stream(dataset) else ShardedLoader
         loader: Loader = kind(
             dataset,
@@ -192,7 +191,7 @@ class Run:
         self._updates.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context for forward and backward passes whose gradients stay here until a later backward pass."""
+        """Return the context for passes whose gradients stay on this rank until a later backward pass."""
         return self._updates.no_sync()
 
     def synchronize(self, *optimizers: Optimizer) -> None:
@@ -209,8 +208,7 @@ class Run:
     def clip_grad_norm_(self, target: nn.Module | Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the mean gradients so that their 2-norm is at most `max_norm`; return the norm before.
 
-        Args:
-            target: a model, or parameters.
+        `target` is a model, or its parameters.
         """
         parameters = list(target.parameters() if isinstance(target, nn.Module) else target)
         return self._updates.clip_grad_norm_(parameters, max_norm)
@@ -243,7 +241,7 @@ class Run:
         self.strategy.barrier()
 
     def print(self, *values: Any) -> None:
-        """Print on rank 0, in one piece."""
+        """Print on rank 0."""
         if self.is_root:
             print_line(" ".join(map(str, values)))
 
@@ -267,15 +265,14 @@ class Run:
         if start > 0:
             for loader in self._loaders:
                 loader.epoch = start
-        self._report.epochs = range(start, count)
-        return iter(self._report.epochs)
+        return self._report.count(range(start, count))
 
     def progress(self, loader: Loader) -> Iterator[Any]:
         """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""
         return self._report.watch(loader)
 
     def record(
-        self, folder: str | Path = "auto", *, settings: Mapping[str, Any] | None = None, tensorboard: bool = False
+        self, folder: str | Path = "auto", *, settings: Settings | None = None, tensorboard: bool = False
     ) -> Path:
         """Make a folder for this run, with settings.json, on rank 0; return it on every rank. `log` writes to it.
 

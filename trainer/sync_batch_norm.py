@@ -7,8 +7,9 @@ one process. Ioffe and Szegedy (2015) for the formula; Peng et al., "MegDet" (20
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,20 @@ class GlobalBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of 2 or more dimensions, not {input.dim()}")
+
+
+def leave_out(layers: Iterable[_BatchNorm], padding: bool) -> None:
+    """Leave the coming batches out of the layers' statistics, because they are padding, or take them in again."""
+    for layer in layers:
+        if isinstance(layer, GlobalBatchNorm):
+            layer.counts = not padding
+        elif padding:
+            layer.momentum, _MOMENTUM[layer] = 0.0, layer.momentum
+        elif layer in _MOMENTUM:
+            layer.momentum = _MOMENTUM.pop(layer)
+
+
+_MOMENTUM: MutableMapping[nn.Module, float | None] = WeakKeyDictionary()
 
 
 def convert_sync_batch_norm(model: nn.Module, all_reduce: AllReduce) -> nn.Module:

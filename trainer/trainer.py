@@ -247,13 +247,12 @@ class Trainer:
         self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, rate: float
     ) -> None:
         every = self.config.log_every_updates
-        if not every or self._updates % every:
+        if not every or (self._updates % every and step + 1 < len(loader)):
             return
         loss = sums.mean_since_last()
         if not math.isfinite(loss):
             self._finite(sums, epoch, step + 1)
-        plan = loader.plan
-        samples = (epoch - 1) * plan.samples + min(plan.samples, (step + 1) * plan.step_size)
+        samples = (epoch - 1) * loader.plan.samples + loader.samples_after(step + 1)
         record = UpdateRecord(update=self._updates, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", context, record)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
@@ -21,7 +22,7 @@ from trainer.loss_scaler import LossScaler, gradients_of
 from trainer.preparation import parameters_of, prepare_optimizer
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy, Synchronizer
-from trainer.sync_batch_norm import GlobalBatchNorm
+from trainer.sync_batch_norm import leave_out
 
 
 class Updates:
@@ -40,7 +41,8 @@ class Updates:
         self._active: list[Synchronizer] = []
         self._synchronizers: dict[Optimizer, list[Synchronizer]] = {}
         self._stepped: dict[Synchronizer, set[Optimizer]] = {}
-        self._global_norms: list[GlobalBatchNorm] = []
+        self._norms: list[_BatchNorm] = []
+        self._is_padding = False
         self._scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
         self._weight, self._is_local = 1.0, False
         self._backwards = 0
@@ -70,7 +72,7 @@ class Updates:
         self._frozen.pop(model, None)
         if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
             self._frozen[model] = frozen
-        self._global_norms += [layer for layer in model.modules() if isinstance(layer, GlobalBatchNorm)]
+        self._norms += [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""
@@ -111,9 +113,9 @@ class Updates:
         if step.closes_update is not self.sync_gradients:
             self.sync_gradients = step.closes_update
             self._keep_local(not step.closes_update)
-        if self._global_norms:
-            for layer in self._global_norms:
-                layer.counts = step.count > 0
+        if self._is_padding is not (step.count == 0):
+            self._is_padding = step.count == 0
+            leave_out(self._norms, self._is_padding)
 
     def _keep_local(self, local: bool) -> None:
         self._is_local = local
@@ -137,23 +139,29 @@ class Updates:
         for synchronizer in self._active:
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
-        if self._backwards == self._periodic.due:
-            self._periodic.compare(self._synchronizers, self._epoch)
+        if not self._is_local:  # a rank may take more passes without an exchange than another
+            self._periodic.compare_when_due(self._synchronizers, self._epoch)
         if self._scaler is not None:
             self._scaler.update(self._synchronizers)
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
         weighted = loss if self._weight == 1.0 else loss * self._weight
+        # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
+        hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if self._weight == 0.0 else []
         self._is_in_backward = True
         try:
             (self._scaler.scale(weighted) if self._scaler else weighted).backward(retain_graph=retain_graph)
         finally:
             self._is_in_backward = False
+            for hook in hooks:
+                hook.remove()
         for synchronizer in self._active:
             synchronizer.after_backward()
         self._backwards += 1
         if not self.sync_gradients:
-            held = (one for model in self.models for one in model.parameters())
-            self._kept = next((one for one in held if one.grad is not None), None)
+            self._kept = next((one for one in self._trained() if one.grad is not None), None)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (one for model in self.models for one in model.parameters() if one.requires_grad)
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
@@ -244,7 +252,8 @@ class Updates:
             if loss is None:
                 return None
             world = self._strategy.world
-            mean = torch.as_tensor(loss, device=world.device).detach().double() * self._weight
+            mean = torch.as_tensor(loss, device=world.device).detach().double()
+            mean = mean * self._weight if self._weight else torch.zeros_like(mean)
             return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
 
         return complete

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import ConfigError, init
 from trainer.strategies.base import Strategy
@@ -79,3 +79,16 @@ def check_batches_of_ones_own_are_told_once(strategy: Strategy) -> None:
         train(run, forward, optimizer)
     is_told = run.is_root and run.world_size > 1
     assert printed.getvalue().count("trainer: WARNING: run.backward without a batch of run.loader") == is_told
+
+
+def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: Strategy) -> None:
+    run, model, data = init(strategy), make_model(), make_data(BATCH).to(strategy.world.device)
+    forward, optimizer = run.prepare(model, sgd(model))
+    for _ in range(4):
+        for _ in range(run.rank):
+            with run.no_sync():
+                run.backward(F.cross_entropy(forward(data.inputs), data.targets))
+        run.backward(F.cross_entropy(forward(data.inputs), data.targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_on_all_ranks(strategy, model)

@@ -218,3 +218,21 @@ def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) 
     run.backward(forwards[1](ones).sum())
     optimizers[1].step()
     assert [model.weight.item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)
+
+
+def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:
+    run, table = init(strategy), nn.Embedding(10, 4, sparse=True)
+    size = run.world_size
+    if strategy.description.startswith(("ring", "Ring", "parameter server")) or "gRPC" in strategy.description:
+        with pytest.raises(ConfigError, match="has sparse gradients"):
+            run.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0))
+        return
+    forward, optimizer = run.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0))
+    before = table.weight.detach().cpu().clone()
+    run.backward(forward(torch.tensor([1, 2 + run.rank], device=run.device)).sum())
+    optimizer.step()
+    moved = (before - table.weight.detach().cpu()).sum(1)
+    expected = torch.zeros(10)
+    expected[1] = 4
+    expected[2 : 2 + size] = 4 / size
+    assert torch.allclose(moved, expected, atol=1e-5)

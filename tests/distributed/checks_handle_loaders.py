@@ -105,6 +105,39 @@ def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) 
         assert_same_on_all_ranks(strategy, model)
 
 
+def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) -> None:
+    """Also where its loss is 0 / 0."""
+    data, size = make_data(2 * BATCH * strategy.world.size), strategy.world.size
+    last = torch.arange(len(data)) % (BATCH * size) >= BATCH * (size - 1)  # of the last rank; on one rank of that
+    masked = last if size > 1 else torch.arange(len(data)) < BATCH
+    data = InMemory(data.inputs, data.targets.masked_fill(masked, -100))
+
+    def loss_of(outputs: Any, targets: Any) -> Any:
+        mask = targets >= 0
+        return (F.cross_entropy(outputs, targets.clamp(min=0), reduction="none") * mask).sum() / mask.sum()
+
+    model, alone = make_model(), make_model()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, sgd(model))
+    by_hand = sgd(alone)
+    loader = run.loader(data, BATCH, shuffle=False, weigh_by=lambda batch: (batch[1] >= 0).sum())
+    for number, (inputs, targets) in enumerate(loader):
+        run.backward(loss_of(forward(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = slice(number * BATCH * size, (number + 1) * BATCH * size)
+        if (data.targets[whole] >= 0).any():
+            loss_of(alone(data.inputs[whole]), data.targets[whole]).backward()
+        else:
+            by_hand.zero_grad(set_to_none=False)
+            for parameter in alone.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        by_hand.step()
+        by_hand.zero_grad()
+    assert_equal(model, alone, 1e-12)
+    assert_same_on_all_ranks(strategy, model)
+
+
 def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:
     for samples in (1, strategy.world.size + 1, 5 * BATCH * strategy.world.size + 3):
         run, data = init(strategy), make_data(samples)

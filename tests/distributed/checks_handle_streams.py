@@ -107,3 +107,19 @@ def check_a_stream_that_cannot_be_shared_exactly_is_refused(strategy: Strategy) 
         run.loader(Stream(data), BATCH)
     with pytest.raises(ConfigError, match=f"Wrong has {SAMPLES} samples, and its shard"):
         run.loader(Wrong(data), BATCH)
+
+
+def check_a_rank_whose_stream_has_ended_keeps_its_statistics(strategy: Strategy) -> None:
+    data, rank = make_data(SAMPLES), strategy.world.rank
+    run, model = init(strategy), make_model(batch_norm=True)
+    forward, optimizer = run.prepare(model, sgd(model))
+    loader = run.loader(Stream(data, 0, BATCH * (1 + rank)), BATCH, already_sharded=True)
+    seen: list[tuple[int, Tensor]] = []
+    for inputs, targets in loader:
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((run.batch_samples, model.state_dict()["1.running_mean"].clone()))
+    assert len(seen) == run.world_size
+    for (_, before), (samples, after) in itertools.pairwise(seen):
+        assert torch.equal(before, after) is (samples == 0)

@@ -20,6 +20,9 @@ OTHERS = (
     FileNotFoundError(2, "No such file or directory", "model.pt"),
     DataError("data/MNIST/raw cannot be read: Permission denied"),
     MemoryError(),
+    PermissionError(13, "Permission denied", __file__),  # which is there, and so was to be read
+    RuntimeError("b: Permission denied (publickey)"),
+    PermissionError("Permission denied"),
 )
 
 

@@ -214,3 +214,30 @@ def test_a_local_job_keeps_the_environment_off_its_command_lines(monkeypatch: py
     done = launch("--gloo", "-np", "1", "sh", "-c", 'echo "has $TOKEN"; ps axww')
     assert f"has {SECRET}" in done.stdout
     assert done.stdout.count(SECRET) == 1
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_file_that_is_imported_in_place_of_the_package_is_named(tmp_path: Path, controller: str) -> None:
+    (tmp_path / "trainer.py").touch()
+    (tmp_path / "train.py").write_text("import trainer\ntrainer.init()\n")
+    done = launch(controller, "-np", "1", sys.executable, str(tmp_path / "train.py"))
+    assert done.returncode != 0
+    assert f"horovodrun: {tmp_path}/trainer.py is imported in place of the package trainer; rename it" in done.stderr
+    (tmp_path / "trainer.py").unlink()
+    done = launch(controller, "-np", "1", sys.executable, str(tmp_path / "none.py"))
+    assert done.returncode != 0
+    assert "in place of" not in done.stderr
+
+
+def test_variables_may_stand_before_a_program_over_gloo() -> None:
+    done = launch("--gloo", "-np", "1", "GREETING=hello", "sh", "-c", "echo $GREETING")
+    assert (done.returncode, "hello" in done.stdout) == (0, True), done.stderr
+
+
+def test_horovodrun_over_mpi_in_a_process_of_mpirun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    done = launch("--mpi", "-np", "1", "sh", "-c", "true")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "horovodrun: a process of mpirun has called horovodrun, and Open MPI cannot be nested"
+    )

@@ -96,6 +96,20 @@ def test_what_is_ignored_stays_ignored() -> None:
         assert process.communicate(timeout=20)[0] == "code 0\n"
 
 
+def test_a_message_of_the_scheduler_is_handed_on_and_ends_nothing() -> None:
+    script = "trap 'echo told' USR2; echo $$; for i in 1 2 3 4 5 6; do sleep 0.2; done; exit 3"
+    with start(SUPERVISED, "sh", "-c", script) as process:
+        pid_in_first_line(process)
+        process.send_signal(signal.SIGUSR2)
+        assert process.communicate(timeout=20)[0] == "told\ncode 3\n"
+
+
+def test_a_parent_that_ignores_the_ends_of_its_children_changes_nothing() -> None:
+    program = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + SUPERVISED
+    with start(program, "sh", "-c", "sleep 0.3; exit 5") as process:
+        assert process.communicate(timeout=20)[0] == "code 5\n"
+
+
 def test_a_killed_supervisor_ends_the_launcher() -> None:
     with start(SUPERVISED, "sh", "-c", "echo $$; exec sleep 60") as process:
         child = pid_in_first_line(process)
@@ -143,7 +157,24 @@ def test_a_client_that_goes_ends_the_job() -> None:
         time.sleep(0.8)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == -signal.SIGTERM
-        assert errors == "horovodrun: stdin has ended, so its client outside this container has gone\n"
+        assert errors.startswith("horovodrun: stdin has ended, as it does when the client outside this container has")
+
+
+def test_what_a_shell_has_on_stdin_is_left_to_it() -> None:
+    """Over Gloo no launcher reads stdin, and `docker exec -i a sh < job.sh` has the rest of the script there."""
+    program = FOLLOWING.replace("sys.stdout.buffer", "") + "time.sleep(0.7); sys.stdout.write(sys.stdin.read())"
+    with start(program, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write("the rest")
+        process.stdin.flush()
+        time.sleep(1.0)
+        assert process.communicate(timeout=20) == ("ready\nthe rest", "goes on")
+    with start(FOLLOWING.replace("sys.stdout.buffer", ""), stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.8)
+        process.communicate(timeout=20)
+        assert process.returncode == -signal.SIGTERM  # nothing was ever written to it
 
 
 @pytest.mark.parametrize(("words", "open_s"), [("", 0.0), ("all\nof it", 0.8)], ids=["empty stdin", "input"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,13 @@ class Clock:
     def monotonic(self) -> float:
         self.now += 1.0
         return self.now
+
+
+class Seven:
+    """Seven numbers, without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
 
 
 class Shown:
@@ -105,10 +114,10 @@ def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: lis
 def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) -> None:
     run = init("single")
     for _ in run.epochs(2):
-        loader: StreamLoader = run.loader(iter(range(7)), 5)  # type: ignore[call-overload]  # any iterable will do
+        loader: StreamLoader = run.loader(Seven(), 5)  # type: ignore[call-overload]  # any iterable will do
         for _ in run.progress(loader):
             pass
-    assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 10, None, "5 samples/s")]
+    assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 7, None, "4 samples/s")]
     assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 30) == "epoch 1/2  5 samples, 5 sample"
 
 
@@ -203,3 +212,13 @@ def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 def test_values_without_a_place_are_refused_on_every_rank(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"run\.log has nowhere to write: call run\.record\(\)"):
         run.log({"loss": 0.5}, step=1)
+
+
+def test_a_line_is_json_and_keeps_its_own_names(tmp_path: Path) -> None:
+    run = init("single")
+    run.record(tmp_path / "run", settings=Namespace(lr=0.1))
+    with pytest.raises(ConfigError, match=r"run\.log writes 'step' itself"):
+        run.log({"step": 3.0}, step=2)
+    run.log({"loss": float("nan")}, step=np.int64(2))  # type: ignore[arg-type]  # as a loop over numpy's numbers has it
+    assert lines(tmp_path / "run" / "steps.jsonl") == [{"step": 2, "loss": None}]
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {"lr": 0.1}

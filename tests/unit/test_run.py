@@ -86,6 +86,17 @@ def test_a_loader_that_cannot_be_made_says_why(arguments: dict[str, Any], messag
         init("single").loader(make_data(4), **arguments)
 
 
+def test_a_data_loader_is_not_taken_for_a_dataset() -> None:
+    with pytest.raises(ConfigError, match="makes the DataLoader itself"):
+        init("single").loader(torch.utils.data.DataLoader(Words()), 1)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.complex64, torch.bool])
+def test_values_of_any_type_are_all_reduced(dtype: torch.dtype) -> None:
+    value = torch.tensor([1, 0, 1]).to(dtype)
+    assert init("single").all_reduce(value, "sum").tolist() == [1, 0, 1]
+
+
 class Words(torch.utils.data.Dataset[str]):
     def __len__(self) -> int:
         return 5

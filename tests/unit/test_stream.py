@@ -134,6 +134,30 @@ def test_a_rank_without_a_sample_is_told() -> None:
         list(loader)
 
 
+def test_an_epoch_without_a_step_is_told() -> None:
+    for drop_last in (False, True):
+        with pytest.raises(TrainerError, match="no samples for a step of this epoch"):
+            list(StreamLoader(Numbers(0, 0), 2, drop_last=drop_last))
+
+
+def test_workers_see_each_epoch_of_a_stream_that_counts_them() -> None:
+    class Counted(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.epochs[-1:])
+
+        def __len__(self) -> int:
+            raise TypeError
+
+    loader = StreamLoader(Counted(0, 1), 1, num_workers=1, persistent_workers=True)
+    assert [batch.tolist() for _ in range(3) for batch in loader] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), torch.zeros(2), None])
+def test_what_a_batch_counts_for_is_a_number(count: Any) -> None:
+    with pytest.raises(TrainerError, match=r"weigh_by has returned .* it takes a number that is at least 0"):
+        list(StreamLoader(Numbers(0, 4), 2, weigh_by=lambda _: count))
+
+
 def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
     with pytest.raises(TypeError, match="without __len__"):
         len(StreamLoader(Numbers(0, 4), 2, world=FIRST_OF_TWO, group=TwoRanks(None)))
@@ -151,6 +175,8 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
             "the loader of a stream has no option 'shuffle'; valid are",
         ),
         ({1: 2}.keys(), {"batch_size": 2}, "dict_keys can only be iterated over, and has no shard"),
+        (iter([1, 2]), {"batch_size": 2}, "list_iterator is an iterator, which ends with the first epoch"),
+        (Numbers(0, 4), {"batch_size": 2, "training": False, "weigh_by": len}, "weigh_by is for training"),
         (Numbers(0, 8), {"batch_size": 2}, r"Numbers has 8 samples, and its shard\(\) gives the ranks 4 \+ 5 = 9"),
     ],
 )

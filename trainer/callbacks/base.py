@@ -74,7 +74,7 @@ class ProgressEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
-    """A point of the training, every `log_every_updates` updates."""
+    """A point of the training, every `log_every_updates` updates and after an epoch's last one."""
 
     update: int
     """Updates since the fit began, this one included."""
@@ -123,7 +123,7 @@ class Callback:
         """Runs a few times a second, not at the same step on every rank: nothing collective may happen here."""
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
-        """Runs every `log_every_updates` updates, after the same update on every rank."""
+        """Runs every `log_every_updates` updates and after an epoch's last one, the same on every rank."""
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         """Runs after an epoch and its evaluation, with the same record on every rank."""

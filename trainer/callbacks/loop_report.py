@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +17,9 @@ from trainer.callbacks.run_folder import RunFolder, describe_optimizer, describe
 from trainer.errors import ConfigError
 from trainer.launch.world import World
 
+Settings = Mapping[str, Any] | Namespace
+"""What a script was called with, as a mapping or as argparse returns it."""
+
 _INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
 
@@ -25,8 +30,7 @@ class _Loader(Protocol):
     training: bool
     epoch: int
 
-    @property
-    def step_size(self) -> int: ...
+    def samples_after(self, steps: int) -> int: ...
     @property
     def epoch_samples(self) -> int | None: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -44,8 +48,7 @@ class LoopReport:
         self._world, self._settings = world, settings
         self.optimizers: dict[Optimizer, None] = {}
         """Those that were prepared, for settings.json."""
-        self.epochs: range | None = None
-        """All epochs of the loop, from 0, where they are counted."""
+        self._epochs: range | None = None
         self._folder: RunFolder | None = None
         self._display: Display | None = None
         self._has_use, self._began = False, 0.0
@@ -54,7 +57,7 @@ class LoopReport:
     def open(
         self,
         folder: str | Path,
-        settings: Mapping[str, Any] | None,
+        settings: Settings | None,
         broadcast_object: Callable[[Any], Any],
         *,
         tensorboard: bool,
@@ -65,7 +68,8 @@ class LoopReport:
 
         def make() -> RunFolder:
             optimizers = {"optimizers": [describe_optimizer(one) for one in self.optimizers]}
-            facts = {"settings": dict(settings or {}), **self._settings, **optimizers, **describe_run(self._world)}
+            own = vars(settings) if isinstance(settings, Namespace) else settings or {}
+            facts = {"settings": dict(own), **self._settings, **optimizers, **describe_run(self._world)}
             return RunFolder(folder, facts, tensorboard=tensorboard)
 
         path, self._folder = open_on_root(self._world, broadcast_object, make)
@@ -78,6 +82,9 @@ class LoopReport:
         Raises:
             ConfigError: a value is not a number, or there is neither a folder nor progress.
         """
+        for name in ("step", "seconds"):
+            if name in values:
+                raise ConfigError(f"run.log writes {name!r} itself; call the value something else")
         if not self._has_use:
             raise ConfigError(
                 "run.log has nowhere to write: call run.record() for a folder, or go over the loader with "
@@ -86,10 +93,16 @@ class LoopReport:
         if not self._world.is_root:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}
+        step = int(step)
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
             self._folder.append_step(step, numbers)
             self._folder.plot(step, numbers)
+
+    def count(self, epochs: range) -> Iterator[int]:
+        """Yield the numbers of these epochs, from 0."""
+        self._epochs, self._began = epochs, 0.0
+        return iter(epochs)
 
     def watch(self, loader: _Loader) -> Iterator[Any]:
         """See `Run.progress`."""
@@ -107,14 +120,14 @@ class LoopReport:
         if loader.training:
             self._began = self._began or started
         next_show = started + _INTERVAL_S
-        samples, step_size = loader.epoch_samples, loader.step_size
+        samples = loader.epoch_samples
         try:
             for number, batch in enumerate(loader, 1):
                 yield batch
                 now = time.monotonic()
                 if now >= next_show:
                     next_show = now + _INTERVAL_S
-                    done = number * step_size if samples is None else min(number * step_size, samples)
+                    done = min(loader.samples_after(number), samples or sys.maxsize)
                     details = [*self._shown, f"{done / (now - started):,.0f} samples/s"]
                     if samples is not None:
                         details.append(f"{clock(self._left(loader, done, samples, started, now))} left")
@@ -125,12 +138,12 @@ class LoopReport:
     def _name(self, loader: _Loader) -> str:
         if not loader.training:
             return "evaluation"
-        of_all = f"/{self.epochs.stop}" if self.epochs is not None and self._counts(loader) else ""
+        of_all = f"/{self._epochs.stop}" if self._epochs is not None and self._counts(loader) else ""
         return f"epoch {loader.epoch}{of_all}"
 
     def _left(self, loader: _Loader, done: int, samples: int, started: float, now: float) -> float:
         """Return the seconds that are left: of all epochs where they are counted."""
-        epochs = self.epochs
+        epochs = self._epochs
         if epochs is None or not self._counts(loader):
             return (now - started) / done * (samples - done)
         # With what happens between the epochs, such as an evaluation.
@@ -139,7 +152,7 @@ class LoopReport:
 
     def _counts(self, loader: _Loader) -> bool:
         """Return whether this pass is one of the loop's epochs."""
-        epochs = self.epochs
+        epochs = self._epochs
         return loader.training and epochs is not None and loader.epoch in range(epochs.start + 1, epochs.stop + 1)
 
 

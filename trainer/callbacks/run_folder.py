@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class RunFolder:
     def append(self, name: str, entry: Mapping[str, Any]) -> None:
         """Add a line of JSON to a file."""
         with (self.path / name).open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            # JSON has no NaN and no infinity.
+            numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
+            file.write(json.dumps(dict.fromkeys(entry) | numbers) + "\n")
 
     def append_step(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to steps.jsonl, with the seconds since the run began."""

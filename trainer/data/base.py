@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.world import World
 from trainer.profiling.step_timer import TimedPlan, step_timer
 
@@ -50,6 +51,7 @@ class Loader(ABC):
     Args:
         world: the ranks that share the dataset.
         training: False for an evaluation.
+        accumulate: steps whose gradients form one update.
         weigh_by: returns what a batch counts for in the mean of an update: its tokens, say, instead of its samples.
         on_step: called with each training step before its batch is yielded, and after the last one.
         group: the ranks' collectives; not needed on a single rank.
@@ -60,11 +62,14 @@ class Loader(ABC):
         world: World,
         *,
         training: bool,
+        accumulate: int,
         weigh_by: Callable[[Any], Tensor | float] | None,
         on_step: Callable[[Step], None] | None,
         group: Group | None,
     ) -> None:
-        self.world, self.training = world, training
+        if weigh_by is not None and not training:
+            raise ConfigError("weigh_by is for training; in an evaluation, add up what you need of each batch")
+        self.world, self.training, self.accumulate = world, training, accumulate
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
@@ -88,6 +93,18 @@ class Loader(ABC):
     @abstractmethod
     def _timed_plan(self) -> TimedPlan:
         """What the step timer asks of an epoch."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in an epoch of `len(self)` steps; the last one may have fewer steps than the others."""
+        return -(-len(self) // self.accumulate)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def samples_after(self, steps: int) -> int:
+        """Return the samples that all ranks together have taken after this many steps of the epoch."""
 
     @abstractmethod
     def own_samples(self) -> Iterator[Step]:
@@ -126,7 +143,7 @@ class Loader(ABC):
             update.append(step)
             if not step.closes_update:
                 continue
-            counts = [float(weigh_by(step.batch)) if step.count else 0.0 for step in update]
+            counts = [_count_of(step.batch, weigh_by) if step.count else 0.0 for step in update]
             total = torch.tensor(sum(counts), dtype=torch.float64)
             if self._group is not None:
                 total = self._group.all_reduce(total, "sum")
@@ -137,12 +154,27 @@ class Loader(ABC):
                 yield weighed
 
 
+def _count_of(batch: Any, weigh_by: Callable[[Any], Tensor | float]) -> float:
+    found = weigh_by(batch)
+    try:
+        count = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not 0 <= count < math.inf:
+        raise TrainerError(f"weigh_by has returned {found!r} for a batch; it takes a number that is at least 0")
+    return count
+
+
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can be iterated over and has no `__getitem__` of its own."""
-    # PyTorch's IterableDataset inherits one that raises.
-    return isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
+    """Return whether a dataset can be iterated over and has no `__getitem__` of its own.
+
+    Raises:
+        ConfigError: it is a DataLoader, whose batches would be taken for samples.
+    """
+    if isinstance(dataset, DataLoader):
+        raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")
+    indexed = getattr(type(dataset), "__getitem__", None)
+    return hasattr(dataset, "__iter__") and indexed in (None, Dataset.__getitem__)  # the latter raises
 
 
 _OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",

@@ -104,7 +104,14 @@ class ShardedLoader(Loader):
             raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
         if sampler is not None and shuffle is not None:
             raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
-        super().__init__(world or current_world(), training=training, weigh_by=weigh_by, on_step=on_step, group=group)
+        super().__init__(
+            world or current_world(),
+            training=training,
+            accumulate=accumulate,
+            weigh_by=weigh_by,
+            on_step=on_step,
+            group=group,
+        )
         self.dataset_length = _length(dataset)
         """Samples in the dataset, of which an epoch may take others."""
         shuffle = training if shuffle is None else shuffle
@@ -127,6 +134,9 @@ class ShardedLoader(Loader):
     @property
     def epoch_samples(self) -> int:
         return self.plan.samples
+
+    def samples_after(self, steps: int) -> int:
+        return min(steps * self.plan.step_size, self.plan.samples)
 
     @property
     def must_agree(self) -> dict[str, Any]:

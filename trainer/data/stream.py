@@ -68,11 +68,23 @@ class StreamLoader(Loader):
         **options: Any,
     ) -> None:
         check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
-        super().__init__(world or current_world(), training=training, weigh_by=weigh_by, on_step=on_step, group=group)
+        super().__init__(
+            world or current_world(),
+            training=training,
+            accumulate=accumulate,
+            weigh_by=weigh_by,
+            on_step=on_step,
+            group=group,
+        )
         sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
         self._step_size = sum(sizes)
+        if hasattr(dataset, "__next__"):
+            raise ConfigError(
+                f"{type(dataset).__name__} is an iterator, which ends with the first epoch; give a dataset whose "
+                "__iter__ begins anew"
+            )
         self.dataset = dataset if already_sharded else _part(dataset, self.world)
-        self.accumulate, self.drop_last = accumulate, drop_last
+        self.drop_last = drop_last
         self.samples = 0
         """Samples that all ranks have drawn so far in this epoch of a training."""
         self._seed = seed
@@ -83,6 +95,8 @@ class StreamLoader(Loader):
         known = [length for length in lengths if length is not None]
         self._epoch_samples = sum(known) if len(known) == len(lengths) else None
         self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
+        if hasattr(self.dataset, "set_epoch"):
+            options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
         options["collate_fn"] = _Counting(options.get("collate_fn") or default_collate)
         self._batches = DataLoader(
             self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
@@ -100,6 +114,9 @@ class StreamLoader(Loader):
     @property
     def epoch_samples(self) -> int | None:
         return self._epoch_samples
+
+    def samples_after(self, steps: int) -> int:
+        return self.samples if self.training else steps * self.step_size
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -132,6 +149,8 @@ class StreamLoader(Loader):
         while len(totals) == self.accumulate:
             drawn = list(islice(batches, self.accumulate))
             totals = self._totals(drawn)
+            if not totals and self.samples == 0:
+                raise TrainerError("the ranks' streams have no samples for a step of this epoch")
             self.samples += sum(totals)
             for place in range(len(totals)):
                 # Where this rank's part has ended, its last batch comes again, with weight 0.

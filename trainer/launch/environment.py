@@ -33,6 +33,10 @@ _LAUNCHERS = (
 )
 
 
+# Without these, a launcher that calls torchrun says nothing of this process.
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID")
+
+
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the launcher of this process, its rank and the world size.
 
@@ -85,8 +89,10 @@ def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
             alone = environ.get("GROUP_WORLD_SIZE") == "1" and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             if alone and outer.size > 1:
                 raise ConfigError(
-                    f"{nested}, so that several models train side by side; start the script with one of the two, or "
-                    f"join all nodes with torchrun --nnodes {outer.size} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+                    f"{nested}, so that several models may train side by side; start the script with one of the two. "
+                    f"If {outer.launcher} starts torchrun on every node, join them: torchrun --nnodes {outer.size} "
+                    "--rdzv-backend c10d --rdzv-endpoint HOST:29500. If they shall train side by side, call the script "
+                    f"with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
                 )
         elif outer.launcher != "srun" and outer.size > 1 and (inner.rank, inner.size) != (outer.rank, outer.size):
             raise ConfigError(f"{nested}; start the script with one of the two")

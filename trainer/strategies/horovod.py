@@ -240,7 +240,9 @@ class _AnyOrder:
         sent, context = self._compression.compress(tensor.contiguous())
         return sent, (context, tensor)
 
-    def decompress(self, sent: Tensor, context: tuple[Any, Tensor]) -> Tensor:
+    def decompress(self, sent: Tensor, context: tuple[Any, Tensor] | None) -> Tensor:
+        if context is None:  # a sparse gradient, which Horovod gathers uncompressed
+            return sent
         found: Tensor = self._compression.decompress(sent, context[0])
         return found if context[1].is_contiguous() else context[1].copy_(found)
 
