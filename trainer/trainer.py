@@ -88,7 +88,7 @@ class Trainer:
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._updates = 0
+        self._updates = self._last_update = 0
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
@@ -169,7 +169,7 @@ class Trainer:
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        self._begin_epoch()
+        self._begin_epoch(epoch * loader.updates)
         sums = Sums(("loss",), self.world.device)
         started = time.perf_counter()
         next_event = started + _PROGRESS_INTERVAL_S
@@ -202,7 +202,8 @@ class Trainer:
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, last_update: int) -> None:
+        self._last_update = last_update
         if not self.model.training:  # else each module stays in the mode that the user has chosen for it
             self.model.train()
         self.optimizer.zero_grad()
@@ -236,8 +237,7 @@ class Trainer:
         self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, seconds: float
     ) -> None:
         loss = self._finite(sums, epoch, step + 1)
-        samples = loader.plan.samples
-        done = min(samples, (step + 1) * loader.plan.step_size)
+        samples, done = loader.plan.samples, loader.samples_after(step + 1)
         event = ProgressEvent(
             epoch=epoch, epochs=context.epochs, done=done, samples=samples, loss=loss, seconds=seconds
         )
@@ -247,7 +247,7 @@ class Trainer:
         self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, rate: float
     ) -> None:
         every = self.config.log_every_updates
-        if not every or (self._updates % every and step + 1 < len(loader)):
+        if not every or (self._updates % every and self._updates != self._last_update):
             return
         loss = sums.mean_since_last()
         if not math.isfinite(loss):

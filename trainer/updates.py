@@ -139,7 +139,7 @@ class Updates:
         for synchronizer in self._active:
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
-        if not self._is_local:  # a rank may take more passes without an exchange than another
+        if self._active and not self._is_local:  # a rank may take more passes without an exchange than another
             self._periodic.compare_when_due(self._synchronizers, self._epoch)
         if self._scaler is not None:
             self._scaler.update(self._synchronizers)

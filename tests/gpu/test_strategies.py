@@ -67,7 +67,7 @@ def prepare(job: Job) -> dict[str, str]:
     return share(job.ranks)
 
 
-@pytest.mark.parametrize("job", map(possible, JOBS), ids=str)
+@pytest.mark.parametrize("job", [possible(job) for job in JOBS], ids=str)
 def test_job_runs_on_the_device_and_over_nccl(job: Job) -> None:
     env = prepare(job)
     outcome = run(job, DEVICE, JOB_TIMEOUT_S, **env).outcome

@@ -216,6 +216,7 @@ def test_a_local_job_keeps_the_environment_off_its_command_lines(monkeypatch: py
     assert done.stdout.count(SECRET) == 1
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
 def test_a_file_that_is_imported_in_place_of_the_package_is_named(tmp_path: Path, controller: str) -> None:
     (tmp_path / "trainer.py").touch()

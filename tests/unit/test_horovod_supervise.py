@@ -14,6 +14,8 @@ import psutil
 import pytest
 from horovod.runner.util import supervise
 
+pytestmark = pytest.mark.distributed
+
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 # A program that runs the rest of its command line under supervision, and says how it ended.
 SUPERVISED = """
