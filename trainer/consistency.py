@@ -33,9 +33,7 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
 
 
 class PeriodicCheck:
-    """Compares the ranks' optimizers and epochs at the backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
-
-    Only passes whose gradients are all-reduced count, because ranks may differ in the others.
+    """Compares the ranks' optimizers and epochs at the optimizers' steps 0, 1, 2, 4, … 1024, 2048, 3072, …
 
     A scheduler that was stepped on one rank only, or with a loss that is one rank's, lets the ranks drift apart
     without an error. So does a loader that one rank alone has begun to iterate over.
@@ -43,17 +41,17 @@ class PeriodicCheck:
 
     def __init__(self, strategy: Strategy) -> None:
         self._due = 0 if strategy.world.size > 1 else -1
-        self._passes = 0
+        self._steps = 0
         self._strategy = strategy
 
     def compare_when_due(self, optimizers: Iterable[Optimizer], epoch: int) -> None:
-        """Count a backward pass, and compare with rank 0 where it is one of these. Collective then.
+        """Count a step, and compare with rank 0 where it is one of these. Collective then.
 
         Raises:
             ConfigError: a rank has another learning rate or other settings, or is in another epoch.
         """
-        self._passes += 1
-        if self._passes - 1 != self._due:
+        self._steps += 1
+        if self._steps - 1 != self._due:
             return
         self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
         facts: dict[str, object] = {"the loader's epoch (from 0)": epoch}

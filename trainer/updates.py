@@ -139,8 +139,6 @@ class Updates:
         for synchronizer in self._active:
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
-        if self._active and not self._is_local:  # a rank may take more passes without an exchange than another
-            self._periodic.compare_when_due(self._synchronizers, self._epoch)
         if self._scaler is not None:
             self._scaler.update(self._synchronizers)
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
@@ -274,6 +272,8 @@ class Updates:
                 stepped.clear()
             synchronizer.finish()
             stepped.add(optimizer)
+        if self._synchronizers[optimizer]:  # here, as a rank may have taken other backward passes, or none
+            self._periodic.compare_when_due(self._synchronizers, self._epoch)
         self._backwards_at_step[optimizer] = self._backwards
         if self._scaler is not None:
             self._scaler.unscale(optimizer)

@@ -184,7 +184,7 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         check_devices(Gathered(("a", "GPU-0", False), ("a", "GPU-1", False), device="cuda:0"))
 
 
-def test_optimizers_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:
+def test_optimizers_are_compared_often_at_first_and_then_every_1024_steps() -> None:
     check, due = PeriodicCheck(Gathered(("a", {}), ("b", {}))), []
     for number in range(4000):
         try:
