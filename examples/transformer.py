@@ -1,4 +1,4 @@
-"""A small transformer that predicts the next byte, for language_model.py and language_model_plain.py."""
+"""A small transformer that predicts the next byte, for next_byte.py and next_byte_plain.py."""
 
 from __future__ import annotations
 

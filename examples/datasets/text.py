@@ -1,4 +1,4 @@
-"""Lines of text files as sequences of bytes, for a small language model."""
+"""Lines of text files as sequences of bytes, for a model that predicts the next byte."""
 
 from __future__ import annotations
 

@@ -69,11 +69,11 @@ HERE = {
     "make help": Run(prints="check-gpu"),
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
-    "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
+    "diff -y -W 230 examples/next_byte_plain.py examples/next_byte.py": Run(
         append="|| test $? = 1", prints="run = trainer.init("
     ),
-    "python examples/language_model_plain.py --no-shuffle": Run(append="--epochs 1", prints="epoch 1/1: test loss"),
-    "horovodrun -np 2 python examples/language_model.py --no-shuffle": Run(
+    "python examples/next_byte_plain.py --no-shuffle": Run(append="--epochs 1", prints="epoch 1/1: test loss"),
+    "horovodrun -np 2 python examples/next_byte.py --no-shuffle": Run(
         append="--epochs 1", prints="epoch 1/1: test loss"
     ),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),

@@ -1,8 +1,8 @@
-"""A small language model, trained on text files with a loop of one's own. Read it beside language_model_plain.py.
+"""A transformer that predicts the next byte, with a loop of one's own. Read it beside next_byte_plain.py.
 
-python examples/language_model.py
-horovodrun -np 2 python examples/language_model.py
-horovodrun -np 4 -H a:2,b:2 python examples/language_model.py
+python examples/next_byte.py
+horovodrun -np 2 python examples/next_byte.py
+horovodrun -np 4 -H a:2,b:2 python examples/next_byte.py
 
 AdamW with two parameter groups, a cosine schedule with warm-up, accumulation, clipping, bfloat16, batches that are
 dicts from a collate function, a loss that is a mean over tokens, and an evaluation. Any number of ranks ends with the

@@ -1,6 +1,6 @@
-"""A small language model, trained on text files by plain PyTorch on one device. Read it beside language_model.py.
+"""A transformer that predicts the next byte, in plain PyTorch on one device. Read it beside next_byte.py.
 
-python examples/language_model_plain.py
+python examples/next_byte_plain.py
 
 AdamW with two parameter groups, a cosine schedule with warm-up, accumulation, clipping, bfloat16, batches that are
 dicts from a collate function, a loss that is a mean over tokens, and an evaluation.
