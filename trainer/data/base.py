@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.world import World
+from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import TimedPlan, step_timer
 
 
@@ -49,7 +49,7 @@ class Loader(ABC):
     """Iterating yields an epoch of batches on the rank's device.
 
     Args:
-        world: the ranks that share the dataset.
+        world: the ranks that share the dataset; by default the world that this process was launched into.
         training: False for an evaluation.
         accumulate: steps whose gradients form one update.
         weigh_by: returns what a batch counts for in the mean of an update: its tokens, say, instead of its samples.
@@ -59,7 +59,7 @@ class Loader(ABC):
 
     def __init__(
         self,
-        world: World,
+        world: World | None,
         *,
         training: bool,
         accumulate: int,
@@ -69,7 +69,8 @@ class Loader(ABC):
     ) -> None:
         if weigh_by is not None and not training:
             raise ConfigError("weigh_by is for training; in an evaluation, add up what you need of each batch")
-        self.world, self.training, self.accumulate = world, training, accumulate
+        self.world = world or current_world()
+        self.training, self.accumulate = training, accumulate
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
@@ -175,6 +176,12 @@ def is_stream(dataset: Any) -> bool:
         raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")
     indexed = getattr(type(dataset), "__getitem__", None)
     return hasattr(dataset, "__iter__") and indexed in (None, Dataset.__getitem__)  # the latter raises
+
+
+def check_one_size(batch_size: int | None, global_batch_size: int | None) -> None:
+    """Raise `ConfigError` unless exactly one of the two is given."""
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
 
 
 _OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.data.base import Group, Loader, Step, check_options, is_stream
+from trainer.data.base import Group, Loader, Step, check_one_size, check_options, is_stream
 from trainer.data.moving import move
 from trainer.data.order import EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.errors import ConfigError
-from trainer.launch.world import World, current_world
+from trainer.launch.world import World
 
 Batch = tuple[Any, Any]
 
@@ -96,21 +96,12 @@ class ShardedLoader(Loader):
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        if (batch_size is None) == (global_batch_size is None):
-            raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
-        check_options(options, ("sampler", "drop_last", "weigh_by", "num_workers"))
-        if options and isinstance(dataset, InMemory):
-            name = next(iter(options))
-            raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
+        check_one_size(batch_size, global_batch_size)
+        _check_options(dataset, options)
         if sampler is not None and shuffle is not None:
             raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
         super().__init__(
-            world or current_world(),
-            training=training,
-            accumulate=accumulate,
-            weigh_by=weigh_by,
-            on_step=on_step,
-            group=group,
+            world, training=training, accumulate=accumulate, weigh_by=weigh_by, on_step=on_step, group=group
         )
         self.dataset_length = _length(dataset)
         """Samples in the dataset, of which an epoch may take others."""
@@ -222,6 +213,13 @@ class _Places(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
+    check_options(options, ("sampler", "drop_last", "weigh_by", "num_workers"))
+    if options and isinstance(dataset, InMemory):
+        name = next(iter(options))
+        raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
 
 
 def _length(dataset: Any) -> int:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainer.data.base import Group, Loader, Step, check_options
+from trainer.data.base import Group, Loader, Step, check_one_size, check_options
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.world import World, current_world
+from trainer.launch.world import World
 
 _Counted = tuple[int, Any]
 
@@ -69,21 +69,11 @@ class StreamLoader(Loader):
     ) -> None:
         check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
         super().__init__(
-            world or current_world(),
-            training=training,
-            accumulate=accumulate,
-            weigh_by=weigh_by,
-            on_step=on_step,
-            group=group,
+            world, training=training, accumulate=accumulate, weigh_by=weigh_by, on_step=on_step, group=group
         )
         sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
         self._step_size = sum(sizes)
-        if hasattr(dataset, "__next__"):
-            raise ConfigError(
-                f"{type(dataset).__name__} is an iterator, which ends with the first epoch; give a dataset whose "
-                "__iter__ begins anew"
-            )
-        self.dataset = dataset if already_sharded else _part(dataset, self.world)
+        self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
         self.drop_last = drop_last
         self.samples = 0
         """Samples that all ranks have drawn so far in this epoch of a training."""
@@ -95,14 +85,16 @@ class StreamLoader(Loader):
         known = [length for length in lengths if length is not None]
         self._epoch_samples = sum(known) if len(known) == len(lengths) else None
         self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
+        self._batches = self._make_batches(sizes[self.world.rank], {"num_workers": num_workers, **options})
+
+    def _make_batches(self, batch_size: int, options: dict[str, Any]) -> DataLoader[Any]:
         if hasattr(self.dataset, "set_epoch"):
             options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
         options["collate_fn"] = _Counting(options.get("collate_fn") or default_collate)
-        self._batches = DataLoader(
+        return DataLoader(
             self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
-            batch_size=sizes[self.world.rank],
-            num_workers=num_workers,
-            drop_last=drop_last,
+            batch_size=batch_size,
+            drop_last=self.drop_last,
             generator=torch.Generator(),  # its own: DataLoader would draw from torch's, and change what dropout draws
             **{"pin_memory": self.world.device.type == "cuda"} | options,
         )
@@ -206,8 +198,7 @@ class _Iterable(IterableDataset[Any]):
 
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:
     """Return each rank's samples per step."""
-    if (batch_size is None) == (global_batch_size is None):
-        raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
+    check_one_size(batch_size, global_batch_size)
     if batch_size is not None:
         if batch_size < 1:
             raise ConfigError(f"batch size is {batch_size}; it must be at least 1")
@@ -220,8 +211,13 @@ def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: i
     return [whole // ranks + (rank < whole % ranks) for rank in range(ranks)]
 
 
-def _part(dataset: Any, world: World) -> Any:
-    if world.size == 1:
+def _part(dataset: Any, world: World, *, already_sharded: bool) -> Any:
+    if hasattr(dataset, "__next__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} is an iterator, which ends with the first epoch; give a dataset whose __iter__ "
+            "begins anew"
+        )
+    if already_sharded or world.size == 1:
         return dataset
     if not hasattr(dataset, "shard"):
         raise ConfigError(
