@@ -113,7 +113,8 @@ def leave_out(layers: Iterable[_BatchNorm], padding: bool) -> None:
         if isinstance(layer, GlobalBatchNorm):
             layer.counts = not padding
         elif padding:
-            layer.momentum, _MOMENTUM[layer] = 0.0, layer.momentum
+            _MOMENTUM.setdefault(layer, layer.momentum)
+            layer.momentum = 0.0
         elif layer in _MOMENTUM:
             layer.momentum = _MOMENTUM.pop(layer)
 

@@ -41,7 +41,7 @@ class Updates:
         self._active: list[Synchronizer] = []
         self._synchronizers: dict[Optimizer, list[Synchronizer]] = {}
         self._stepped: dict[Synchronizer, set[Optimizer]] = {}
-        self._norms: list[_BatchNorm] = []
+        self._norms: set[_BatchNorm] = set()
         self._is_padding = False
         self._scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
         self._weight, self._is_local = 1.0, False
@@ -72,7 +72,7 @@ class Updates:
         self._frozen.pop(model, None)
         if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
             self._frozen[model] = frozen
-        self._norms += [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        self._norms |= {layer for layer in model.modules() if isinstance(layer, _BatchNorm)}
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""

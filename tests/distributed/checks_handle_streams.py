@@ -112,7 +112,8 @@ def check_a_stream_that_cannot_be_shared_exactly_is_refused(strategy: Strategy) 
 def check_a_rank_whose_stream_has_ended_keeps_its_statistics(strategy: Strategy) -> None:
     data, rank = make_data(SAMPLES), strategy.world.rank
     run, model = init(strategy), make_model(batch_norm=True)
-    forward, optimizer = run.prepare(model, sgd(model))
+    for _ in range(2):  # the second time as for a second stage of a training
+        forward, optimizer = run.prepare(model, sgd(model))
     loader = run.loader(Stream(data, 0, BATCH * (1 + rank)), BATCH, already_sharded=True)
     seen: list[tuple[int, Tensor]] = []
     for inputs, targets in loader:
@@ -123,3 +124,4 @@ def check_a_rank_whose_stream_has_ended_keeps_its_statistics(strategy: Strategy)
     assert len(seen) == run.world_size
     for (_, before), (samples, after) in itertools.pairwise(seen):
         assert torch.equal(before, after) is (samples == 0)
+    assert [layer.momentum for layer in model if isinstance(layer, torch.nn.BatchNorm2d)] == [0.1]
