@@ -124,4 +124,4 @@ def check_a_rank_whose_stream_has_ended_keeps_its_statistics(strategy: Strategy)
     assert len(seen) == run.world_size
     for (_, before), (samples, after) in itertools.pairwise(seen):
         assert torch.equal(before, after) is (samples == 0)
-    assert [layer.momentum for layer in model if isinstance(layer, torch.nn.BatchNorm2d)] == [0.1]
+    assert [layer.momentum for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)] == [0.1]
