@@ -1,0 +1,281 @@
+"""Trials of checkpoints on a disk that fails, in a process that may be killed at any call.
+
+`run` starts a process with the faulty disk. It imports PyTorch once, and forks a child for each trial. Before a trial
+there are the checkpoints 1 and 2. The child saves 3 and removes 1, while one thing goes wrong. Then the parent looks
+at what is there. In a trial of damage, 2 and 3 are there, and a file of 3 is damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.faults.content import FILES, checkpoint_name, is_saved, save
+from tests.faults.damages import DAMAGES
+from tests.faults.faulty_disk import Action, Fault, FaultyDisk, build
+from trainer.checkpoint.commit import find, load, newest, prune, remove_partial
+from trainer.errors import DataError, TrainerError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OLD, _NEW = 2, 3
+_KEEP = 2
+_AT_CALLS = {
+    "killed before a call": Fault(action=Action.KILL_BEFORE),
+    "killed after a call": Fault(action=Action.KILL_AFTER),
+    "power lost before a call, with data that was not synced": Fault(action=Action.LOSE_DATA),
+    "power lost before a call, with data and names that were not synced": Fault(action=Action.LOSE_ALL),
+    "one call fails with ENOSPC": Fault(action=Action.FAIL, error=errno.ENOSPC),
+    "one call fails with EIO": Fault(action=Action.FAIL, error=errno.EIO),
+    "disk full from a call on": Fault(action=Action.FAIL_FROM, error=errno.ENOSPC),
+    "disk broken (EIO) from a call on": Fault(action=Action.FAIL_FROM, error=errno.EIO),
+    "short write": Fault(action=Action.SHORT_WRITE),
+}
+_KILLED_AT_RANDOM = "killed at a random moment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which trials to run."""
+
+    every: int = 1
+    """A fault happens at every call, every second one, …"""
+    random_kills: int = 0
+    damages: int = 0
+    """Trials with each kind of damage."""
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a trial has shown."""
+
+    fault: str
+    """The kind of fault: a line in the table."""
+    detail: str
+    found: int | None = None
+    """The number of the newest valid checkpoint afterwards."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_new(self) -> bool:
+        return self.found == _NEW
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the child that saved has said before it ended."""
+
+    status: int
+    lines: tuple[str, ...]
+
+    @property
+    def is_committed(self) -> bool:
+        return "committed" in self.lines
+
+    @property
+    def error(self) -> str | None:
+        return next((line.removeprefix("error ") for line in self.lines if line.startswith("error ")), None)
+
+
+def run(folder: Path, plan: Plan) -> Iterator[Outcome]:
+    """Run trials in a process of their own, and return each one's outcome when it is known."""
+    environment = {**os.environ, "LD_PRELOAD": str(build(folder)), "PYTHONPATH": str(_ROOT)}
+    command = [sys.executable, "-m", "tests.faults.trials", str(folder), json.dumps(asdict(plan))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT) as process:
+        try:
+            assert process.stdout
+            for line in process.stdout:
+                yield Outcome(**json.loads(line))
+        finally:
+            if sys.exc_info()[0]:
+                process.kill()
+    assert process.returncode == 0, f"the trials ended with {process.returncode}"
+
+
+def _prune(folder: Path) -> None:
+    prune(folder, find(folder)[:_KEEP])
+
+
+def _child(folder: Path, fault: Fault, pipe: int) -> None:
+    """Save, and say after each step that it is done."""
+
+    def say(text: str) -> None:
+        os.write(pipe, f"{text}\n".encode())
+
+    disk = FaultyDisk()
+    disk.watch(folder, fault)
+    say("begun")
+    try:
+        save(folder, _NEW)
+        say("committed")
+        _prune(folder)
+        say("pruned")
+        with suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY))  # counted, so that something can go wrong when all is done
+        say("calls " + " ".join(disk.calls()))
+    except TrainerError as error:
+        say(f"error {error}")
+    except BaseException:
+        say(traceback.format_exc())
+
+
+class Trials:
+    """The trials, with the checkpoints that they begin with."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._before, self._after = folder / "before", folder / "after"
+        self._folder = folder / "trial"
+        self._random = random.Random(seed)
+        for number in (1, 2):
+            save(self._before, number)
+        shutil.copytree(self._before, self._after)
+        save(self._after, _NEW)
+        _prune(self._after)
+
+    def run(self, plan: Plan) -> Iterator[Outcome]:
+        report, seconds = self._save(Fault(action=Action.COUNT))
+        calls = next(line for line in report.lines if line.startswith("calls ")).split()[1:]
+        for name, fault in _AT_CALLS.items():
+            for at in range(1, len(calls) + 1, plan.every):
+                if fault.action != Action.SHORT_WRITE or calls[at - 1] == "write":
+                    yield self._fault(name, Fault(action=fault.action, at=at, error=fault.error), calls[at - 1])
+        for _ in range(plan.random_kills):
+            yield self._random_kill(self._random.uniform(0, 1.1 * seconds))
+        for name in DAMAGES:
+            for _ in range(plan.damages):
+                yield self._damage(name)
+
+    def _save(self, fault: Fault, kill_after_s: float | None = None) -> tuple[_Report, float]:
+        """Save in a child, and return what it said and how long it took, in seconds."""
+        _replace(self._folder, self._before)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                _child(self._folder, fault, writing)
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as pipe:  # noqa: PTH123 -- a file descriptor has no path
+            said = pipe.readline()
+            begun = time.perf_counter()
+            if kill_after_s is not None:
+                while time.perf_counter() - begun < kill_after_s:
+                    pass
+                os.kill(child, signal.SIGKILL)
+            said += pipe.read()
+        seconds = time.perf_counter() - begun
+        _, status = os.waitpid(child, 0)
+        return _Report(os.waitstatus_to_exitcode(status), tuple(said.decode().splitlines())), seconds
+
+    def _fault(self, name: str, fault: Fault, call: str) -> Outcome:
+        report, _ = self._save(fault)
+        outcome = Outcome(fault=name, detail=f"{fault} ({call})")
+        is_death = fault.action in (Action.KILL_BEFORE, Action.KILL_AFTER, Action.LOSE_DATA, Action.LOSE_ALL)
+        if report.status != (-signal.SIGKILL if is_death else 0):
+            outcome.problems.append(f"the process ended with {report.status}")
+        if fault.action == Action.SHORT_WRITE and "pruned" not in report.lines:
+            outcome.problems.append(f"a short write was not completed: {report.lines}")
+        _check_error(outcome, fault, report)
+        if fault.action == Action.FAIL and report.error and not report.is_committed:
+            self._check(outcome, {_OLD}, {1, _OLD})
+        else:
+            self._check(outcome, *_allowed(report))
+        return outcome
+
+    def _random_kill(self, after_s: float) -> Outcome:
+        report, _ = self._save(Fault(action=Action.COUNT), after_s)
+        outcome = Outcome(fault=_KILLED_AT_RANDOM, detail=f"after {1e6 * after_s:.0f} µs: {report.lines}")
+        self._check(outcome, *_allowed(report))
+        return outcome
+
+    def _damage(self, name: str) -> Outcome:
+        _replace(self._folder, self._after)
+        file = DAMAGES[name](find(self._folder)[0] / self._random.choice(FILES), self._random)
+        outcome = Outcome(fault=name, detail=file.name)
+        self._check(outcome, {_OLD}, {_OLD}, file)
+        return outcome
+
+    def _check(self, outcome: Outcome, allowed: set[int], kept: set[int], damaged: Path | None = None) -> None:
+        """Check which checkpoint is the newest, that nothing else was touched, and that training can go on."""
+        bad: list[str] = []
+        found = newest(self._folder, bad.append)
+        outcome.found = found.facts["number"] if found else None
+        if found is None or outcome.found not in allowed:
+            outcome.problems.append(f"the newest is {outcome.found} and not one of {sorted(allowed)}")
+        elif not is_saved(found, outcome.found):
+            outcome.problems.append(f"{found.path.name} holds something else")
+        if len(bad) != bool(damaged) or (damaged and not _names(bad[0], damaged)):
+            outcome.problems.append(f"named as damaged: {bad}")
+        visible = {path.name for path in find(self._folder)}
+        for name in visible | {checkpoint_name(number) for number in kept}:
+            try:
+                if not damaged or name != damaged.parent.name:
+                    load(self._folder / name)
+            except DataError as error:
+                outcome.problems.append(f"an older one was touched: {error}")
+        if not outcome.problems:
+            self._check_next(outcome)
+
+    def _check_next(self, outcome: Outcome) -> None:
+        assert outcome.found
+        numbers = (outcome.found, outcome.found + 1)
+        remove_partial(self._folder)
+        save(self._folder, numbers[1])
+        _prune(self._folder)
+        left = sorted(path.name for path in self._folder.iterdir())
+        if left != [checkpoint_name(number) for number in numbers]:
+            outcome.problems.append(f"the next save left {left}")
+        elif not is_saved(load(self._folder / left[1]), numbers[1]):
+            outcome.problems.append("the next save saved something else")
+
+
+def _allowed(report: _Report) -> tuple[set[int], set[int]]:
+    """Return which checkpoint may be the newest, and which ones must be there, after what the child has said."""
+    return ({_NEW}, {_OLD, _NEW}) if report.is_committed else ({_OLD, _NEW}, {1, _OLD})
+
+
+def _check_error(outcome: Outcome, fault: Fault, report: _Report) -> None:
+    """An error is one line of a TrainerError, with the cause."""
+    for line in report.lines:
+        if line.split()[0] not in ("begun", "committed", "pruned", "calls", "error"):
+            outcome.problems.append(f"a traceback or a second line: {' / '.join(report.lines)}")
+            return
+    if fault.error and report.error and os.strerror(fault.error) not in report.error:
+        outcome.problems.append(f"the error does not have the cause: {report.error}")
+
+
+def _names(text: str, file: Path) -> bool:
+    return str(file.parent) in text and file.name in text and "\n" not in text
+
+
+def _replace(folder: Path, by: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    shutil.copytree(by, folder)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = Plan(**json.loads(sys.argv[2]))
+    torch.set_num_threads(1)  # a process is forked that has no other threads
+    for outcome in Trials(folder, plan.seed).run(plan):
+        print(json.dumps(asdict(outcome)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
