@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -147,12 +148,14 @@ class Trials:
         _prune(self._after)
 
     def run(self, plan: Plan) -> Iterator[Outcome]:
-        report, seconds = self._save(Fault(action=Action.COUNT))
+        saves = [self._save(Fault(action=Action.COUNT)) for _ in range(5)]
+        report, seconds = saves[0][0], statistics.median(seconds for _, seconds in saves)
         calls = next(line for line in report.lines if line.startswith("calls ")).split()[1:]
         for name, fault in _AT_CALLS.items():
-            for at in range(1, len(calls) + 1, plan.every):
-                if fault.action != Action.SHORT_WRITE or calls[at - 1] == "write":
-                    yield self._fault(name, Fault(action=fault.action, at=at, error=fault.error), calls[at - 1])
+            for at, call in enumerate(calls, 1):
+                is_tried = call == "write" if fault.action == Action.SHORT_WRITE else at % plan.every == 0
+                if is_tried:
+                    yield self._fault(name, Fault(action=fault.action, at=at, error=fault.error), call)
         for _ in range(plan.random_kills):
             yield self._random_kill(self._random.uniform(0, 1.1 * seconds))
         for name in DAMAGES:

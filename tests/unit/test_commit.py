@@ -1,0 +1,417 @@
+"""Checkpoint folders: committed or not there."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.checkpoint import commit as commits
+from trainer.checkpoint import durable
+from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, receive, remove_partial, send
+from trainer.checkpoint.manifest import order_of
+from trainer.errors import DataError, TrainerError
+
+NAME = name_of(1, 2, 300)
+FILES = {"weights.pt": b"w" * 3_000_000, "loader.json": b"{}", "empty": b""}
+
+Writer = Callable[[BinaryIO], object]
+
+
+def writers(contents: Mapping[str, bytes] = FILES) -> dict[str, Writer]:
+    def writer(content: bytes) -> Writer:
+        return lambda file: file.write(content)
+
+    return {name: writer(content) for name, content in contents.items()}
+
+
+def save(folder: Path, update: int, **facts: Any) -> Path:
+    return commit(folder, name_of(1, 1, update), writers(), facts).path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
+def failing_at(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *errors: int) -> None:
+    """The call number `number` (from 0) of os.`name` and those after it fail with these errors, one each."""
+    call, outcomes = getattr(os, name), [0] * number + list(errors)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if outcomes and (code := outcomes.pop(0)):
+            raise OSError(code, os.strerror(code))
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+def test_what_was_committed_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "checkpoints"
+    facts: dict[Any, Any] = {"epoch": 2, "shape": (1, 2), 3: None, "loss": float("inf")}
+    committed = commit(folder, NAME, writers(), facts)
+    assert committed.order == (1, 2, 300)
+    assert committed.facts == {"epoch": 2, "shape": [1, 2], "3": None, "loss": float("inf")}
+    assert {name: entry.size for name, entry in committed.files.items()} == {k: len(v) for k, v in FILES.items()}
+    assert newest(folder, never) == committed == load(folder / NAME)
+    assert {name: (folder / NAME / name).read_bytes() for name in FILES} == FILES
+    assert names(folder) == [NAME]
+
+
+def test_a_renamed_copy_keeps_its_numbers(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    path.rename(tmp_path / "best")
+    assert load(tmp_path / "best").order == (1, 1, 7)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0), (3, 2, 1200), (12345, 10**9, 10**12)])
+def test_a_name_gives_its_numbers_back(numbers: tuple[int, int, int]) -> None:
+    assert order_of(name_of(*numbers)) == numbers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attempt-00001-epoch-0001-update-00000001",  # name_of writes fewer digits
+        "attempt-0001-epoch-0001-update-00000001.old",
+        ".attempt-0001-epoch-0001-update-00000001",
+        "attempt-٠٠٠١-epoch-0001-update-00000001",
+        "latest",
+    ],
+)
+def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert find(tmp_path) == []
+    with pytest.raises(ValueError, match="no name of a checkpoint"):
+        commit(tmp_path, name, {}, {})
+    assert names(tmp_path) == [name]
+
+
+def test_negative_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="not negative"):
+        name_of(1, -1, 0)
+
+
+def test_the_newest_goes_by_numbers_not_by_text(tmp_path: Path) -> None:
+    orders = [(1, 9999, 1), (1, 10000, 0), (2, 1, 5), (2, 1, 100_000_000), (10000, 0, 0)]
+    for order in reversed(orders):
+        commit(tmp_path, name_of(*order), {}, {})
+    assert find(tmp_path) == [tmp_path / name_of(*order) for order in reversed(orders)]
+    assert find(tmp_path / "none") == []
+    assert newest(tmp_path / "none", never) is None
+
+
+def test_the_folder_must_be_readable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"^checkpoints in \S+/file cannot be listed: Not a directory$"):
+        find(tmp_path / "file")
+    with pytest.raises(TrainerError, match=r"^checkpoint \S+ cannot be written: file: File exists$"):
+        save(tmp_path / "file", 1)
+
+
+def damage(path: Path, change: str) -> None:
+    match change:
+        case "has 2,999,999 bytes instead of 3,000,000":
+            os.truncate(path, path.stat().st_size - 1)
+        case "is missing":
+            path.unlink()
+        case "cannot be read: Is a directory":
+            path.unlink()
+            path.mkdir()
+        case _:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ("weights.pt", "has 2,999,999 bytes instead of 3,000,000"),
+        ("weights.pt", "is missing"),
+        ("weights.pt", "cannot be read: Is a directory"),
+        ("weights.pt", "is damaged: its hash is not the manifest's"),
+        ("manifest.json", "is missing"),
+        ("manifest.json", "is damaged"),
+        ("manifest.json", "cannot be read: Is a directory"),
+    ],
+)
+def test_damage_is_named_once_and_an_older_one_is_taken(tmp_path: Path, file: str, problem: str) -> None:
+    older, newer, bad = save(tmp_path, 1), save(tmp_path, 2), list[str]()
+    damage(newer / file, problem)
+    found = newest(tmp_path, bad.append)
+    assert found is not None
+    assert found.path == older
+    assert bad == [f"checkpoint {newer}: {file} {problem}"]
+    # Training goes on from the older one, and comes to the damaged one's place again.
+    save(tmp_path, 2)
+    assert load(newer).path == newer
+    prune(tmp_path, [older, newer])
+    assert names(tmp_path) == [older.name, newer.name]
+
+
+def test_any_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    manifest = commit(tmp_path, NAME, {"a": lambda file: file.write(b"1")}, {"samples": 12}).path / "manifest.json"
+    whole = manifest.read_bytes()
+    for position, byte in enumerate(whole):
+        for flipped in (byte ^ 1, byte ^ 128, 10):
+            if flipped != byte:
+                manifest.write_bytes(whole[:position] + bytes([flipped]) + whole[position + 1 :])
+                with pytest.raises(DataError, match=r"manifest\.json (is damaged|has format \d+; this version)"):
+                    load(manifest.parent)
+    for size in range(len(whole)):
+        manifest.write_bytes(whole[:size])
+        with pytest.raises(DataError, match="is damaged"):
+            load(manifest.parent)
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 1) / "manifest.json"
+    manifest.write_text(json.dumps({"format": 2, "shards": []}))
+    with pytest.raises(DataError, match=r"manifest\.json has format 2; this version of trainer reads format 1$"):
+        load(manifest.parent)
+
+
+def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    prune(tmp_path, [older])
+    listings = iter([[newer, older], [older]])
+    monkeypatch.setattr("trainer.checkpoint.committed.find", lambda folder: next(listings))
+    found = newest(tmp_path, never)
+    assert found is not None
+    assert found.path == older
+
+
+def test_a_valid_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, samples=5)
+    with pytest.raises(TrainerError, match=r"^checkpoint \S+ is there already$"):
+        save(tmp_path, 1, samples=6)
+    assert load(path).facts == {"samples": 5}
+    assert names(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "manifest.json"])
+def test_a_file_lies_in_the_checkpoint_itself(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="valid is a plain file name"):
+        commit(tmp_path, NAME, writers({name: b""}), {})
+    assert names(tmp_path) == []
+
+
+def test_a_check_sees_the_files_and_can_stop_the_commit(tmp_path: Path) -> None:
+    seen = list[list[str]]()
+    commit(tmp_path, NAME, writers(), {}, check=lambda place: seen.append(names(place)))
+    assert seen == [sorted(FILES)]
+
+    def refuse(place: Path) -> None:
+        raise DataError("not finite")
+
+    with pytest.raises(DataError, match="not finite"):
+        commit(tmp_path, name_of(2, 0, 0), writers(), {}, check=refuse)
+    assert names(tmp_path) == [NAME]
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commit(tmp_path, NAME, {**writers(), "last": fail}, {})
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = save(tmp_path, 1)
+    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
+    with pytest.raises(TrainerError) as caught:
+        save(tmp_path, 2)
+    size = sum(file.stat().st_size for file in earlier.iterdir())
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint {tmp_path}/attempt-0001-epoch-0001-update-00000002 cannot be written: ")
+    assert "loader.json: No space left on device; 3,000,000 bytes of it could be written where " in text
+    assert text.endswith(f" were free; {earlier.name} has {size:,}")
+    assert "\n" not in text
+    assert names(tmp_path) == [earlier.name]
+    save(tmp_path, 2)
+
+
+def test_a_quota_has_no_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 0, errno.EDQUOT)
+    with pytest.raises(TrainerError, match=r"weights\.pt: Disk quota exceeded; 0 bytes of it could be written$"):
+        save(tmp_path, 1)
+
+
+@pytest.mark.parametrize("failed", range(6))
+def test_a_sync_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
+    earlier = save(tmp_path, 1)
+    failing_at(monkeypatch, "fsync", failed, errno.EIO)  # four files, the partial folder, its parent
+    with pytest.raises(TrainerError, match=r"cannot be written: \S+: Input/output error$"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == [earlier.name]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("checkpoints").mkdir()
+    failing_at(monkeypatch, "fsync", 4, errno.EINVAL, errno.EINVAL)
+    path = save(tmp_path / "checkpoints", 1)
+    failing_at(monkeypatch, "fsync", 0, errno.EINVAL)
+    prune(path.parent, [])
+    assert names(path.parent) == []
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0])
+def test_short_writes_are_completed_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    write, calls = os.write, list[int]()
+
+    def short(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        return write(descriptor, data[: int(share * len(data))]) if len(calls) < 4 else write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", short)
+    if share:
+        assert (save(tmp_path, 1) / "weights.pt").read_bytes() == FILES["weights.pt"]
+        assert len(calls) > len(FILES)
+    else:
+        with pytest.raises(TrainerError, match=r"weights\.pt: the file system takes no more bytes$"):
+            save(tmp_path, 1)
+        assert names(tmp_path) == []
+
+
+def test_a_file_that_is_shorter_than_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]) + 1)
+    with pytest.raises(TrainerError, match=r"weights\.pt: it has 2,999,999 bytes after 3,000,000 were written$"):
+        save(tmp_path, 1)
+
+
+def test_pruning_keeps_what_it_is_told_to(tmp_path: Path) -> None:
+    paths = [save(tmp_path, update) for update in range(4)]
+    (tmp_path / "notes").mkdir()
+    prune(tmp_path, paths[2:])
+    assert names(tmp_path) == [paths[2].name, paths[3].name, "notes"]
+    prune(tmp_path / "none", [])
+
+
+def test_an_interrupted_removal_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    with monkeypatch.context() as broken:
+        failing_at(broken, "unlink", 1, errno.EIO)
+        with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: Input/output error$"):
+            prune(tmp_path, [newer])
+    assert find(tmp_path) == [newer]
+    assert len(names(tmp_path)) == 2
+    save(tmp_path, 1)
+    prune(tmp_path, [newer])  # the same name again
+    assert names(tmp_path) == [newer.name]
+    assert not older.exists()
+
+
+def test_what_interrupted_calls_left_is_removed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    others = [".notes.partial", ".run.json.partial", f".{NAME}.backup"]
+    for name in (f".{NAME}.partial", f".{NAME}.removed", f".{path.name}.partial", *others):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "file").touch()
+    (tmp_path / f".{name_of(4, 0, 0)}.partial").symlink_to(tmp_path / others[0])
+    remove_partial(tmp_path)
+    assert names(tmp_path) == sorted([*others, path.name])
+    assert (tmp_path / others[0] / "inner" / "file").exists()
+    remove_partial(tmp_path / "none")
+
+
+def test_a_left_over_does_not_stop_a_commit(tmp_path: Path) -> None:
+    (tmp_path / f".{NAME}.partial").mkdir(parents=True)
+    (tmp_path / f".{NAME}.partial" / "weights.pt").touch()
+    commit(tmp_path, NAME, writers(), {})
+    assert names(tmp_path) == [NAME]
+
+
+def test_a_copy_arrives_with_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.committed._CHUNK_BYTES", 1_000_000)
+    sent = commit(tmp_path / "a", NAME, writers(), {"samples": 7})
+    chunks = list(send(sent.path))
+    assert [len(chunk) for chunk in chunks[1:]] == [1_000_000] * 3 + [2]
+    received = receive(tmp_path / "b", chunks)
+    assert received.path == tmp_path / "b" / NAME
+    assert newest(tmp_path / "b", never) == received
+    assert {name: (received.path / name).read_bytes() for name in names(sent.path)} == {
+        name: (sent.path / name).read_bytes() for name in names(sent.path)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda chunks: [], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
+        (lambda chunks: chunks[1:], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
+        (lambda chunks: chunks[:1], f"checkpoint {NAME}: weights.pt did not arrive as it was sent"),
+        (lambda chunks: chunks[:-1], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+        (lambda chunks: [*chunks[:-1], b"[]"], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+        (lambda chunks: [*chunks[:-1], b"{} "], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+    ],
+)
+def test_a_copy_that_did_not_arrive_is_not_there(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
+) -> None:
+    chunks = change(list(send(commit(tmp_path / "a", NAME, writers(), {}).path)))
+    with pytest.raises(DataError) as caught:
+        receive(tmp_path / "b", chunks)
+    assert str(caught.value) == message
+    assert not (tmp_path / "b").exists() or names(tmp_path / "b") == []
+
+
+def test_a_file_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "loader.json").unlink()
+    with pytest.raises(DataError, match=r"loader\.json cannot be read: No such file or directory$"):
+        list(send(path))
+
+
+def test_pytorch_and_numpy_write_through_the_hash(tmp_path: Path) -> None:
+    state = {"weights": torch.randn(1000, 500), "step": torch.tensor(3)}
+    array = np.arange(300_000)
+    files: dict[str, Writer] = {
+        "model.pt": lambda file: torch.save(state, file),
+        "array.npy": lambda file: np.save(file, array),
+        "closed": lambda file: io.TextIOWrapper(file, write_through=True).write("text"),
+    }
+    path = commit(tmp_path, NAME, files, {}).path
+    load(path)
+    read = torch.load(path / "model.pt", weights_only=True, mmap=True)
+    assert torch.equal(read["weights"], state["weights"])
+    assert np.array_equal(np.load(path / "array.npy"), array)
+    assert (path / "closed").read_text() == "text"
+
+
+def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
+    with pytest.raises(TrainerError, match=r"model\.pt: No space left on device"):
+        commit(tmp_path, NAME, {"model.pt": lambda file: torch.save(torch.randn(1_000_000), file)}, {})
+    assert names(tmp_path) == []
+
+
+def test_a_writer_cannot_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 0, errno.EIO)
+    kept = list[BinaryIO]()
+
+    def careless(file: BinaryIO) -> None:
+        kept.append(file)
+        for _ in range(3):
+            with pytest.raises(OSError, match="Input/output error"):
+                file.write(b"1" * (durable._BUFFER_BYTES + 1))
+
+    with pytest.raises(TrainerError, match="Input/output error"):
+        commit(tmp_path, NAME, {"careless": careless}, {})
+    assert kept[0].closed
+    assert commits.find(tmp_path) == []
