@@ -31,6 +31,8 @@ class Step:
     """Whether the gradients are all-reduced and applied after this step."""
     epoch: int = 0
     """Number of the epoch, from 0."""
+    taken: int = 0
+    """Samples of this epoch that all ranks together have taken, those of this step included."""
 
 
 NO_STEP = Step(None, 1, 1.0, True)
@@ -43,6 +45,22 @@ class Group(Protocol):
     def all_reduce(self, value: Tensor, reduction: str) -> Tensor: ...
     def all_gather(self, value: Any) -> list[Any]: ...
     def broadcast(self, value: Any) -> Any: ...
+
+
+class Observer(Protocol):
+    """What is told of a loader's passes. Every rank's is told at the same places."""
+
+    def begun(self, loader: Loader, *, is_resumed: bool) -> None:
+        """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
+
+    def updated(self, loader: Loader) -> None:
+        """Runs after an update, before the next batch is drawn."""
+
+    def exhausted(self, loader: Loader) -> None:
+        """Runs after the last batch of a pass."""
+
+    def ended(self, loader: Loader) -> None:
+        """Runs when a pass has ended, also where its loop was left early."""
 
 
 class Loader(ABC):
@@ -73,6 +91,12 @@ class Loader(ABC):
         self.training, self.accumulate = training, accumulate
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
+        self.taken = 0
+        """Samples of the running epoch that all ranks together have taken, those of the last batch included."""
+        self.observer: Observer | None = None
+        """Told of the passes of a training."""
+        self.start = 0
+        """Samples of the next epoch that an interrupted run has taken."""
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
 
     @property
@@ -124,18 +148,52 @@ class Loader(ABC):
         timer = step_timer() if self.training else None
         return timer.epoch(self._told_steps(), self._timed_plan) if timer else self._told_steps()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in samples, so that any number of ranks can go on there, and what it holds for."""
+        return {"epoch": self.epoch - (self.taken > 0), "taken": self.taken, **self._holds_for()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the position of `state_dict` when the next epoch is begun.
+
+        Raises:
+            ConfigError: it is within an epoch of other data, or in another order.
+        """
+        for name, own in self._holds_for().items() if state["taken"] else ():
+            if state.get(name) != own:
+                raise ConfigError(
+                    f"the checkpoint's position within an epoch holds for {name} {state.get(name)}, and here it is "
+                    f"{own}"
+                )
+        self.epoch, self.start = state["epoch"], state["taken"]
+
+    @abstractmethod
+    def _holds_for(self) -> Mapping[str, Any]:
+        """Return what a position within an epoch depends on."""
+
+    def _begin(self, start: int) -> None:
+        """Tell that a pass begins after `start` samples; called before the first batch is drawn."""
+        self.start, self.taken = 0, start
+        if self.observer is not None:
+            self.observer.begun(self, is_resumed=start > 0)
+
     def _told_steps(self) -> Iterator[Step]:
-        on_step = self._on_step
-        steps = self._all_steps() if self._weigh_by is None else self._weighed(self._weigh_by)
-        if on_step is None:
-            yield from steps
-            return
+        on_step, observer = self._on_step, self.observer
         try:
-            for step in steps:
-                on_step(step)
+            for step in self._all_steps() if self._weigh_by is None else self._weighed(self._weigh_by):
+                if on_step is not None:
+                    on_step(step)
+                self.taken = step.taken
                 yield step
+                if observer is not None and step.closes_update:
+                    observer.updated(self)
+            if observer is not None:
+                observer.exhausted(self)
         finally:  # also where the loop was left early
-            on_step(NO_STEP)
+            self.taken = 0
+            if observer is not None:
+                observer.ended(self)
+            if on_step is not None:
+                on_step(NO_STEP)
 
     def _weighed(self, weigh_by: Callable[[Any], Tensor | float]) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what their batches count for. Collective, once per update."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -115,6 +116,7 @@ class ShardedLoader(Loader):
             accumulate=accumulate,
         )
         self.plan = plan.full_steps() if drop_last else plan
+        self._whole_plan, self._drop_last = plan, drop_last
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
         self.seed, self.num_workers, self._options = seed, num_workers, options
 
@@ -146,15 +148,26 @@ class ShardedLoader(Loader):
     def _timed_plan(self) -> ShardPlan:
         return self.plan
 
+    def _holds_for(self) -> dict[str, Any]:
+        return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
+
+    def updates_before(self, taken: int) -> int:
+        """Return the updates in which an epoch of this plan takes its first `taken` samples."""
+        return -(-taken // (self.plan.step_size * self.plan.accumulate))
+
     def _all_steps(self) -> Iterator[Step]:
-        shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
+        plan = replace(self._whole_plan, start=self.start)
+        plan = plan.full_steps() if self._drop_last else plan
+        self._begin(plan.start)
+        shards = [plan.shard(step, self.world.rank) for step in range(plan.steps)]
         # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
         # cannot normalize a single one.
         places = [shard if shard.stop > shard.start else slice(0, 2) for shard in shards]
         epoch = self.epoch
         for number, (shard, batch) in enumerate(zip(shards, self._batches(places), strict=True)):
-            weight = self.plan.weight(number, self.world.rank)
-            yield Step(batch, shard.stop - shard.start, weight, self.plan.closes_update(number), epoch)
+            weight = plan.weight(number, self.world.rank)
+            taken = min(plan.start + (number + 1) * plan.step_size, plan.samples)
+            yield Step(batch, shard.stop - shard.start, weight, plan.closes_update(number), epoch, taken)
 
     def own_samples(self) -> Iterator[Step]:
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]

@@ -30,6 +30,7 @@ class EpochOrder:
     ) -> None:
         self.samples = dataset_length if sampler is None else _length_of(sampler)
         """Samples in an epoch, before any are left out."""
+        self.description = type(sampler).__name__ if sampler is not None else shuffle
         self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
         self._sampler, self._group = sampler, group
 

@@ -32,6 +32,8 @@ class ShardPlan:
     """Samples of all ranks and step, instead of `batch_size`. It need not be divisible by the world size."""
     accumulate: int = 1
     """Steps whose gradients form one update."""
+    start: int = 0
+    """Samples of the epoch that were taken before, by any number of ranks; the steps are those of the others."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "world_size", "batch_size", "global_batch_size", "accumulate"):
@@ -47,12 +49,12 @@ class ShardPlan:
 
     @property
     def steps(self) -> int:
-        """Steps in an epoch, the same on every rank, a short last one included."""
-        return -(-self.samples // self.step_size)
+        """Steps from `start` to the epoch's end, the same on every rank, a short last one included."""
+        return -(-(self.samples - self.start) // self.step_size)
 
     @property
     def updates(self) -> int:
-        """Optimizer updates in an epoch; the last one may have fewer than `accumulate` steps."""
+        """Optimizer updates in these steps; the last one may have fewer than `accumulate` steps."""
         return -(-self.steps // self.accumulate)
 
     def full_steps(self) -> ShardPlan:
@@ -61,7 +63,7 @@ class ShardPlan:
         Raises:
             ConfigError: there are too few for one step.
         """
-        full = self.samples - self.samples % self.step_size
+        full = self.samples - (self.samples - self.start) % self.step_size
         if full == 0:
             raise ConfigError(
                 f"drop_last leaves no step: there are {self.samples} samples, and all ranks take {self.step_size} in a "
@@ -71,7 +73,7 @@ class ShardPlan:
 
     def shard(self, step: int, rank: int) -> slice:
         """Return the places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
-        start = step * self.step_size
+        start = self.start + step * self.step_size
         left = min(self.step_size, self.samples - start)
         # BatchNorm cannot normalize a single sample, so ranks take at least two where the batch size allows it.
         ranks = max(-(-left // -(-self.step_size // self.world_size)), min(self.world_size, left // 2))
@@ -92,11 +94,11 @@ class ShardPlan:
         exactly 1.0 in full, equally divided steps without accumulation, and 0.0 for a rank without samples.
         """
         divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
-        if self.accumulate == 1 and divided and (step + 1) * self.step_size <= self.samples:
+        if self.accumulate == 1 and divided and self.start + (step + 1) * self.step_size <= self.samples:
             return 1.0
         first = step - step % self.accumulate
-        begin = first * self.step_size
-        end = min(self.samples, (first + self.accumulate) * self.step_size)
+        begin = self.start + first * self.step_size
+        end = min(self.samples, begin + self.accumulate * self.step_size)
         shard = self.shard(step, rank)
         count: int = shard.stop - shard.start
         return count * self.world_size / (end - begin)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -77,7 +77,7 @@ class StreamLoader(Loader):
         self.drop_last = drop_last
         self.samples = 0
         """Samples that all ranks have drawn so far in this epoch of a training."""
-        self._seed = seed
+        self._seed, self._steps_taken = seed, 0
         self._length = _length(self.dataset)
         lengths = group.all_gather(self._length) if group else [self._length]
         if not already_sharded:
@@ -133,24 +133,41 @@ class StreamLoader(Loader):
         for count, batch in self._draw():
             yield Step(move(batch, self.world.device), count, 1.0, True)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self._steps_taken if self.taken else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._steps_taken = state["steps"]
+
+    def _holds_for(self) -> dict[str, Any]:
+        # Which sample comes next is known to each rank of its own part only.
+        return {"world size": self.world.size, "samples per step": self.step_size, "samples": self._epoch_samples}
+
     def _all_steps(self) -> Iterator[Step]:
         batches, epoch = self._draw(), self.epoch
         batch: Any = None
-        self.samples = 0
+        self.samples = self.start
+        self._steps_taken = self._steps_taken if self.samples else 0
+        for _ in range(self._steps_taken):
+            _, batch = next(batches, (0, batch))
+        self._begin(self.samples)
         totals = [0] * self.accumulate
         while len(totals) == self.accumulate:
             drawn = list(islice(batches, self.accumulate))
             totals = self._totals(drawn)
             if not totals and self.samples == 0:
                 raise TrainerError("the ranks' streams have no samples for a step of this epoch")
-            self.samples += sum(totals)
-            for place in range(len(totals)):
+            for place, total in enumerate(totals):
                 # Where this rank's part has ended, its last batch comes again, with weight 0.
                 count, batch = drawn[place] if place < len(drawn) else (0, batch)
                 if batch is None:
                     raise TrainerError(f"the stream of rank {self.world.rank} is empty; each rank needs a sample")
                 weight = count * self.world.size / sum(totals)
-                yield Step(move(batch, self.world.device), count, weight, place == len(totals) - 1, epoch)
+                self.samples += total
+                self._steps_taken += 1
+                closes_update = place == len(totals) - 1
+                yield Step(move(batch, self.world.device), count, weight, closes_update, epoch, self.samples)
 
     def _totals(self, drawn: Sequence[_Counted]) -> list[int]:
         """Return the samples of all ranks in each step of the update; fewer where the epoch ends. Collective."""
