@@ -84,6 +84,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_training(parser)
     _add_data(parser)
     _add_processes(parser)
+    _add_checkpoints(parser)
     _add_result(parser)
     return parser.parse_args(arguments)
 
@@ -180,6 +181,27 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--channels-last", action="store_true", help="pass images in NHWC order")
 
 
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save the training there, on each host (default: not at all)"
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        default="60s",
+        metavar="30s|200|1epoch",
+        help="seconds, updates or epochs between two checkpoints (default: %(default)s)",
+    )
+    group.add_argument("--keep", type=int, default=3, metavar="N", help="newest checkpoints (default: %(default)s)")
+    group.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|none|PATH",
+        help="auto goes on from the newest checkpoint in DIR, none asks for an empty DIR, PATH is a checkpoint to go "
+        "on from (default: %(default)s)",
+    )
+
+
 def _add_result(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
     group.add_argument(
@@ -224,10 +246,18 @@ def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
     )
 
 
+def make_checkpoint_config(args: argparse.Namespace) -> trainer.CheckpointConfig | None:
+    """Convert the command line to the library's settings; None where nothing is to be saved."""
+    every = trainer.parse_interval(args.checkpoint_every)
+    if args.checkpoint is None:
+        return None
+    return trainer.CheckpointConfig(folder=args.checkpoint, keep=args.keep, resume=args.resume, **every)
+
+
 def main() -> int:
     trainer.report_failures()
     args = parse_args()
-    config = make_config(args)
+    config, checkpoint = make_config(args), make_checkpoint_config(args)
     if args.network not in NETWORKS:
         raise trainer.ConfigError(f"network is {args.network!r}; valid are {', '.join(NETWORKS)}")
     if not 0 < args.lr < math.inf:
@@ -252,6 +282,7 @@ def main() -> int:
         metrics={"accuracy": trainer.accuracy},
         output=None if args.output == "none" else args.output,
         tensorboard=args.tensorboard,
+        checkpoint=checkpoint,
     ).fit(train, test, epochs=args.epochs)
 
     validation = records[-1].validation

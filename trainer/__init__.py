@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
-    from trainer.config import RunConfig, TrainerConfig
+    from trainer.checkpoint.checkpoints import Checkpoints
+    from trainer.config import CheckpointConfig, RunConfig, TrainerConfig, parse_interval
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
     from trainer.errors import ConfigError, DataError, TrainerError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
-    "config": ("RunConfig", "TrainerConfig"),
+    "checkpoint.checkpoints": ("Checkpoints",),
+    "config": ("CheckpointConfig", "RunConfig", "TrainerConfig", "parse_interval"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
     "errors": ("ConfigError", "DataError", "TrainerError"),
@@ -38,6 +40,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 __all__ = [
     "Callback",
+    "CheckpointConfig",
+    "Checkpoints",
     "ConfigError",
     "DataError",
     "EpochRecord",
@@ -57,6 +61,7 @@ __all__ = [
     "accuracy",
     "current_world",
     "init",
+    "parse_interval",
     "report_failures",
 ]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
 
@@ -13,10 +16,47 @@ COMPRESSIONS = ("none", "fp16")
 REDUCTIONS = ("average", "adasum")
 DECAYS = ("none", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
+BEST = ("min", "max")
+ON_ERROR = ("continue", "stop")
+_INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class _Checked:
+    """Settings that are checked when they are built."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is not valid, in words."""
+        raise NotImplementedError
+
+    def _not_in(self, **valid: Sequence[str]) -> Iterator[str]:
+        for name, names in valid.items():
+            if getattr(self, name) not in names:
+                yield f"{name} is {getattr(self, name)!r}; valid are {', '.join(names)}"
+
+    def _not_positive(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"{name} is {value}; it must be at least 1"
+
+    def _negative(self, *names: str) -> Iterator[str]:
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                yield f"{name} is {getattr(self, name)}; it must be finite and not negative"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for a file or a comparison between ranks."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Checked):
     """How ranks compute and combine gradients. Every field is checked when it is built.
 
     Raises:
@@ -42,11 +82,6 @@ class RunConfig:
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
 
-    def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError("; ".join(problems))
-
     def _problems(self) -> Iterator[str]:
         yield from self._not_in(precision=PRECISIONS, compression=COMPRESSIONS, reduction=REDUCTIONS, device=DEVICES)
         yield from self._not_positive("accumulate")
@@ -55,26 +90,6 @@ class RunConfig:
             yield f"seed is {self.seed}; it must be below 2^63"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
-
-    def _not_in(self, **valid: Sequence[str]) -> Iterator[str]:
-        for name, names in valid.items():
-            if getattr(self, name) not in names:
-                yield f"{name} is {getattr(self, name)!r}; valid are {', '.join(names)}"
-
-    def _not_positive(self, *names: str) -> Iterator[str]:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}; it must be at least 1"
-
-    def _negative(self, *names: str) -> Iterator[str]:
-        for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}; it must be finite and not negative"
-
-    def as_dict(self) -> dict[str, object]:
-        """The settings as plain values, for a file or a comparison between ranks."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +133,95 @@ class TrainerConfig(RunConfig):
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
         if self.reduction == "adasum" and self.clip_norm is not None:
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with clip_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Checked):
+    """When checkpoints are written, how many are kept, and what an earlier run's are used for.
+
+    One is written at the end of the training and before a preemption in any case.
+
+    Raises:
+        ConfigError: one or more values are not valid; the text names all of them.
+    """
+
+    folder: str | Path
+    """On a disk of each host, or on a file system that hosts share."""
+    every_s: float | None = None
+    """Seconds between two checkpoints; 600 where no interval is given."""
+    every_updates: int | None = None
+    """Updates between two checkpoints."""
+    every_epochs: int | None = None
+    """Epochs between two checkpoints, each after what the loop does at the end of an epoch."""
+    keep: int = 3
+    """The newest so many are kept. An older one is removed after the next has been committed."""
+    best: str | None = None
+    """One of `BEST`: keep the one with the least or the greatest score as well; see `Checkpoints.rate`."""
+    metric: str = "loss"
+    """Of `Trainer`: the validation's metric that is the score."""
+    resume: str | Path = "auto"
+    """"auto" goes on from the newest checkpoint in the folder, if there is one. "none" starts anew, in an empty folder.
+
+    Anything else is the path of a checkpoint to go on from.
+    """
+    on_error: str = "continue"
+    """One of `ON_ERROR`: what to do when a checkpoint cannot be written, because the disk is full say."""
+    grace_s: float = 20.0
+    """Seconds between a preemption's signal and the time at which the process has to have ended."""
+
+    def _problems(self) -> Iterator[str]:
+        given = [name for name in _INTERVALS if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} are given; checkpoints take one interval"
+        for name in given:
+            if not 0 < getattr(self, name) < math.inf:
+                yield f"{name} is {getattr(self, name)}; it must be positive"
+        yield from self._not_positive("keep")
+        yield from self._negative("grace_s")
+        yield from self._not_in(on_error=ON_ERROR)
+        if self.best is not None:
+            yield from self._not_in(best=BEST)
+        if not str(self.folder):
+            yield "the folder of the checkpoints has no name"
+
+
+_SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")
+
+
+def settings_from(kind: type[_SettingsT], call: str, own: Sequence[str] = (), **settings: Any) -> _SettingsT:
+    """Return the settings of a call.
+
+    Args:
+        call: its name, for the error.
+        own: what else it takes.
+
+    Raises:
+        ConfigError: one has a name or a value that is not valid.
+    """
+    valid: list[str] = [field.name for field in fields(kind)]
+    for name in settings:
+        if name not in valid:
+            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*own, *valid))}")
+    return kind(**settings)
+
+
+_INTERVAL = re.compile(r"([0-9.]+) *(s|updates?|epochs?|)")
+
+
+def parse_interval(text: str) -> dict[str, Any]:
+    """Return the option of `CheckpointConfig` for an interval such as "30s", "200" (updates) or "1epoch".
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    match = _INTERVAL.fullmatch(text.strip())
+    try:
+        if match and match[2] == "s":
+            return {"every_s": float(match[1])}
+        if match:
+            return {"every_epochs" if match[2].startswith("epoch") else "every_updates": int(match[1])}
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{text!r} is no interval between checkpoints; valid are, for instance, 30s, 200 (updates), 1epoch"
+    )

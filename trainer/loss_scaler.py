@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ class LossScaler:
         self._overflowed: set[Optimizer] = set()
         self._stepped: set[Optimizer] = set()
         self._hidden: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, and the steps since it last changed."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` has returned."""
+        self._scaler.load_state_dict(state)
 
     def scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self._scaler.scale(loss)

@@ -9,7 +9,9 @@ and Hutter, "SGDR" (2017), without restarts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -83,8 +85,8 @@ class LearningRate:
                 "a learning rate scheduler was made for this optimizer, and Trainer's own schedule would overwrite it; "
                 "hand it in (Trainer(…, lr_scheduler=…)), or set scale_lr to False and decay to 'none'"
             )
-        self._groups = optimizer.param_groups
-        self._base = [float(group["lr"]) for group in self._groups]
+        self._optimizer = optimizer
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule = schedule
 
     @property
@@ -96,7 +98,7 @@ class LearningRate:
         if self._schedule.is_constant:
             return
         factor = self._schedule.factor(update)
-        for group, base in zip(self._groups, self._base, strict=True):
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
 
     def after_update(self) -> None:
@@ -105,11 +107,18 @@ class LearningRate:
     def after_epoch(self, loss: float) -> None:
         """Nothing is left to do; a scheduler of the user's may count epochs."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the schedule is a function of the update's number."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over nothing."""
+
     def restore(self) -> None:
         """Restore every group's initial learning rate, so that a second fit starts like the first."""
         if self._schedule.is_constant:
             return
-        for group, base in zip(self._groups, self._base, strict=True):
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base
 
 
@@ -149,6 +158,13 @@ class UsersSchedule:
             self._scheduler.step(loss)
         elif self._per == "epoch":
             self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's own."""
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scheduler.load_state_dict(dict(state))
 
     def restore(self) -> None:
         """Nothing: the schedule goes on in the next fit."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, overload
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.callbacks.loop_report import LoopReport, Settings
+from trainer.callbacks.run_folder import describe_run
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.contents import Contents
 from trainer.collectives import all_reduce
-from trainer.config import RunConfig
-from trainer.consistency import check_consistency
-from trainer.data.base import Loader, is_stream
+from trainer.config import CheckpointConfig, RunConfig, settings_from
+from trainer.data.base import Loader
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
 from trainer.launch.output import print_line
+from trainer.loaders import Loaders
 from trainer.preparation import check_parameters, join, prepare_model
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
@@ -41,11 +42,7 @@ def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
     Raises:
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
-    valid = [field.name for field in fields(RunConfig)]
-    for name in settings:
-        if name not in valid:
-            raise ConfigError(f"init has no setting {name!r}; valid are strategy, {', '.join(valid)}")
-    return Run(strategy, RunConfig(**settings))
+    return Run(strategy, settings_from(RunConfig, "init", own=("strategy",), **settings))
 
 
 class Run:
@@ -66,7 +63,8 @@ class Run:
         self._updates = Updates(self.strategy, config)
         joined = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **joined})
-        self._loaders: WeakSet[Loader] = WeakSet()
+        self._loaders = Loaders(self.strategy, config, self._updates.on_batch, self)
+        self._checkpoints: Checkpoints | None = None
 
     @property
     def sync_gradients(self) -> bool:
@@ -160,24 +158,8 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
-        if own := {"seed", "accumulate"} & set(options):
-            raise ConfigError(f"run.loader takes {min(own)} from the run; set it in trainer.init")
-        kind = StreamLoader if is_stream(dataset) else ShardedLoader
-        loader: Loader = kind(
-            dataset,
-            batch_size,
-            global_batch_size=global_batch_size,
-            training=training,
-            seed=self.config.seed,
-            accumulate=self.config.accumulate if training else 1,
-            world=self.world,
-            on_step=self._updates.on_batch,
-            group=self,
-            **options,
-        )
-        self._loaders.add(loader)
-        check_consistency(self.strategy, loader.must_agree)
-        return loader
+        options["global_batch_size"] = global_batch_size
+        return self._loaders.make(dataset, batch_size, training=training, **options)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward pass of a mean over the batch that was drawn last, weighted by that batch's samples.
@@ -262,10 +244,37 @@ class Run:
             raise ConfigError(f"epochs is {count}; it must be at least 1")
         if not 0 <= start <= count:
             raise ConfigError(f"start is {start}; it must be from 0 to the number of epochs, {count}")
-        if start > 0:
-            for loader in self._loaders:
-                loader.epoch = start
-        return self._report.count(range(start, count))
+        if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
+            self._loaders.begin_at(start)
+        return self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter)
+
+    def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
+        """Save this run beside its training from now on, and go on where an earlier one stopped. Collective.
+
+        Models and optimizers that were prepared are kept, and the positions of the training's loaders, the epoch of
+        `epochs`, the random numbers, and the scale under fp16. Call it before the loop, when everything is there.
+
+        Args:
+            folder: on a disk of each host, or on a file system that hosts share.
+            state: what else is kept, by name: objects with `state_dict` and `load_state_dict`, such as schedulers, or
+                dicts of plain data. Every rank calls `state_dict`; rank 0's result counts.
+            options: the other fields of `CheckpointConfig`, as in `every_s=60, keep=3, resume="auto"`.
+
+        Raises:
+            ConfigError: an option is not valid, the checkpoint does not fit this run, or the disk is too small.
+            TrainerError: the folder cannot be written, or another job uses it.
+        """
+        config = settings_from(CheckpointConfig, "run.checkpoints", folder=folder, **options)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        own = self._updates
+        contents = Contents([*own.models], own.optimizers, own.scaler, state or {}, own.settle)
+        facts = {"config": self.config.as_dict(), **describe_run(self.world)}
+        self._checkpoints = Checkpoints(config, self.strategy, contents, own.is_between_updates, facts)
+        for loader in self._loaders.training:
+            self._checkpoints.watch(loader)
+        self._loaders.on_made = self._checkpoints.watch
+        return self._checkpoints
 
     def progress(self, loader: Loader) -> Iterator[Any]:
         """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""
@@ -292,5 +301,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the job. A script that ends leaves it by itself."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._report.close()
         self.strategy.close()

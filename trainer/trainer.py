@@ -17,12 +17,15 @@ from torch.utils.data import Dataset
 from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
 from trainer.callbacks.progress import Progress
 from trainer.callbacks.run_record import RunRecord
-from trainer.config import TrainerConfig
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Step, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
+from trainer.evaluation import evaluate, pair, score_of
+from trainer.fit_state import FitState
 from trainer.lr_schedule import LearningRate, UsersSchedule, make_schedule
 from trainer.metrics import Metric, Sums
 from trainer.run import Run
@@ -50,6 +53,7 @@ class Trainer:
             None leaves no record.
         tensorboard: also write TensorBoard events into that folder.
         progress: show a bar on a terminal, lines elsewhere.
+        checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier one's.
 
     Raises:
         ConfigError: a setting is not valid, the strategy is not available here, or the ranks' settings differ.
@@ -70,6 +74,7 @@ class Trainer:
         output: str | Path | None = "auto",
         tensorboard: bool = False,
         progress: bool = True,
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
         self.config = config or TrainerConfig()
         self.loss = loss
@@ -88,10 +93,12 @@ class Trainer:
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._updates = self._last_update = 0
+        self._checkpoint = checkpoint
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
+
+        With a `checkpoint` it goes on where an earlier fit stopped, and returns that one's records as well.
 
         Args:
             train: `InMemory`, or any map-style dataset of (input, target) pairs.
@@ -101,55 +108,50 @@ class Trainer:
             One record per epoch, the same on every rank.
 
         Raises:
-            ConfigError: `epochs` is not positive, a dataset is empty, or they differ between ranks.
-            TrainerError: the loss is no longer a finite number.
+            ConfigError: `epochs` is not positive, a dataset is empty, they differ between ranks, or a checkpoint does
+                not fit.
+            TrainerError: the loss is no longer a finite number, or a checkpoint cannot be written.
         """
         if epochs < 1:
             raise ConfigError(f"epochs is {epochs}; it must be at least 1")
-        config = self.config
         loader = self._loader(train)
         validator = self._loader(validation, training=False) if validation is not None else None
         check_consistency(self.strategy, {"epochs": epochs})
-        torch.manual_seed(mix_seeds(config.seed, self.world.rank))
+        torch.manual_seed(mix_seeds(self.config.seed, self.world.rank))
         schedule = make_schedule(
-            config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
+            self.config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
         )
         learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
-        self._updates = 0
-        context = self._context(epochs, learning_rate.description)
+        state = self._state = FitState(self.strategy, self.callbacks)
+        checkpoints = self._checkpoints(state, learning_rate)
+        samples_before = len(state.records) * loader.epoch_samples + loader.start
+        context = self._context(epochs, learning_rate.description, samples_before)
         self._notify("on_fit_start", context)
-        records = []
         try:
-            for epoch in range(1, epochs + 1):
-                record = self._train_epoch(loader, learning_rate, epoch, context, validator)
+            for epoch in self.run.epochs(epochs):
+                record = self._train_epoch(loader, learning_rate, epoch + 1, context, validator)
                 learning_rate.after_epoch(record.validation.metrics["loss"] if record.validation else record.train_loss)
+                state.records.append(record)
                 self._notify("on_epoch_end", context, record)
-                records.append(record)
+                if checkpoints is not None and checkpoints.config.best is not None:
+                    checkpoints.rate(score_of(record, checkpoints.config.metric))
         finally:
             learning_rate.restore()
-        self._notify("on_fit_end", context, records)
-        return records
+        self._notify("on_fit_end", context, state.records)
+        return state.records
+
+    def _checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
+        if self._checkpoint is None:
+            return None
+        kept = {"fit": state, "learning rate": learning_rate}
+        return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
         """Return the means of the loss and of every metric over `data`, each sample counted once. Collective."""
         return self._evaluate(self._loader(data, training=False))
 
     def _evaluate(self, loader: ShardedLoader) -> Evaluation:
-        self.strategy.broadcast_buffers(self.model)
-        sums = Sums(("loss", *self.metrics), self.world.device)
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        with torch.no_grad(), self.run.autocast():
-            for step in loader.own_samples():
-                inputs, targets = _pair(step)
-                outputs = self.model(self._layout(inputs))
-                values = [self.loss(outputs, targets).double() * step.count]
-                values += [metric(outputs, targets) for metric in self.metrics.values()]
-                sums.add(tuple(values), step.count)
-        for module, training in modes:  # as before: the user may have set some to eval
-            module.training = training
-        means, counted = sums.mean(self.strategy.all_reduce)
-        return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
+        return evaluate(self.run, self.model, loader, self.loss, self.metrics, self._layout)
 
     def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
         if is_stream(data):
@@ -169,48 +171,47 @@ class Trainer:
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        self._begin_epoch(epoch * loader.updates)
-        sums = Sums(("loss",), self.world.device)
-        started = time.perf_counter()
-        next_event = started + _PROGRESS_INTERVAL_S
-        opens_update, rate = True, 0.0
-        for number, step in enumerate(loader.steps()):
+        state, taken = self._state, loader.start
+        state.begin_epoch(is_resumed=taken > 0)
+        sums = state.sums
+        self._begin_epoch()
+        next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
+        opens_update, rate = True, float(self.optimizer.param_groups[0]["lr"])
+        for step in loader.steps():
             if opens_update:
-                learning_rate.before_update(self._updates)
+                learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
             loss = self._step(step)
             if step.count:
                 sums.add_mean(loss, step.count)
-            opens_update = step.closes_update
+            opens_update, taken = step.closes_update, step.taken
             if opens_update:
                 rate = self._update(learning_rate)
-                self._report_update(context, sums, loader, number, epoch, rate)
+                self._report_update(context, loader, epoch, rate)
             if time.perf_counter() >= next_event:
-                self._report_progress(context, sums, loader, number, epoch, time.perf_counter() - started)
+                self._report_progress(context, loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        self._finite(sums, epoch, len(loader))
+        self._finite(sums, epoch, loader.epoch_samples)
         means, samples = sums.mean(self.strategy.all_reduce)
-        seconds = time.perf_counter() - started
         return EpochRecord(
             epoch=epoch,
             epochs=context.epochs,
             train_loss=means["loss"],
             samples=samples,
-            seconds=seconds,
+            seconds=state.seconds,
             learning_rate=rate,
             world_size=self.world.size,
-            updates=self._updates,
+            updates=state.updates,
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
-    def _begin_epoch(self, last_update: int) -> None:
-        self._last_update = last_update
+    def _begin_epoch(self) -> None:
         if not self.model.training:  # else each module stays in the mode that the user has chosen for it
             self.model.train()
         self.optimizer.zero_grad()
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
-        inputs, targets = _pair(step)
+        inputs, targets = pair(step)
         with self.run.autocast():
             loss = self.loss(self._forward(self._layout(inputs)), targets)
         self.run.backward(loss)
@@ -223,7 +224,7 @@ class Trainer:
             self.run.clip_grad_norm_(parameters, self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._updates += 1
+        self._state.updates += 1
         rate = float(self.optimizer.param_groups[0]["lr"])
         learning_rate.after_update()
         return rate
@@ -233,41 +234,40 @@ class Trainer:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
 
-    def _report_progress(
-        self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, seconds: float
-    ) -> None:
-        loss = self._finite(sums, epoch, step + 1)
-        samples, done = loader.plan.samples, loader.samples_after(step + 1)
+    def _report_progress(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
         event = ProgressEvent(
-            epoch=epoch, epochs=context.epochs, done=done, samples=samples, loss=loss, seconds=seconds
+            epoch=epoch,
+            epochs=context.epochs,
+            done=loader.taken,
+            samples=loader.epoch_samples,
+            loss=self._finite(self._state.sums, epoch, loader.taken),
+            seconds=self._state.seconds,
         )
         self._notify("on_progress", context, event)
 
-    def _report_update(
-        self, context: FitContext, sums: Sums, loader: ShardedLoader, step: int, epoch: int, rate: float
-    ) -> None:
-        every = self.config.log_every_updates
-        if not every or (self._updates % every and self._updates != self._last_update):
+    def _report_update(self, context: FitContext, loader: ShardedLoader, epoch: int, rate: float) -> None:
+        every, update = self.config.log_every_updates, self._state.updates
+        if not every or (update % every and loader.taken < loader.epoch_samples):
             return
-        loss = sums.mean_since_last()
+        loss = self._state.sums.mean_since_last()
         if not math.isfinite(loss):
-            self._finite(sums, epoch, step + 1)
-        samples = (epoch - 1) * loader.plan.samples + loader.samples_after(step + 1)
-        record = UpdateRecord(update=self._updates, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
+            self._finite(self._state.sums, epoch, loader.taken)
+        samples = (epoch - 1) * loader.epoch_samples + loader.taken
+        record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", context, record)
 
-    def _finite(self, sums: Sums, epoch: int, step: int) -> float:
+    def _finite(self, sums: Sums, epoch: int, samples: int) -> float:
         """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
         loss = sums.local_mean("loss")
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
             raise TrainerError(
-                f"the loss turned {loss} in epoch {epoch}, by step {step}, at learning rate {rate:g}; "
+                f"the loss turned {loss} in epoch {epoch}, by sample {samples:,}, at learning rate {rate:g}; "
                 "lower the learning rate or set clip_norm"
             )
         return loss
 
-    def _context(self, epochs: int, learning_rate: str) -> FitContext:
+    def _context(self, epochs: int, learning_rate: str, samples_before: int) -> FitContext:
         return FitContext(
             world=self.world,
             model=self.model,
@@ -279,22 +279,11 @@ class Trainer:
             learning_rate=learning_rate,
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
+            updates_before=self._state.updates,
+            epochs_before=len(self._state.records),
+            samples_before=samples_before,
         )
 
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
-
-
-def _pair(step: Step) -> tuple[Any, Any]:
-    """Return a batch's inputs and targets.
-
-    Raises:
-        ConfigError: the dataset's batches are something else.
-    """
-    if isinstance(step.batch, tuple | list) and len(step.batch) == 2:
-        return step.batch[0], step.batch[1]
-    raise ConfigError(
-        f"Trainer takes batches of (inputs, targets), and this dataset's are of type {type(step.batch).__name__}; "
-        "trainer.init() is for a loop of your own, which takes any batch"
-    )

@@ -43,7 +43,7 @@ class Updates:
         self._stepped: dict[Synchronizer, set[Optimizer]] = {}
         self._norms: set[_BatchNorm] = set()
         self._is_padding = False
-        self._scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
+        self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
         self._weight, self._is_local = 1.0, False
         self._backwards = 0
         self._backwards_at_step: dict[Optimizer, int] = {}
@@ -56,6 +56,10 @@ class Updates:
         """Samples in the training batch that was drawn last; 0 for a padding batch."""
         # With a gradient since the update's first batch: what tells of a zero_grad before its last one.
         self._kept: nn.Parameter | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [*self._synchronizers]
 
     def add_model(self, model: nn.Module, synchronizer: Synchronizer) -> None:
         """Count a model in; one that was prepared before gets another synchronizer."""
@@ -103,6 +107,15 @@ class Updates:
 
         return check
 
+    def settle(self) -> None:
+        """Complete what a step leaves for the next backward pass."""
+        if self.scaler is not None:
+            self.scaler.update(self._synchronizers)
+
+    def is_between_updates(self) -> bool:
+        """Return whether an optimizer has stepped on what the last backward pass has left."""
+        return self._backwards in (0, *self._backwards_at_step.values())
+
     def on_batch(self, step: Step) -> None:
         """Note what the loader knows of the batch that it is about to yield."""
         self._weight, self.samples = step.weight, step.count
@@ -139,15 +152,15 @@ class Updates:
         for synchronizer in self._active:
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
-        if self._scaler is not None:
-            self._scaler.update(self._synchronizers)
+        if self.scaler is not None:
+            self.scaler.update(self._synchronizers)
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
         weighted = loss if self._weight == 1.0 else loss * self._weight
         # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
         hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if self._weight == 0.0 else []
         self._is_in_backward = True
         try:
-            (self._scaler.scale(weighted) if self._scaler else weighted).backward(retain_graph=retain_graph)
+            (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
         finally:
             self._is_in_backward = False
             for hook in hooks:
@@ -206,8 +219,8 @@ class Updates:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
             for synchronizer in self._synchronizers[optimizer]:
                 synchronizer.finish()
-            if self._scaler is not None:
-                self._scaler.unscale(optimizer)
+            if self.scaler is not None:
+                self.scaler.unscale(optimizer)
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `Run.clip_grad_norm_`."""
@@ -226,11 +239,11 @@ class Updates:
             self._complete(optimizer)
             for synchronizer in self._synchronizers[optimizer]:
                 synchronizer.before_step()
-            if self._scaler is not None:
-                self._scaler.before_step(optimizer)
+            if self.scaler is not None:
+                self.scaler.before_step(optimizer)
             self._stepping.add(optimizer)
             return None
-        if self._scaler is not None or self._config.reduction == "adasum":
+        if self.scaler is not None or self._config.reduction == "adasum":
             raise ConfigError("a closure goes with neither precision fp16 nor reduction adasum")
         for synchronizer in self._synchronizers[optimizer]:
             synchronizer.before_backward()  # an earlier pass may be on its way
@@ -275,8 +288,8 @@ class Updates:
         if self._synchronizers[optimizer]:  # here, as a rank may have taken other backward passes, or none
             self._periodic.compare_when_due(self._synchronizers, self._epoch)
         self._backwards_at_step[optimizer] = self._backwards
-        if self._scaler is not None:
-            self._scaler.unscale(optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale(optimizer)
 
     def _check_step(self, optimizer: Optimizer) -> None:
         if not self.sync_gradients:
@@ -294,5 +307,5 @@ class Updates:
         self._stepping.discard(optimizer)
         for synchronizer in self._synchronizers[optimizer]:
             synchronizer.after_step()
-        if self._scaler is not None:
-            self._scaler.after_step(optimizer)
+        if self.scaler is not None:
+            self.scaler.after_step(optimizer)

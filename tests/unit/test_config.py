@@ -91,7 +91,7 @@ def test_a_configuration_cannot_be_changed_afterwards() -> None:
 def test_as_dict_builds_the_same_configuration_again() -> None:
     config = TrainerConfig(batch_size=3, clip_norm=0.5, precision="bf16")
     assert config.as_dict()["clip_norm"] == 0.5
-    assert TrainerConfig(**config.as_dict()) == config  # type: ignore[arg-type]
+    assert TrainerConfig(**config.as_dict()) == config
 
 
 @pytest.mark.parametrize(

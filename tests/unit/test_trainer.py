@@ -189,7 +189,7 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_epoch() -> None:
         # Three steps an epoch: the fifth is in the second.
         return F.cross_entropy(outputs, targets) * (math.nan if next(calls) == 5 else 1.0)
 
-    with pytest.raises(TrainerError, match=r"the loss turned nan in epoch 2, by step 3, at learning rate 0\.1"):
+    with pytest.raises(TrainerError, match=r"the loss turned nan in epoch 2, by sample 30, at learning rate 0\.1"):
         make(loss=loss).fit(blobs(30), epochs=5)
 
 
@@ -201,7 +201,7 @@ def test_an_infinite_loss_is_noticed_while_the_epoch_runs(monkeypatch: pytest.Mo
         steps.append(len(targets))
         return F.cross_entropy(outputs, targets) / 0.0
 
-    with pytest.raises(TrainerError, match="the loss turned inf in epoch 1, by step 1"):
+    with pytest.raises(TrainerError, match="the loss turned inf in epoch 1, by sample 10"):
         make(loss=loss).fit(blobs(30), epochs=1)
     assert steps == [10]
 
@@ -360,7 +360,7 @@ def test_a_loss_that_is_not_finite_at_a_point_is_refused_there() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.sum() * math.inf
 
-    with pytest.raises(TrainerError, match="in epoch 1, by step 2, at learning rate"):
+    with pytest.raises(TrainerError, match="in epoch 1, by sample 20, at learning rate"):
         make(loss=loss, log_every_updates=2).fit(blobs(100), epochs=1)
 
 

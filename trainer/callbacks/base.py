@@ -1,7 +1,6 @@
 """Callback: the hook for what happens beside the training, and the facts that each event carries.
 
-Progress, the run's record and TensorBoard are callbacks. A checkpoint belongs into `on_epoch_end`: `FitContext.model`
-and `FitContext.optimizer` are what it has to save.
+Progress, the run's record and TensorBoard are callbacks. What one has to keep over an interruption is its `state_dict`.
 """
 
 from __future__ import annotations
@@ -37,6 +36,12 @@ class FitContext:
     """What was set for this host, and why."""
     broadcast_object: Callable[[Any], Any]
     """Returns rank 0's value on every rank. Collective."""
+    updates_before: int = 0
+    """Updates of an interrupted fit that this one goes on with."""
+    epochs_before: int = 0
+    """Whole epochs of it."""
+    samples_before: int = 0
+    """Samples that all ranks together have trained on in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +132,13 @@ class Callback:
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         """Runs after an epoch and its evaluation, with the same record on every rank."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps of this callback: plain data and tensors. Every rank calls it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a checkpoint's state. Called before `on_fit_start`."""
 
     def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
         """Runs after the last epoch."""

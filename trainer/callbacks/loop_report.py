@@ -29,6 +29,8 @@ class _Loader(Protocol):
 
     training: bool
     epoch: int
+    taken: int
+    start: int
 
     def samples_after(self, steps: int) -> int: ...
     @property
@@ -51,7 +53,7 @@ class LoopReport:
         self._epochs: range | None = None
         self._folder: RunFolder | None = None
         self._display: Display | None = None
-        self._has_use, self._began = False, 0.0
+        self._has_use, self._began, self._before = False, 0.0, 0
         self._shown: list[str] = []
 
     def open(
@@ -99,10 +101,10 @@ class LoopReport:
             self._folder.append_step(step, numbers)
             self._folder.plot(step, numbers)
 
-    def count(self, epochs: range) -> Iterator[int]:
+    def count(self, epochs: range, iterate: Callable[[range], Iterator[int]]) -> Iterator[int]:
         """Yield the numbers of these epochs, from 0."""
         self._epochs, self._began = epochs, 0.0
-        return iter(epochs)
+        return iterate(epochs)
 
     def watch(self, loader: _Loader) -> Iterator[Any]:
         """See `Run.progress`."""
@@ -117,20 +119,22 @@ class LoopReport:
     def _watch(self, loader: _Loader) -> Iterator[Any]:
         display = self._display = self._display or Display(_LINE_EVERY_S)
         started = time.monotonic()
-        if loader.training:
-            self._began = self._began or started
+        samples, before = loader.epoch_samples, loader.start
+        if loader.training and not self._began:
+            self._began, self._before = started, loader.epoch * (samples or 0) + before
         next_show = started + _INTERVAL_S
-        samples = loader.epoch_samples
         try:
             for number, batch in enumerate(loader, 1):
                 yield batch
                 now = time.monotonic()
                 if now >= next_show:
                     next_show = now + _INTERVAL_S
-                    done = min(loader.samples_after(number), samples or sys.maxsize)
-                    details = [*self._shown, f"{done / (now - started):,.0f} samples/s"]
+                    done = loader.taken if loader.training else loader.samples_after(number)
+                    done = min(done, samples or sys.maxsize)
+                    rate = (done - before) / (now - started)
+                    details = [*self._shown, f"{rate:,.0f} samples/s"]
                     if samples is not None:
-                        details.append(f"{clock(self._left(loader, done, samples, started, now))} left")
+                        details.append(f"{clock(self._left(loader, done, samples, rate, now))} left")
                     display.show(self._name(loader), done, samples, details)
         finally:  # also where the loop was left early
             display.clear()
@@ -141,14 +145,14 @@ class LoopReport:
         of_all = f"/{self._epochs.stop}" if self._epochs is not None and self._counts(loader) else ""
         return f"epoch {loader.epoch}{of_all}"
 
-    def _left(self, loader: _Loader, done: int, samples: int, started: float, now: float) -> float:
+    def _left(self, loader: _Loader, done: int, samples: int, rate: float, now: float) -> float:
         """Return the seconds that are left: of all epochs where they are counted."""
         epochs = self._epochs
         if epochs is None or not self._counts(loader):
-            return (now - started) / done * (samples - done)
+            return (samples - done) / rate
         # With what happens between the epochs, such as an evaluation.
-        trained = (loader.epoch - 1 - epochs.start) * samples + done
-        return (now - self._began) / trained * (len(epochs) * samples - trained)
+        trained = (loader.epoch - 1) * samples + done
+        return (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
 
     def _counts(self, loader: _Loader) -> bool:
         """Return whether this pass is one of the loop's epochs."""

@@ -18,11 +18,11 @@ class Progress(Callback):
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s
-        self._started = 0.0
+        self._started, self._before = 0.0, 0
         self._display: Display | None = None
 
     def on_fit_start(self, context: FitContext) -> None:
-        self._started = time.monotonic()
+        self._started, self._before = time.monotonic(), context.samples_before
         if context.world.is_root:
             print_line(context.learning_rate)
             self._display = Display(self._every_s)
@@ -44,7 +44,7 @@ class Progress(Callback):
     def _time_left(self, event: ProgressEvent) -> float:
         done = (event.epoch - 1) * event.samples + event.done
         elapsed = time.monotonic() - self._started
-        return elapsed / max(done, 1) * (event.epochs * event.samples - done)
+        return elapsed / max(done - self._before, 1) * (event.epochs * event.samples - done)
 
 
 def _describe(record: EpochRecord) -> str:

@@ -31,18 +31,25 @@ class RunFolder:
         tensorboard: also write TensorBoard events there.
         settings: written to settings.json.
 
+        goes_on: the folder holds this run's earlier part, which is kept.
+
     Raises:
         TrainerError: it cannot be written, it holds a run, or TensorBoard is missing.
     """
 
-    def __init__(self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool) -> None:
+    def __init__(
+        self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool, goes_on: bool = False
+    ) -> None:
         writer = _tensorboard_writer() if tensorboard else None
         self.path = _new_folder() if output == "auto" else Path(output)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / "settings.json").exists():
+            if not (self.path / "settings.json").exists():
+                self.write("settings.json", settings)
+            elif goes_on:
+                self.append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
+            else:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
-            self.write("settings.json", settings)
         except OSError as error:
             raise TrainerError(f"output folder {self.path} cannot be written: {error.strerror or error}") from None
         self._started = time.monotonic()
@@ -61,6 +68,14 @@ class RunFolder:
             # JSON has no NaN and no infinity.
             numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
             file.write(json.dumps(dict.fromkeys(entry) | numbers) + "\n")
+
+    def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop lines of JSON that belong to a part of the run which is trained again."""
+        path = self.path / name
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
+            write_atomically(path, "".join(kept))
 
     def append_step(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to steps.jsonl, with the seconds since the run began."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ class RunRecord(Callback):
     * `settings.json`: the configuration, the world, what was tuned, versions and the command line;
     * `steps.jsonl`: the loss and the learning rate, a line every `log_every_updates` updates;
     * `epochs.jsonl`: one line of JSON per epoch, written when the epoch ends;
-    * `summary.json`: written last; a run that has none did not finish.
+    * `summary.json`: written last; a run that has none did not finish;
+    * `starts.jsonl`: where it went on from a checkpoint, a line of settings for each further start.
 
     TensorBoard's curves go over the updates, also those that have a point per epoch.
 
@@ -31,6 +33,13 @@ class RunRecord(Callback):
         """Folder of the record; with "auto" it is known once a fit has started."""
         self._tensorboard = tensorboard
         self._files: RunFolder | None = None
+        self._earlier: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"folder": str(self.folder)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._earlier = state
 
     def on_fit_start(self, context: FitContext) -> None:
         """Create the folder and settings.json.
@@ -38,11 +47,18 @@ class RunRecord(Callback):
         Raises:
             TrainerError: rank 0 cannot write; raised on every rank.
         """
-        self.folder, self._files = open_on_root(
-            context.world,
-            context.broadcast_object,
-            lambda: RunFolder(self._output, _settings(context), tensorboard=self._tensorboard),
-        )
+        self.folder, self._files = open_on_root(context.world, context.broadcast_object, lambda: self._make(context))
+
+    def _make(self, context: FitContext) -> RunFolder:
+        if self._earlier is None:
+            return RunFolder(self._output, _settings(context), tensorboard=self._tensorboard)
+        # That of the run's earlier part, unless it was left on another host or another one is asked for.
+        folder = Path(self._earlier["folder"]) if self._output == "auto" else Path(self._output)
+        where = folder if (folder / "settings.json").exists() else self._output
+        files = RunFolder(where, _settings(context), tensorboard=self._tensorboard, goes_on=True)
+        files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
+        files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
+        return files
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
         if self._files is not None:

@@ -1,0 +1,253 @@
+"""Checkpoints: saves a run beside its training, and goes on where an interrupted run stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.agreement import Agreement
+from trainer.checkpoint.contents import Contents
+from trainer.checkpoint.preemption import EXIT_CODE, Preemption
+from trainer.checkpoint.random_state import random_state, set_random_state
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.start import find_start
+from trainer.checkpoint.storage import Storage
+from trainer.config import CheckpointConfig
+from trainer.data.base import Loader
+from trainer.errors import ConfigError, TrainerError
+from trainer.launch.output import print_line
+from trainer.strategies.base import Strategy
+
+_DEFAULT_EVERY_S = 600.0
+
+
+class Checkpoints:
+    """What `Run.checkpoints` returns: when the run is saved, and where it goes on.
+
+    The run is saved between two updates, after which no batch is in use, and between two epochs. With several loaders
+    at once this is where the one whose pass began first is asked for its next batch.
+
+    Args:
+        contents: what is kept.
+        is_between_updates: returns whether no gradients are left for a later step.
+        facts: put into each manifest: the run's settings, versions, world.
+
+    Raises:
+        ConfigError: the checkpoint to go on from does not fit the run, or the disk has no room for one.
+        TrainerError: the folder cannot be written, or is in use.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        strategy: Strategy,
+        contents: Contents,
+        is_between_updates: Callable[[], bool],
+        facts: dict[str, Any],
+    ) -> None:
+        self.config, self._strategy, self._world = config, strategy, strategy.world
+        self._contents, self._is_between_updates = contents, is_between_updates
+        self._storage = Storage(Path(config.folder), strategy)
+        self.resumed, attempt = find_start(self._storage, config, strategy, contents)
+        """What this run goes on from; None where it starts anew."""
+        self.updates = self.epoch = 0
+        self._saver = Saver(config, self._storage, attempt, facts)
+        if self.resumed is not None:
+            self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
+            self._saver.saved, self._saver.best = (self.epoch, self.updates), self.resumed.best
+        self._check_room()
+        self.stalls_s: list[float] = []
+        """Seconds for which each checkpoint has kept this rank from training."""
+        self._loaders: list[Loader] = []
+        self._passes: list[Loader] = []
+        self._agreement = Agreement(strategy)
+        self._every_s = config.every_s
+        if config.every_s is config.every_updates is config.every_epochs is None:
+            self._every_s = _DEFAULT_EVERY_S
+        self._saved_at = time.monotonic()
+        self._is_postponed = self._has_counted = False
+        self._score: float | None = None
+        self.preemption = Preemption(self._save_alone, config.grace_s)
+
+    @property
+    def writes_s(self) -> list[float]:
+        """Seconds that each commit took beside the training, on a rank that writes."""
+        return self._saver.writer.seconds
+
+    def rate(self, score: float) -> None:
+        """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.
+
+        Where it is the best so far, a checkpoint is made at the end of the epoch, and kept.
+
+        Raises:
+            ConfigError: `best` was not set.
+        """
+        if self.config.best is None:
+            raise ConfigError("rate takes a score, and best says which is better; set it to min or max")
+        self._score = float(score)
+
+    def save(self) -> None:
+        """Save now, and return when it is committed. Collective.
+
+        Raises:
+            TrainerError: it cannot be written; raised on every rank.
+        """
+        self._save()
+        self._saver.wait()
+        if problem := self._problem():
+            raise TrainerError(problem)
+
+    def watch(self, loader: Loader) -> None:
+        """Save the position of a training's loader too, and have it go on where it stopped."""
+        positions = self.resumed.positions if self.resumed else []
+        if len(self._loaders) < len(positions):
+            loader.load_state_dict(positions[len(self._loaders)])
+        self._loaders.append(loader)
+        loader.observer = self
+
+    def count(self, epochs: range) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, and save between them when it is time to.
+
+        Raises:
+            ConfigError: the run counts epochs for the second time.
+        """
+        if self._has_counted:
+            raise ConfigError(
+                "checkpoints belong to one loop over run.epochs, and this is the second; call run.checkpoints with a "
+                "folder of its own before each"
+            )
+        self._has_counted = True
+        return self._count(range(self.epoch, epochs.stop) if self.resumed else epochs)
+
+    def _count(self, epochs: range) -> Iterator[int]:
+        for epoch in epochs:
+            self.epoch = epoch
+            if epoch > epochs.start:
+                self._after_epoch()
+            elif self.resumed is not None and self.resumed.saved_in is None:
+                self._go_on()
+            yield epoch
+        self.epoch = max(self.epoch, epochs.stop)
+        self._finish()
+
+    def begun(self, loader: Loader, *, is_resumed: bool) -> None:
+        if is_resumed and self.resumed is not None and self._loaders.index(loader) == self.resumed.saved_in:
+            self._go_on()
+        self._passes.append(loader)
+
+    def updated(self, loader: Loader) -> None:
+        if loader is not self._passes[0]:
+            return
+        self.updates += 1
+        is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
+        if self._agreement.is_due(self.updates):
+            is_due |= self._agree()
+        if is_due:
+            self._is_postponed = not self._is_between_updates()
+            if not self._is_postponed:
+                self._save()
+
+    def exhausted(self, loader: Loader) -> None:
+        if loader is self._passes[0]:
+            # What follows may be a long evaluation, in which no update is to come.
+            self._saver.take_reserve(self._state())
+
+    def ended(self, loader: Loader) -> None:
+        self._passes.remove(loader)
+
+    def close(self) -> None:
+        """Wait for what is being written, and leave the signals and the folder to others."""
+        self._saver.wait()
+        self.preemption.close()
+        self._storage.close()
+
+    def _check_room(self) -> None:
+        for rank, problem in enumerate(
+            self._strategy.all_gather_object(self._saver.check_room(self._contents.bytes()))
+        ):
+            if problem:
+                raise ConfigError(f"rank {rank}: {problem}" if self._world.size > 1 else problem)
+
+    def _after_epoch(self) -> None:
+        is_due = self._agree() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
+        if is_due or self._saver.is_better(self._score):
+            self._save()
+
+    def _finish(self) -> None:
+        self._agree()
+        self._save(is_complete=True)
+        self._saver.wait()
+        self._report(self._problem())
+
+    def _agree(self) -> bool:
+        """Return whether all ranks are to save now, and end this process when they are to end. Collective."""
+        is_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+        flags = [
+            self.preemption.received is not None,
+            is_time and self._world.is_root,
+            self._saver.is_busy,
+            self._saver.error is not None,
+        ]
+        stopping, due, busy, failed = self._agreement.add_up(self.updates, flags)
+        if failed:
+            self._report(self._problem())
+        if stopping:
+            self._end()
+        return bool(due and not busy)
+
+    def _end(self) -> None:
+        self.preemption.handled()
+        self._save()
+        self._saver.wait()
+        problem = self._problem()
+        if self._world.is_root:
+            which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
+            print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
+        raise SystemExit(1 if problem else EXIT_CODE)
+
+    def _problem(self) -> str:
+        """Return why a rank could not write; "" where all could. Collective."""
+        error = self._saver.error
+        own = f"on host {self._world.host}: {error}" if error is not None else ""
+        problem: str = next((one for one in self._strategy.all_gather_object(own) if one), "")
+        if problem:
+            self._saver.forget_error()
+        return problem
+
+    def _report(self, problem: str) -> None:
+        if problem and self.config.on_error == "stop":
+            raise TrainerError(f"{problem}; earlier checkpoints are kept")
+        if problem and self._world.is_root:
+            line = f"trainer: WARNING: {problem}; earlier checkpoints are kept, and the training goes on"
+            print_line(line, sys.stderr)
+
+    def _save(self, *, is_complete: bool = False) -> None:
+        started = time.monotonic()
+        score, self._score = self._score, None
+        self._saver.save(self._state(), score=score, is_complete=is_complete)
+        self._saved_at = time.monotonic()
+        self.stalls_s.append(self._saved_at - started)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what is kept, with the live tensors, at a place where all ranks are. Collective."""
+        return {
+            **self._contents.state(),
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "saved_in": self._loaders.index(self._passes[0]) if self._passes else None,
+            "random": self._strategy.all_gather_object(random_state(self._world.device)),
+        }
+
+    def _go_on(self) -> None:
+        """Draw the random numbers that the interrupted run would have drawn here. Once."""
+        if self.resumed is not None and self.resumed.random is not None:
+            set_random_state(self.resumed.random, self._world.device)
+            self.resumed.random = None
+
+    def _save_alone(self) -> bool:
+        """Save without the other ranks where no update is to come; return whether this process may end."""
+        return not self._passes and self._saver.commit_reserve(self.updates)

@@ -1,0 +1,132 @@
+"""Contents of a checkpoint: what is kept of a run, and how it is compared and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.snapshot import count_bytes
+from trainer.errors import ConfigError
+from trainer.loss_scaler import LossScaler
+
+
+@dataclass
+class Contents:
+    """What a checkpoint keeps beside the position.
+
+    The weights and the optimizers' state are the same on all ranks. Of BatchNorm's running statistics, which are each
+    rank's own, those of the rank that writes are kept.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    scaler: LossScaler | None
+    objects: Mapping[str, Any]
+    """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
+    settle: Callable[[], None]
+    """Completes what a step leaves for the next backward pass."""
+
+    def __post_init__(self) -> None:
+        for name, one in self.objects.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")) and type(one) is not dict:
+                raise ConfigError(
+                    f"state {name!r} is a {type(one).__name__}; valid are a dict, and objects with state_dict and "
+                    "load_state_dict"
+                )
+            if isinstance(one, nn.Module | Optimizer) and any(one is own for own in (*self.models, *self.optimizers)):
+                raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
+        self.settle()
+        return {
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [{"class": type(one).__name__, "state": one.state_dict()} for one in self.optimizers],
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "objects": {name: one if type(one) is dict else one.state_dict() for name, one in self.objects.items()},
+        }
+
+    def bytes(self) -> int:
+        """Return about how many bytes a checkpoint will take, also before the first step has made a state."""
+        weights = sum(count_bytes(model.state_dict()) for model in self.models)
+        return weights + sum(
+            max(count_bytes(one.state_dict()["state"]), _tensors_per_parameter(one) * _parameter_bytes(one))
+            for one in self.optimizers
+        )
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        """Return what keeps a checkpoint from being loaded, in words; nothing is changed."""
+        problems: list[str] = []
+        for kind, own in (("models", self.models), ("optimizers", self.optimizers)):
+            if len(own) != len(found[kind]):
+                problems.append(f"it has {len(found[kind])} {kind}, and {len(own)} were prepared")
+        for number, (model, state) in enumerate(zip(self.models, found["models"], strict=False)):
+            where = f" of model {number}" if len(self.models) > 1 else ""
+            problems += [f"{problem}{where}" for problem in _model_differences(model.state_dict(), state)]
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, found["optimizers"], strict=False)):
+            where = f"optimizer {number}" if len(self.optimizers) > 1 else "the optimizer"
+            problems += [f"{where} {problem}" for problem in _optimizer_differences(optimizer, state)]
+        for name in sorted(set(self.objects) ^ set(found["objects"])):
+            problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
+        if (self.scaler is None) != (found["scaler"] is None):
+            problems.append(f"it was made {'without' if found['scaler'] is None else 'under'} precision fp16")
+        return problems
+
+    def load(self, found: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's contents, which `differences` has found to fit."""
+        for model, state in zip(self.models, found["models"], strict=True):
+            model.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(state["state"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(found["scaler"])
+        for name, one in self.objects.items():
+            if type(one) is dict:
+                one.clear()
+                one.update(found["objects"][name])
+            else:
+                one.load_state_dict(found["objects"][name])
+
+
+def _model_differences(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if missing := [name for name in own if name not in found]:
+        problems.append(f"it lacks {_first(missing)}")
+    if unknown := [name for name in found if name not in own]:
+        problems.append(f"it has {_first(unknown)}, which the model does not have")
+    for name, value in own.items():
+        other = found.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            problems.append(f"{name} has shape {tuple(other.shape)} there and {tuple(value.shape)} here")
+        elif isinstance(value, Tensor) and isinstance(other, Tensor) and value.dtype != other.dtype:
+            problems.append(f"{name} is {other.dtype} there and {value.dtype} here")
+    return problems
+
+
+def _optimizer_differences(optimizer: Optimizer, found: Mapping[str, Any]) -> list[str]:
+    own, other = type(optimizer).__name__, found["class"]
+    if own != other:
+        return [f"is a {other} there and a {own} here"]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    found_groups = [len(group["params"]) for group in found["state"]["param_groups"]]
+    return [f"has {found_groups} parameters per group there and {groups} here"] if groups != found_groups else []
+
+
+def _tensors_per_parameter(optimizer: Optimizer) -> int:
+    """Return how many tensors of a parameter's size torch's common optimizers keep for each."""
+    settings = optimizer.defaults
+    if "betas" in settings:
+        return 3 if settings.get("amsgrad") else 2
+    return 1 if settings.get("momentum") else 0
+
+
+def _parameter_bytes(optimizer: Optimizer) -> int:
+    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -1,0 +1,87 @@
+"""Lock: one job at a time writes checkpoints into a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+_NAME = ".lock"
+# File systems without locks: some network file systems, and some in user space.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_FORMER_JOB_ENDS_S = 10.0
+_POLL_S = 0.1
+
+
+class FolderLock:
+    """A lock on a folder, which the kernel gives up when the process ends.
+
+    Args:
+        folder: made where it is missing.
+        job: the same for all ranks of a job. So they tell whether a folder that is locked is one they share.
+    """
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self._path, self._job = folder / _NAME, job
+        self._descriptor = -1
+        self.is_held = False
+        """Whether this process is the one that writes into the folder."""
+
+    @staticmethod
+    def new_job() -> str:
+        """Return a name for a job."""
+        return uuid.uuid4().hex
+
+    def acquire(self) -> str:
+        """Take the lock, unless another rank of this job has it; return what keeps this job from it, or "".
+
+        A rank of the former job may be on its way out, and a worker process of it, so this waits a little.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            return f"the checkpoints' folder {self._path.parent} cannot be written: {error.strerror or error}"
+        deadline = time.monotonic() + _FORMER_JOB_ENDS_S
+        while not self._try():
+            holder = self._holder()
+            if holder.get("job") == self._job:
+                return ""
+            if time.monotonic() > deadline:
+                return (
+                    f"the checkpoints' folder {self._path.parent} is in use by process {holder.get('process', '?')} on "
+                    f"host {holder.get('host', '?')}; name another folder, or end that job"
+                )
+            time.sleep(_POLL_S)
+        self.is_held = True
+        return ""
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self.is_held = -1, False
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS or self._holder().get("job") == self._job:
+                return False
+        holder = {"job": self._job, "process": os.getpid(), "host": socket.gethostname()}
+        with suppress(OSError):  # on a full disk the lock holds without its text
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+            os.fsync(self._descriptor)
+        return True
+
+    def _holder(self) -> dict[str, str]:
+        with suppress(OSError, ValueError):
+            holder = json.loads(self._path.read_text())
+            return holder if isinstance(holder, dict) else {}
+        return {}

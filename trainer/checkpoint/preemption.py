@@ -1,0 +1,80 @@
+"""Preemption: the signals with which a scheduler or a supervisor announces the end of a job.
+
+A signal only sets a flag: all ranks agree on the update after which they save. A thread watches the flag as well. It
+ends the process where the ranks cannot agree, because one of them has gone say, and it saves where no update is to
+come, as during an evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from trainer.launch.failure import _exit_now as end_process
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_POLL_S = 0.05
+
+
+class Preemption:
+    """Notes the signals of `SIGNALS`, from its creation on.
+
+    Args:
+        save_alone: called in a thread after a signal, again and again. Returns whether the process may end now, because
+            what is to be saved is saved.
+        grace_s: seconds after which the process ends in any case.
+    """
+
+    def __init__(self, save_alone: Callable[[], bool], grace_s: float) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal that came."""
+        self._save_alone, self._grace_s = save_alone, grace_s
+        self._is_handled = False
+        self._earlier: dict[signal.Signals, object] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python takes signals in its main thread only
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        # The main thread runs no handler while it waits in a collective; this pipe is written at once.
+        self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._earlier[number] = signal.signal(number, self._note)
+        threading.Thread(target=self._watch, args=(reader,), name="trainer-preemption", daemon=True).start()
+
+    def handled(self) -> None:
+        """Leave the end of the process to the caller, which saves with all ranks, within the same time."""
+        self._is_handled = True
+
+    def close(self) -> None:
+        """Handle signals as before."""
+        if not self._earlier:
+            return
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal has returned
+        self._earlier.clear()
+        signal.set_wakeup_fd(self._earlier_wakeup)
+        os.close(self._writer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+
+    def _watch(self, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while data := pipe.read(64):
+                if number := next((one for one in SIGNALS if one in data), None):
+                    break
+            else:  # closed
+                return
+        self.received = self.received or number
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline:
+            if not self._is_handled and self._save_alone():
+                end_process("", EXIT_CODE)
+            time.sleep(_POLL_S)
+        end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)

@@ -1,0 +1,154 @@
+"""Saver: takes snapshots of a rank's state, and has them committed on the ranks that write."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.snapshot import Buffers
+from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.writer import Writer, missing_bytes
+from trainer.config import CheckpointConfig
+from trainer.errors import TrainerError
+from trainer.launch.output import print_line
+
+# The manifest, and what the file's format adds.
+_OVERHEAD_BYTES = 1 << 20
+
+
+class Saver:
+    """One rank's part of saving. A rank that does not write only keeps count.
+
+    Args:
+        attempt: number of this start of the training.
+        facts: put into each manifest.
+    """
+
+    def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
+        self.writer = Writer(storage.folder, config.keep)
+        self.saved: tuple[int, int] | None = None
+        """Epoch and update where the run was saved last."""
+        self.best: tuple[float, str] | None = None
+        """The best score, and the name of the checkpoint that has it."""
+        self._config, self._storage, self._attempt, self._facts = config, storage, attempt, facts
+        self._buffers, self._reserve_buffers = Buffers(), Buffers()
+        self._reserve: dict[str, Any] | None = None
+        self._full: TrainerError | None = None
+        # A signal's thread commits the reserve.
+        self._lock = threading.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.writer.is_busy
+
+    @property
+    def error(self) -> TrainerError | None:
+        """Why this rank could not write the last checkpoint."""
+        return self._full or self.writer.error
+
+    def forget_error(self) -> None:
+        """Count the last checkpoint as not saved."""
+        self._full = self.writer.error = self.saved = None
+
+    def is_better(self, score: float | None) -> bool:
+        """Return whether a score is better than all before."""
+        if score is None or self._config.best is None:
+            return False
+        return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
+
+    def save(self, state: Mapping[str, Any], *, score: float | None = None, is_complete: bool = False) -> None:
+        """Copy the state and start writing it, unless the run was saved at this place already.
+
+        Args:
+            score: of the model, for the best one.
+            is_complete: whether the training has reached its end.
+        """
+        place = (state["epoch"], state["updates"])
+        if place == self.saved:
+            return
+        name = name_of(self._attempt, *place)
+        if score is not None and self.is_better(score):
+            self.best = (score, name)
+        self.saved = place
+        if self._storage.is_writer:
+            with self._lock:
+                self.writer.wait()
+                snapshot = self._buffers.copy(state)
+                if self._has_room(self._buffers.bytes):
+                    facts = self._describe(state, score=score, is_complete=is_complete)
+                    self.writer.start((self._attempt, *place), snapshot, facts, self.best[1] if self.best else None)
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        self.writer.wait()
+
+    def take_reserve(self, state: Mapping[str, Any]) -> None:
+        """Copy the state, so that `commit_reserve` can write it later."""
+        if self._storage.is_writer:
+            with self._lock:
+                self._reserve = self._reserve_buffers.copy(state)
+
+    def commit_reserve(self, updates: int) -> bool:
+        """Commit the reserve where it is of the last update; return whether what is to be saved is saved.
+
+        A rank that does not write leaves that to the others, whose end the launcher makes the job's.
+        """
+        if not self._storage.is_writer or self.is_busy:
+            return False
+        if (updates == 0 and self.saved is None) or (self.saved is not None and self.saved[1] == updates):
+            return True
+        with self._lock:
+            state = self._reserve
+            if state is None or state["updates"] != updates:
+                return False
+            place = (state["epoch"], state["updates"])
+            facts = self._describe(state, score=None, is_complete=False)
+            self.writer.commit((self._attempt, *place), state, facts, self.best[1] if self.best else None)
+            self.saved = place
+        if self.error is not None:
+            print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
+        return True
+
+    def check_room(self, state_bytes: int) -> str:
+        """Return what the disk lacks for as many checkpoints as are kept, in words; "" where it has room."""
+        if not self._storage.is_writer:
+            return ""
+        count = self._config.keep + 1 + (self._config.best is not None)
+        each = state_bytes + _OVERHEAD_BYTES
+        held = sum(file.stat().st_size for file in self._storage.folder.glob("attempt-*/*"))
+        lacks = missing_bytes(self._storage.folder, each * count - held)
+        return (
+            f"{count} checkpoints of {_megabytes(each)} do not fit into {self._storage.folder}: "
+            f"{_megabytes(lacks)} are missing; lower keep, or name another folder"
+            if lacks
+            else ""
+        )
+
+    def _has_room(self, state_bytes: int) -> bool:
+        lacks = missing_bytes(self._storage.folder, state_bytes + _OVERHEAD_BYTES)
+        if lacks:
+            self._full = TrainerError(
+                f"a checkpoint of {_megabytes(state_bytes)} does not fit into {self._storage.folder}: "
+                f"{_megabytes(lacks)} are missing"
+            )
+        return not lacks
+
+    def _describe(self, state: Mapping[str, Any], *, score: float | None, is_complete: bool) -> dict[str, Any]:
+        return {
+            **self._facts,
+            "epoch": state["epoch"],
+            "updates": state["updates"],
+            "taken": [loader["taken"] for loader in state["loaders"]],
+            "score": score,
+            "best": self.best,
+            "complete": is_complete,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,97 @@
+"""Snapshots: private copies of a training's state, so that the training can go on while they are written."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainerError
+
+# What torch.load takes with weights_only=True, besides tensors and containers.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Buffers:
+    """Host memory for one snapshot, kept from one to the next: new memory would make each copy several times slower.
+
+    GPU tensors are copied into pinned memory, all of them at once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.bytes = 0
+        """Bytes of the tensors of the last snapshot."""
+
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state with copies of its tensors, in host memory. The next call overwrites them.
+
+        Raises:
+            TrainerError: a value is of a type that cannot be loaded again as data.
+        """
+        self.bytes = 0
+        # Tensors that share memory, such as tied weights, share it in the snapshot as well.
+        copied: dict[tuple[Any, ...], Tensor] = {}
+        result: dict[str, Any] = self._copy(state, "", copied)
+        if any(key[0] == "cuda" for key in copied):
+            torch.cuda.synchronize()
+        return result
+
+    def _copy(self, value: Any, path: str, copied: dict[tuple[Any, ...], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), path, copied)
+        if isinstance(value, Mapping):
+            pairs = ((key, self._copy(one, f"{path}.{key}", copied)) for key, one in value.items())
+            return _like(value, pairs)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            items = [self._copy(one, f"{path}.{number}", copied) for number, one in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, set | frozenset):
+            return {self._copy(one, path, copied) for one in value}
+        if isinstance(value, np.generic):  # a learning rate that NumPy has computed
+            return value.item()
+        for kind in _PLAIN:
+            if type(value) is kind:
+                return value
+        raise TrainerError(
+            f"{path.lstrip('.')} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded again "
+            "as data; valid are tensors, numbers, text, and lists and dicts of them"
+        )
+
+    def _copy_tensor(self, tensor: Tensor, path: str, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.cpu().clone()
+        key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in copied:
+            return copied[key]
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[path] = buffer
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        copied[key] = buffer
+        self.bytes += tensor.nbytes
+        return buffer
+
+
+def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
+    """Return a dict, or an OrderedDict with the versions that a module's `state_dict` carries."""
+    if not isinstance(mapping, OrderedDict):
+        return dict(pairs)
+    result = OrderedDict(pairs)
+    if (metadata := getattr(mapping, "_metadata", None)) is not None:
+        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    return result
+
+
+def count_bytes(state: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(count_bytes, state.values()))
+    return sum(map(count_bytes, state)) if isinstance(state, list | tuple) else 0

@@ -1,0 +1,106 @@
+"""Start: which checkpoint a run goes on from, and what it takes over from it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.commit import Committed, find
+from trainer.checkpoint.contents import Contents
+from trainer.checkpoint.manifest import order_of
+from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.writer import read_state
+from trainer.config import CheckpointConfig
+from trainer.data.shard_plan import mix_seeds
+from trainer.errors import ConfigError, TrainerError
+from trainer.launch.output import print_line
+from trainer.strategies.base import Strategy
+
+
+@dataclass
+class Resumed:
+    """Where an interrupted run stopped."""
+
+    checkpoint: Committed
+    epoch: int
+    """Number of the epoch in which it goes on, from 0."""
+    updates: int
+    positions: Sequence[Mapping[str, Any]]
+    """Of the loaders, in the order in which they were made."""
+    saved_in: int | None
+    """The loader in whose pass it was saved; None between two epochs."""
+    random: Mapping[str, Any] | None
+    """Of this rank; None once they are in use."""
+    best: tuple[float, str] | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the training had reached its end."""
+        return bool(self.checkpoint.facts["complete"])
+
+
+def find_start(
+    storage: Storage, config: CheckpointConfig, strategy: Strategy, contents: Contents
+) -> tuple[Resumed | None, int]:
+    """Load what the run goes on from, if anything; return that, and the number of this start. Collective.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the run, or the folder is not empty and the run is to start anew.
+        TrainerError: the checkpoint that was named is damaged, or there is none.
+    """
+    orders = [order_of(path.name) for path in find(storage.folder)] if storage.is_writer else []
+    attempts = strategy.all_gather_object(max((order[0] for order in orders if order), default=0))
+    if config.resume == "none":
+        if any(attempts):
+            raise ConfigError(
+                f"the folder {config.folder} holds checkpoints, and resume is 'none'; valid is 'auto', which goes on "
+                "from the newest, or another folder"
+            )
+        return None, 1
+    checkpoint = storage.newest() if config.resume == "auto" else storage.at(Path(config.resume))
+    attempt = max([*attempts, checkpoint.order[0] if checkpoint else 0]) + 1
+    return (_load(checkpoint, strategy, contents) if checkpoint else None), attempt
+
+
+def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resumed:
+    try:
+        state = read_state(checkpoint.path)
+    except Exception as error:
+        raise TrainerError(f"checkpoint {checkpoint.path} cannot be loaded as data ({error})") from None
+    if problems := contents.differences(state):
+        raise ConfigError(
+            f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, or "
+            "restore what it was made with"
+        )
+    contents.load(state)
+    world, states = strategy.world, state["random"]
+    resumed = Resumed(
+        checkpoint=checkpoint,
+        epoch=state["epoch"],
+        updates=state["updates"],
+        positions=state["loaders"],
+        saved_in=state["saved_in"],
+        random=states[world.rank] if len(states) == world.size else None,
+        best=tuple(best) if (best := checkpoint.facts["best"]) else None,
+    )
+    if resumed.random is None:  # each number of ranks draws other numbers
+        torch.manual_seed(mix_seeds(resumed.updates, world.rank))
+    if world.is_root:
+        print_line(f"trainer: {_describe(resumed, len(states))}", sys.stderr)
+    return resumed
+
+
+def _describe(resumed: Resumed, ranks: int) -> str:
+    facts = resumed.checkpoint.facts
+    taken = resumed.positions[resumed.saved_in]["taken"] if resumed.saved_in is not None else 0
+    where = f"epoch {resumed.epoch + 1} after {taken:,} samples" if taken else f"the end of epoch {resumed.epoch}"
+    verb = "the training is complete:" if resumed.is_complete else "going on from"
+    return (
+        f"{verb} checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
+        f"rank{'s' * (ranks > 1)}"
+    )

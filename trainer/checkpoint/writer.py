@@ -1,0 +1,98 @@
+"""Writer: writes snapshots in a thread beside the training, one at a time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.commit import Committed, commit, find, name_of, prune
+from trainer.checkpoint.manifest import Order
+from trainer.errors import TrainerError
+
+STATE = "state.pt"
+
+
+class Writer:
+    """Commits snapshots into a folder, and removes those that are not to be kept.
+
+    Args:
+        keep: the newest so many are kept.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self._has_checked = False
+        self.committed: Committed | None = None
+        """The newest that this job has committed."""
+        self.error: TrainerError | None = None
+        """Why the last one was not committed."""
+        self.seconds: list[float] = []
+        """Time of each commit, beside the training."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
+        """Commit a snapshot in a thread; the caller must not change it before `wait` has returned.
+
+        Args:
+            state: written to `STATE`, in PyTorch's own format.
+            facts: put into the manifest.
+            best: the name of one to keep as well.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self.commit, args=(order, state, facts, best), name="trainer-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def commit(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
+        """Commit a snapshot now; `error` says whether it was."""
+        started = time.monotonic()
+        # A checkpoint that cannot be loaded is found at the first one.
+        check = None if self._has_checked else _load_as_data
+        try:
+            self.committed = commit(
+                self._folder, name_of(*order), {STATE: lambda stream: torch.save(state, stream)}, facts, check
+            )
+            self._has_checked, self.error = True, None
+            self._prune(best)
+        except TrainerError as error:
+            self.error = error
+        self.seconds.append(time.monotonic() - started)
+
+    def _prune(self, best: str | None) -> None:
+        newest = find(self._folder)[: self._keep]
+        prune(self._folder, [*newest, *([self._folder / best] if best else [])])
+
+
+def _load_as_data(folder: Path) -> None:
+    try:
+        torch.load(folder / STATE, weights_only=True, mmap=True)
+    except Exception as error:
+        raise TrainerError(f"the checkpoint cannot be loaded as data ({error})") from None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, on the CPU; the tensors are read from the file when they are used."""
+    state: dict[str, Any] = torch.load(path / STATE, weights_only=True, mmap=True, map_location="cpu")
+    return state
+
+
+def missing_bytes(folder: Path, needed: int) -> int:
+    """Return how many bytes the disk lacks for `needed` more; 0 where it has them."""
+    return max(0, needed - shutil.disk_usage(folder).free)
