@@ -30,6 +30,9 @@ class Checkpoints:
     The run is saved between two updates, after which no batch is in use, and between two epochs. With several loaders
     at once this is where the one whose pass began first is asked for its next batch.
 
+    Attributes:
+        resumed: what this run goes on from; None where it starts anew.
+
     Args:
         contents: what is kept.
         is_between_updates: returns whether no gradients are left for a later step.
@@ -51,8 +54,11 @@ class Checkpoints:
         self.config, self._strategy, self._world = config, strategy, strategy.world
         self._contents, self._is_between_updates = contents, is_between_updates
         self._storage = Storage(Path(config.folder), strategy)
-        self.resumed, attempt = find_start(self._storage, config, strategy, contents)
-        """What this run goes on from; None where it starts anew."""
+        try:
+            self.resumed, attempt = find_start(self._storage, config, strategy, contents)
+        except BaseException:
+            self._storage.close()
+            raise
         self.updates = self.epoch = 0
         self._saver = Saver(config, self._storage, attempt, facts)
         if self.resumed is not None:

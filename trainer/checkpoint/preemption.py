@@ -35,7 +35,7 @@ class Preemption:
         self.received: signal.Signals | None = None
         """The first signal that came."""
         self._save_alone, self._grace_s = save_alone, grace_s
-        self._is_handled = False
+        self._is_handled = self._is_closed = False
         self._earlier: dict[signal.Signals, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # Python takes signals in its main thread only
@@ -53,6 +53,7 @@ class Preemption:
 
     def close(self) -> None:
         """Handle signals as before."""
+        self._is_closed = True
         if not self._earlier:
             return
         for number, handler in self._earlier.items():
@@ -73,7 +74,9 @@ class Preemption:
                 return
         self.received = self.received or number
         deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or self._is_closed:
+            if self._is_closed:
+                return
             if not self._is_handled and self._save_alone():
                 end_process("", EXIT_CODE)
             time.sleep(_POLL_S)

@@ -150,7 +150,8 @@ class Loader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in samples, so that any number of ranks can go on there, and what it holds for."""
-        return {"epoch": self.epoch - (self.taken > 0), "taken": self.taken, **self._holds_for()}
+        taken = self.taken or self.start
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **self._holds_for()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the position of `state_dict` when the next epoch is begun.

@@ -134,7 +134,7 @@ class StreamLoader(Loader):
             yield Step(move(batch, self.world.device), count, 1.0, True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "steps": self._steps_taken if self.taken else 0}
+        return {**super().state_dict(), "steps": self._steps_taken if self.taken or self.start else 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

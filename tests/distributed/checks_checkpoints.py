@@ -1,0 +1,222 @@
+"""A run that was interrupted ends with the weights of one that was not; run on every rank of one job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer import Checkpoints, ConfigError, InMemory, TrainerError, init
+from trainer.checkpoint.committed import find
+from trainer.strategies.base import Strategy
+
+EPOCHS, SAMPLES = 3, 41
+# The parameter server adds gradients in the order in which they come.
+EXACT = ("single", "horovod", "ddp", "ring")
+
+
+class Interrupted(Exception):  # noqa: N818 (it is no error)
+    """What ends a loop here, as a killed process would."""
+
+
+@contextmanager
+def shared_folder(strategy: Strategy) -> Iterator[Path]:
+    """Give all ranks one new folder, and remove it when all of them are done."""
+    folder = Path(strategy.broadcast_object(tempfile.mkdtemp() if strategy.world.is_root else None))
+    yield folder / "checkpoints"
+    strategy.barrier()
+    if strategy.world.is_root:
+        shutil.rmtree(folder)
+
+
+class Training:
+    """A model with dropout and BatchNorm, AdamW, a scheduler, clipping and accumulation: all that has a state."""
+
+    def __init__(self, strategy: Strategy, precision: str = "fp32") -> None:
+        self.run = init(strategy, accumulate=2, precision=precision)
+        torch.manual_seed(1)
+        layers = (nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.model = nn.Sequential(*layers)
+        if precision == "fp32":
+            self.model.double()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.forward, self.optimizer = self.run.prepare(self.model, optimizer)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=4, gamma=0.5)
+        generator = torch.Generator().manual_seed(2)
+        inputs = torch.randn(SAMPLES, 6, generator=generator).to(next(self.model.parameters()).dtype)
+        data = InMemory(inputs, torch.randint(3, (SAMPLES,), generator=generator))
+        self.loader = self.run.loader(data, global_batch_size=9)
+        self.totals = {"updates": 0}
+        torch.manual_seed(3 + self.run.rank)
+
+    def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
+        state = {"schedule": self.schedule, "totals": self.totals}
+        return self.run.checkpoints(folder, state=state, **options)
+
+    def train(self, stop_after: int = -1) -> list[Tensor]:
+        """Train to the end, or until so many updates in all; return the weights."""
+        for _ in self.run.epochs(EPOCHS):
+            for inputs, targets in self.loader:
+                with self.run.autocast():
+                    loss = F.cross_entropy(self.forward(inputs), targets)
+                self.run.backward(loss)
+                if self.run.sync_gradients:
+                    self.run.clip_grad_norm_(self.model, 0.5)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.schedule.step()
+                    self.totals["updates"] += 1
+                    if self.totals["updates"] == stop_after:
+                        raise Interrupted
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def assert_equal(strategy: Strategy, found: list[Tensor], expected: list[Tensor]) -> None:
+    exact = type(strategy).__name__.lower().removesuffix("strategy") in EXACT
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-13)
+
+
+def interrupt(strategy: Strategy, folder: Path, stop_after: int, **options: Any) -> None:
+    """Train until so many updates, and leave what a killed job leaves."""
+    training = Training(strategy)
+    checkpoints = training.checkpoints(folder, **options)
+    with pytest.raises(Interrupted):
+        training.train(stop_after)
+    checkpoints.close()
+    strategy.barrier()
+
+
+def check_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(strategy: Strategy) -> None:
+    expected = Training(strategy).train()
+    with shared_folder(strategy) as folder:
+        # Within the first epoch, again within it, after its end, and within the last one.
+        for stop_after in (2, 3, 5, 8):
+            interrupt(strategy, folder, stop_after, every_updates=1, keep=2)
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder, every_updates=1, keep=2)
+        assert checkpoints.resumed is not None
+        assert checkpoints.updates == training.totals["updates"] == 7  # the eighth's batch was still in use
+        assert_equal(strategy, training.train(), expected)
+        assert training.totals["updates"] == 9
+        checkpoints.close()
+        strategy.barrier()
+        assert len(find(folder)) == 2
+        # The same again finds that all is done.
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder)
+        assert checkpoints.resumed is not None
+        assert checkpoints.resumed.is_complete
+        assert_equal(strategy, training.train(), expected)
+        assert training.totals["updates"] == 9
+        checkpoints.close()
+
+
+def check_checkpoints_change_nothing(strategy: Strategy) -> None:
+    expected = Training(strategy).train()
+    with shared_folder(strategy) as folder:
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder, every_updates=1)
+        assert_equal(strategy, training.train(), expected)
+        checkpoints.close()
+
+
+def check_a_signal_to_one_rank_stops_all_after_the_same_update(strategy: Strategy) -> None:
+    expected = Training(strategy).train()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        with shared_folder(strategy) as folder:
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder)
+            if strategy.world.rank == strategy.world.size - 1:
+                os.kill(os.getpid(), number)
+            with pytest.raises(SystemExit) as end:
+                training.train()
+            assert end.value.code == 75
+            checkpoints.close()
+            stopped = strategy.all_gather_object(training.totals["updates"])
+            assert 0 < stopped[0] < 9
+            assert stopped == [stopped[0]] * strategy.world.size
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder)
+            assert training.totals["updates"] == stopped[0]
+            assert_equal(strategy, training.train(), expected)
+            checkpoints.close()
+
+
+def check_the_best_is_kept(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder:
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder, keep=1, best="max", every_epochs=1)
+        for epoch in training.run.epochs(4):
+            for inputs, targets in training.loader:
+                training.run.backward(F.cross_entropy(training.forward(inputs), targets))
+                if training.run.sync_gradients:
+                    training.optimizer.step()
+                    training.optimizer.zero_grad()
+            checkpoints.rate([0.1, 0.9, 0.3, 0.2][epoch])
+        checkpoints.close()
+        strategy.barrier()
+        assert [path.name[13:23] for path in find(folder)] == ["epoch-0004", "epoch-0002"]
+
+
+def check_what_does_not_fit_is_told_on_every_rank(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder:
+        interrupt(strategy, folder, 3, every_updates=1)
+        run = init(strategy)
+        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9)).double()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(
+            ConfigError, match=r"0\.weight has shape \(8, 6\) there and \(9, 6\) here.*is a AdamW there"
+        ):
+            run.checkpoints(folder)
+        strategy.barrier()
+        # Nothing was changed.
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        with pytest.raises(ConfigError, match="holds checkpoints, and resume is 'none'"):
+            run.checkpoints(folder, resume="none")
+        with pytest.raises(TrainerError, match=r"nowhere: manifest\.json is missing"):
+            run.checkpoints(folder, resume=str(folder / "nowhere"))
+
+
+def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder:
+        interrupt(strategy, folder, 3, every_updates=1)
+        strategy.barrier()
+        newest, older = find(folder)
+        if strategy.world.is_root:
+            content = bytearray((newest / "state.pt").read_bytes())
+            content[len(content) // 2] ^= 1
+            (newest / "state.pt").write_bytes(content)
+        strategy.barrier()
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder)
+        assert checkpoints.resumed is not None
+        assert (checkpoints.resumed.checkpoint.path, checkpoints.updates) == (older, 1)
+        checkpoints.close()
+
+
+def check_a_checkpoint_that_cannot_be_written_ends_the_training_where_that_is_asked_for(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder:
+        for on_error in ("continue", "stop"):
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder / on_error, every_updates=2, on_error=on_error)
+            if (folder / on_error).exists() and strategy.world.is_root:
+                checkpoints._saver.writer.error = TrainerError("the disk is full")
+            if on_error == "continue":
+                training.train()
+            else:
+                with pytest.raises(TrainerError, match="the disk is full; earlier checkpoints are kept"):
+                    training.train()
+            checkpoints.close()
+            strategy.barrier()
