@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ class Interrupted(Exception):  # noqa: N818 (it is no error)
     """What ends a loop here, as a killed process would."""
 
 
+def _interrupt() -> None:
+    raise Interrupted
+
+
 @contextmanager
 def shared_folder(strategy: Strategy) -> Iterator[Path]:
     """Give all ranks one new folder, and remove it when all of them are done."""
@@ -40,20 +44,22 @@ def shared_folder(strategy: Strategy) -> Iterator[Path]:
 
 
 class Training:
-    """A model with dropout and BatchNorm, AdamW, a scheduler, clipping and accumulation: all that has a state."""
+    """A model with dropout and BatchNorm, AdamW, a scheduler, clipping and accumulation: all that has a state.
 
-    def __init__(self, strategy: Strategy, precision: str = "fp32") -> None:
-        self.run = init(strategy, accumulate=2, precision=precision)
+    Args:
+        depends_on_ranks: with dropout and BatchNorm, whose results differ with the number of ranks.
+    """
+
+    def __init__(self, strategy: str | Strategy, *, depends_on_ranks: bool = True) -> None:
+        self.run = init(strategy, accumulate=2)
         torch.manual_seed(1)
-        layers = (nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
-        self.model = nn.Sequential(*layers)
-        if precision == "fp32":
-            self.model.double()
+        between = (nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)) if depends_on_ranks else (nn.Tanh(),)
+        self.model = nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 3)).double()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.forward, self.optimizer = self.run.prepare(self.model, optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=4, gamma=0.5)
         generator = torch.Generator().manual_seed(2)
-        inputs = torch.randn(SAMPLES, 6, generator=generator).to(next(self.model.parameters()).dtype)
+        inputs = torch.randn(SAMPLES, 6, generator=generator).double()
         data = InMemory(inputs, torch.randint(3, (SAMPLES,), generator=generator))
         self.loader = self.run.loader(data, global_batch_size=9)
         self.totals = {"updates": 0}
@@ -63,13 +69,11 @@ class Training:
         state = {"schedule": self.schedule, "totals": self.totals}
         return self.run.checkpoints(folder, state=state, **options)
 
-    def train(self, stop_after: int = -1) -> list[Tensor]:
-        """Train to the end, or until so many updates in all; return the weights."""
+    def train(self, stop_after: int = -1, stop: Callable[[], None] = _interrupt) -> list[Tensor]:
+        """Train to the end and return the weights; after so many updates in all, call `stop`."""
         for _ in self.run.epochs(EPOCHS):
             for inputs, targets in self.loader:
-                with self.run.autocast():
-                    loss = F.cross_entropy(self.forward(inputs), targets)
-                self.run.backward(loss)
+                self.run.backward(F.cross_entropy(self.forward(inputs), targets))
                 if self.run.sync_gradients:
                     self.run.clip_grad_norm_(self.model, 0.5)
                     self.optimizer.step()
@@ -77,7 +81,7 @@ class Training:
                     self.schedule.step()
                     self.totals["updates"] += 1
                     if self.totals["updates"] == stop_after:
-                        raise Interrupted
+                        stop()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 

@@ -32,6 +32,7 @@ class Checkpoints:
 
     Attributes:
         resumed: what this run goes on from; None where it starts anew.
+        attempt: number of this start, from 1.
 
     Args:
         contents: what is kept.
@@ -55,12 +56,12 @@ class Checkpoints:
         self._contents, self._is_between_updates = contents, is_between_updates
         self._storage = Storage(Path(config.folder), strategy)
         try:
-            self.resumed, attempt = find_start(self._storage, config, strategy, contents)
+            self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
         except BaseException:
             self._storage.close()
             raise
         self.updates = self.epoch = 0
-        self._saver = Saver(config, self._storage, attempt, facts)
+        self._saver = Saver(config, self._storage, self.attempt, facts)
         if self.resumed is not None:
             self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
             self._saver.saved, self._saver.best = (self.epoch, self.updates), self.resumed.best

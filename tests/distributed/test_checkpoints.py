@@ -1,0 +1,60 @@
+"""Checkpoints over real interruptions: other numbers of ranks, other launchers, signals where no update comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.checks_checkpoints import Training
+from tests.distributed.harness import Outcome, run_job
+from trainer.checkpoint.committed import find, load
+from trainer.launch.world import World
+from trainer.strategies.single import SingleStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+def job(launcher: str, ranks: int, folder: Path, how: str, after: int = -1) -> Outcome:
+    # Ranks with a thread each; what is trained is small.
+    script = ["-m", "tests.distributed.job_that_goes_on", str(folder), how, str(after)]
+    return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"})
+
+
+def uninterrupted() -> list[Tensor]:
+    return Training(SingleStrategy(World()), depends_on_ranks=False).train()
+
+
+def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    for launcher, ranks, how, after in [
+        ("horovodrun-mpi", 2, "kill", 2),
+        ("mpirun", 3, "kill", 5),
+        ("torchrun", 2, "signal", 6),
+        ("horovodrun-gloo", 1, "no", -1),
+    ]:
+        outcome = job(launcher, ranks, tmp_path, how, after)
+        assert (outcome.code == 0) == (how == "no"), outcome.output
+        assert not outcome.timed_out
+    assert "world size 1, 9 updates, attempt 4" in outcome.output
+    for one, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "horovodrun-gloo", "mpirun"])
+def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launcher: str, tmp_path: Path) -> None:
+    outcome = job(launcher, 2, tmp_path, "signal", 4)
+    assert outcome.code == 75, outcome.output
+    assert "SIGTERM: saved" in outcome.output or "a signal on another rank: saved" in outcome.output
+    (newest,) = find(tmp_path)
+    assert load(newest).facts["updates"] >= 4
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("python", 1), ("horovodrun-mpi", 2)])
+def test_a_signal_in_an_evaluation_saves_the_end_of_the_epoch(launcher: str, ranks: int, tmp_path: Path) -> None:
+    outcome = job(launcher, ranks, tmp_path, "signal-in-evaluation")
+    assert outcome.code == 75, outcome.output
+    (newest,) = find(tmp_path)
+    facts = load(newest).facts
+    assert (facts["epoch"], facts["updates"], facts["taken"]) == (0, 3, [41])
