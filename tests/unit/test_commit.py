@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint import commit as commits
-from trainer.checkpoint import durable
+from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
 from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, receive, remove_partial, send
 from trainer.checkpoint.manifest import order_of
 from trainer.errors import DataError, TrainerError
-
-NAME = name_of(1, 2, 300)
-FILES = {"weights.pt": b"w" * 3_000_000, "loader.json": b"{}", "empty": b""}
-
-Writer = Callable[[BinaryIO], object]
-
-
-def writers(contents: Mapping[str, bytes] = FILES) -> dict[str, Writer]:
-    def writer(content: bytes) -> Writer:
-        return lambda file: file.write(content)
-
-    return {name: writer(content) for name, content in contents.items()}
-
-
-def save(folder: Path, update: int, **facts: Any) -> Path:
-    return commit(folder, name_of(1, 1, update), writers(), facts).path
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def never(text: str) -> None:
-    raise AssertionError(text)
-
-
-def failing_at(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *errors: int) -> None:
-    """The call number `number` (from 0) of os.`name` and those after it fail with these errors, one each."""
-    call, outcomes = getattr(os, name), [0] * number + list(errors)
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if outcomes and (code := outcomes.pop(0)):
-            raise OSError(code, os.strerror(code))
-        return call(*args, **kwargs)
-
-    monkeypatch.setattr(os, name, failing)
 
 
 def test_what_was_committed_is_found(tmp_path: Path) -> None:
@@ -221,100 +183,12 @@ def test_a_check_sees_the_files_and_can_stop_the_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == [NAME]
 
 
-def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
-    def fail(file: BinaryIO) -> None:
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        commit(tmp_path, NAME, {**writers(), "last": fail}, {})
-    assert names(tmp_path) == []
-
-
-def test_a_full_disk_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = save(tmp_path, 1)
-    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
-    with pytest.raises(TrainerError) as caught:
-        save(tmp_path, 2)
-    size = sum(file.stat().st_size for file in earlier.iterdir())
-    text = str(caught.value)
-    assert text.startswith(f"checkpoint {tmp_path}/attempt-0001-epoch-0001-update-00000002 cannot be written: ")
-    assert "loader.json: No space left on device; 3,000,000 bytes of it could be written where " in text
-    assert text.endswith(f" were free; {earlier.name} has {size:,}")
-    assert "\n" not in text
-    assert names(tmp_path) == [earlier.name]
-    save(tmp_path, 2)
-
-
-def test_a_quota_has_no_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_at(monkeypatch, "write", 0, errno.EDQUOT)
-    with pytest.raises(TrainerError, match=r"weights\.pt: Disk quota exceeded; 0 bytes of it could be written$"):
-        save(tmp_path, 1)
-
-
-@pytest.mark.parametrize("failed", range(6))
-def test_a_sync_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
-    earlier = save(tmp_path, 1)
-    failing_at(monkeypatch, "fsync", failed, errno.EIO)  # four files, the partial folder, its parent
-    with pytest.raises(TrainerError, match=r"cannot be written: \S+: Input/output error$"):
-        save(tmp_path, 2)
-    assert names(tmp_path) == [earlier.name]
-
-
-def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.joinpath("checkpoints").mkdir()
-    failing_at(monkeypatch, "fsync", 4, errno.EINVAL, errno.EINVAL)
-    path = save(tmp_path / "checkpoints", 1)
-    failing_at(monkeypatch, "fsync", 0, errno.EINVAL)
-    prune(path.parent, [])
-    assert names(path.parent) == []
-
-
-@pytest.mark.parametrize("share", [0.3, 0.0])
-def test_short_writes_are_completed_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    write, calls = os.write, list[int]()
-
-    def short(descriptor: int, data: memoryview) -> int:
-        calls.append(len(data))
-        return write(descriptor, data[: int(share * len(data))]) if len(calls) < 4 else write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", short)
-    if share:
-        assert (save(tmp_path, 1) / "weights.pt").read_bytes() == FILES["weights.pt"]
-        assert len(calls) > len(FILES)
-    else:
-        with pytest.raises(TrainerError, match=r"weights\.pt: the file system takes no more bytes$"):
-            save(tmp_path, 1)
-        assert names(tmp_path) == []
-
-
-def test_a_file_that_is_shorter_than_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]) + 1)
-    with pytest.raises(TrainerError, match=r"weights\.pt: it has 2,999,999 bytes after 3,000,000 were written$"):
-        save(tmp_path, 1)
-
-
 def test_pruning_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     paths = [save(tmp_path, update) for update in range(4)]
     (tmp_path / "notes").mkdir()
     prune(tmp_path, paths[2:])
     assert names(tmp_path) == [paths[2].name, paths[3].name, "notes"]
     prune(tmp_path / "none", [])
-
-
-def test_an_interrupted_removal_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    with monkeypatch.context() as broken:
-        failing_at(broken, "unlink", 1, errno.EIO)
-        with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: Input/output error$"):
-            prune(tmp_path, [newer])
-    assert find(tmp_path) == [newer]
-    assert len(names(tmp_path)) == 2
-    save(tmp_path, 1)
-    prune(tmp_path, [newer])  # the same name again
-    assert names(tmp_path) == [newer.name]
-    assert not older.exists()
 
 
 def test_what_interrupted_calls_left_is_removed(tmp_path: Path) -> None:
@@ -392,26 +266,3 @@ def test_pytorch_and_numpy_write_through_the_hash(tmp_path: Path) -> None:
     assert torch.equal(read["weights"], state["weights"])
     assert np.array_equal(np.load(path / "array.npy"), array)
     assert (path / "closed").read_text() == "text"
-
-
-def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
-    with pytest.raises(TrainerError, match=r"model\.pt: No space left on device"):
-        commit(tmp_path, NAME, {"model.pt": lambda file: torch.save(torch.randn(1_000_000), file)}, {})
-    assert names(tmp_path) == []
-
-
-def test_a_writer_cannot_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_at(monkeypatch, "write", 0, errno.EIO)
-    kept = list[BinaryIO]()
-
-    def careless(file: BinaryIO) -> None:
-        kept.append(file)
-        for _ in range(3):
-            with pytest.raises(OSError, match="Input/output error"):
-                file.write(b"1" * (durable._BUFFER_BYTES + 1))
-
-    with pytest.raises(TrainerError, match="Input/output error"):
-        commit(tmp_path, NAME, {"careless": careless}, {})
-    assert kept[0].closed
-    assert commits.find(tmp_path) == []

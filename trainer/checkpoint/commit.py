@@ -134,15 +134,14 @@ def _shortage(place: Path, error: BaseException) -> str:
     """Say how much room a checkpoint takes and how much there is, if an error is the lack of it."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
+    parts = []
     with suppress(OSError):
         written = _size(place)
-        text = f"; {written:,} bytes of it could be written"
-        if error.errno == errno.ENOSPC:
-            # A quota's limit cannot be told from here.
-            text += f" where {shutil.disk_usage(place).free + written:,} were free"
-        before = find(place.parent)
-        return text + (f"; {before[0].name} has {_size(before[0]):,}" if before else "")
-    return ""
+        parts.append(f"{written:,} bytes of it were written")
+        if error.errno == errno.ENOSPC:  # a quota's limit cannot be told from here
+            parts.append(f"{shutil.disk_usage(place).free + written:,} were free")
+        parts += [f"{before.name} takes {_size(before):,}" for before in find(place.parent)[:1]]
+    return "".join(f"; {part}" for part in parts)
 
 
 def _size(path: Path) -> int:
