@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
-from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, receive, remove_partial, send
+from trainer.checkpoint import durable
+from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, remove_partial
 from trainer.checkpoint.manifest import order_of
 from trainer.errors import DataError, TrainerError
 
@@ -191,6 +191,14 @@ def test_pruning_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     prune(tmp_path / "none", [])
 
 
+def test_pruning_leaves_alone_what_is_being_written(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    commit(tmp_path, NAME, writers(), {}, check=lambda place: prune(tmp_path, []))
+    assert names(tmp_path) == [NAME]
+    assert not path.exists()
+    load(tmp_path / NAME)
+
+
 def test_what_interrupted_calls_left_is_removed(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     others = [".notes.partial", ".run.json.partial", f".{NAME}.backup"]
@@ -211,47 +219,6 @@ def test_a_left_over_does_not_stop_a_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == [NAME]
 
 
-def test_a_copy_arrives_with_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.checkpoint.committed._CHUNK_BYTES", 1_000_000)
-    sent = commit(tmp_path / "a", NAME, writers(), {"samples": 7})
-    chunks = list(send(sent.path))
-    assert [len(chunk) for chunk in chunks[1:]] == [1_000_000] * 3 + [2]
-    received = receive(tmp_path / "b", chunks)
-    assert received.path == tmp_path / "b" / NAME
-    assert newest(tmp_path / "b", never) == received
-    assert {name: (received.path / name).read_bytes() for name in names(sent.path)} == {
-        name: (sent.path / name).read_bytes() for name in names(sent.path)
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda chunks: [], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
-        (lambda chunks: chunks[1:], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
-        (lambda chunks: chunks[:1], f"checkpoint {NAME}: weights.pt did not arrive as it was sent"),
-        (lambda chunks: chunks[:-1], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
-        (lambda chunks: [*chunks[:-1], b"[]"], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
-        (lambda chunks: [*chunks[:-1], b"{} "], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
-    ],
-)
-def test_a_copy_that_did_not_arrive_is_not_there(
-    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
-) -> None:
-    chunks = change(list(send(commit(tmp_path / "a", NAME, writers(), {}).path)))
-    with pytest.raises(DataError) as caught:
-        receive(tmp_path / "b", chunks)
-    assert str(caught.value) == message
-    assert not (tmp_path / "b").exists() or names(tmp_path / "b") == []
-
-
-def test_a_file_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    (path / "loader.json").unlink()
-    with pytest.raises(DataError, match=r"loader\.json cannot be read: No such file or directory$"):
-        list(send(path))
-
-
 def test_pytorch_and_numpy_write_through_the_hash(tmp_path: Path) -> None:
     state = {"weights": torch.randn(1000, 500), "step": torch.tensor(3)}
     array = np.arange(300_000)
@@ -266,3 +233,11 @@ def test_pytorch_and_numpy_write_through_the_hash(tmp_path: Path) -> None:
     assert torch.equal(read["weights"], state["weights"])
     assert np.array_equal(np.load(path / "array.npy"), array)
     assert (path / "closed").read_text() == "text"
+
+
+def test_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[Path]()
+    monkeypatch.setattr(durable, "sync_folder", synced.append)
+    for _ in range(2):
+        durable.make_folder(tmp_path / "runs" / "checkpoints")
+    assert synced == [tmp_path, tmp_path / "runs"]

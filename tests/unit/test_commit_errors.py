@@ -5,27 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 import torch
 
-from tests.unit.checkpoints import FILES, NAME, failing_at, names, never, save, writers
-from trainer.checkpoint import durable
-from trainer.checkpoint.commit import commit, find, load, newest, prune
+from tests.unit.checkpoints import FILES, NAME, failing_at, names, save, writers
+from trainer.checkpoint.commit import commit, find, prune
 from trainer.errors import TrainerError
-
-
-def test_what_was_committed_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "checkpoints"
-    facts: dict[Any, Any] = {"epoch": 2, "shape": (1, 2), 3: None, "loss": float("inf")}
-    committed = commit(folder, NAME, writers(), facts)
-    assert committed.order == (1, 2, 300)
-    assert committed.facts == {"epoch": 2, "shape": [1, 2], "3": None, "loss": float("inf")}
-    assert {name: entry.size for name, entry in committed.files.items()} == {k: len(v) for k, v in FILES.items()}
-    assert newest(folder, never) == committed == load(folder / NAME)
-    assert {name: (folder / NAME / name).read_bytes() for name in FILES} == FILES
-    assert names(folder) == [NAME]
 
 
 def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
@@ -125,15 +112,27 @@ def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch
 
 def test_a_writer_cannot_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_at(monkeypatch, "write", 0, errno.EIO)
-    kept = list[BinaryIO]()
+    files, refused = list[BinaryIO](), list[OSError]()
 
     def careless(file: BinaryIO) -> None:
-        kept.append(file)
+        files.append(file)
         for _ in range(3):
-            with pytest.raises(OSError, match="Input/output error"):
-                file.write(b"1" * (durable._BUFFER_BYTES + 1))
+            try:
+                file.write(b"1" * 5_000_000)
+            except OSError as error:
+                refused.append(error)
 
     with pytest.raises(TrainerError, match="Input/output error"):
         commit(tmp_path, NAME, {"careless": careless}, {})
-    assert kept[0].closed
+    assert len(refused) == 3
+    assert files[0].closed
+    assert names(tmp_path) == []
+
+
+def test_an_old_one_loses_no_file_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    failing_at(monkeypatch, "fsync", 0, errno.EIO)
+    with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: \S+: Input/output error$"):
+        prune(tmp_path, [])
     assert find(tmp_path) == []
+    assert names(tmp_path / f".{path.name}.removed") == ["empty", "loader.json", "manifest.json", "weights.pt"]

@@ -14,7 +14,7 @@ from trainer.errors import DataError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_NAME = re.compile(r"attempt-([0-9]{4,})-epoch-([0-9]{4,})-update-([0-9]{8,})")
+_NAME = re.compile(r"attempt-(\d+)-epoch-(\d+)-update-(\d+)")
 
 Order = tuple[int, int, int]
 """Attempt, epoch and update: the larger one is the newer checkpoint."""
