@@ -15,7 +15,8 @@ import torch
 from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
 from trainer.checkpoint import durable
 from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, remove_partial
-from trainer.checkpoint.manifest import order_of
+from trainer.checkpoint.durable import FileEntry
+from trainer.checkpoint.manifest import Manifest, order_of
 from trainer.errors import DataError, TrainerError
 
 
@@ -123,19 +124,16 @@ def test_damage_is_named_once_and_an_older_one_is_taken(tmp_path: Path, file: st
     assert names(tmp_path) == [older.name, newer.name]
 
 
-def test_any_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    manifest = commit(tmp_path, NAME, {"a": lambda file: file.write(b"1")}, {"samples": 12}).path / "manifest.json"
-    whole = manifest.read_bytes()
+def test_any_changed_byte_of_a_manifest_is_noticed() -> None:
+    manifest = Manifest(name=NAME, facts={"samples": 12}, files={"a": FileEntry(size=1, sha256="6b86b273ff34fce1")})
+    whole = manifest.to_bytes()
+    assert Manifest.from_bytes(whole) == manifest
     for position, byte in enumerate(whole):
-        for flipped in (byte ^ 1, byte ^ 128, 10):
-            if flipped != byte:
-                manifest.write_bytes(whole[:position] + bytes([flipped]) + whole[position + 1 :])
-                with pytest.raises(DataError, match=r"manifest\.json (is damaged|has format \d+; this version)"):
-                    load(manifest.parent)
-    for size in range(len(whole)):
-        manifest.write_bytes(whole[:size])
+        for flipped in {byte ^ 1, byte ^ 128, 10} - {byte}:
+            with pytest.raises(DataError, match=r"^manifest\.json (is damaged|has format \d+; this version)"):
+                Manifest.from_bytes(whole[:position] + bytes([flipped]) + whole[position + 1 :])
         with pytest.raises(DataError, match="is damaged"):
-            load(manifest.parent)
+            Manifest.from_bytes(whole[:position])
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
