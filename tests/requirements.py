@@ -47,6 +47,7 @@ def _has_gpu() -> bool:
 
 
 REQUIREMENTS = {
+    "compiler": Requirement(lambda: _has_commands("cc"), "there is no C compiler: apt-get install gcc libc6-dev"),
     "docker": Requirement(lambda: _succeeds("docker", "info"), "no Docker engine answers"),
     "gpu": Requirement(_has_gpu, "this machine has no GPU", demanded=False),
     "gpu-image": Requirement(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,11 +10,7 @@ import pytest
 from benchmarks import commit_faults
 from tests.faults.trials import Outcome, Plan, run
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="the faulty disk is compiled with cc"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180), pytest.mark.needs("compiler")]
 
 
 def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
