@@ -207,7 +207,12 @@ def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
         checkpoints = training.checkpoints(folder)
         assert checkpoints.resumed is not None
         assert (checkpoints.resumed.checkpoint.path, checkpoints.updates) == (older, 1)
+        checkpoints.save()
+        training.train(2, checkpoints.save)
         checkpoints.close()
+        strategy.barrier()
+        assert newest not in find(folder)
+        assert older in find(folder)
 
 
 def check_a_checkpoint_that_cannot_be_written_ends_the_training_where_that_is_asked_for(strategy: Strategy) -> None:

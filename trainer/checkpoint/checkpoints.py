@@ -97,11 +97,16 @@ class Checkpoints:
         self._score = float(score)
 
     def save(self) -> None:
-        """Save now, and return when it is committed. Collective.
+        """Save after the update of the batch in use; between two passes save now, and return when it is committed.
+
+        Every rank calls it at the same place.
 
         Raises:
             TrainerError: it cannot be written; raised on every rank.
         """
+        if self._passes:
+            self._is_postponed = True
+            return
         self._save()
         self._saver.wait()
         if problem := self._problem():

@@ -29,7 +29,7 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
-        self.writer = Writer(storage.folder, config.keep)
+        self.writer = Writer(storage.folder, config.keep, storage.damaged)
         self.saved: tuple[int, int] | None = None
         """Epoch and update where the run was saved last."""
         self.best: tuple[float, str] | None = None

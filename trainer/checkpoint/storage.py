@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.commit import Committed, load, newest, receive, remove_partial, send
+from trainer.checkpoint.commit import Committed, find, load, newest, receive, remove_partial, send
 from trainer.checkpoint.lock import FolderLock
 from trainer.errors import TrainerError
 from trainer.launch.network import host_id
@@ -43,6 +43,8 @@ class Storage:
         self._raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
         self.is_writer = self._lock.is_held
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
+        self.damaged: list[Path] = []
+        """Checkpoints in this rank's folder that `newest` has passed over."""
 
     def newest(self) -> Committed | None:
         """Return the newest valid checkpoint of all hosts, which is on each of them afterwards.
@@ -55,13 +57,15 @@ class Storage:
         own = None
         if self.is_writer:
             remove_partial(self.folder)
+            found = find(self.folder)
             own = newest(self.folder, self._warn)
+            self.damaged = found[: found.index(own.path)] if own else found
         orders = self._strategy.all_gather_object(own.order if own else None)
-        found = [order for order in orders if order is not None]
-        if not found:
+        best = max((order for order in orders if order is not None), default=None)
+        if best is None:
             return None
-        owner = orders.index(max(found))
-        self._send(own, owner, self.folder if self.is_writer and orders[self._world.rank] != max(found) else None)
+        owner = orders.index(best)
+        self._send(own, owner, self.folder if self.is_writer and (own is None or own.order != best) else None)
         one: Committed = self._strategy.broadcast_object(own, root=owner)
         return replace(one, path=self.folder / one.path.name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ class Writer:
 
     Args:
         keep: the newest so many are kept.
+        damaged: were passed over at the start, and are not among those.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, damaged: Collection[Path]) -> None:
+        self._folder, self._keep, self._damaged = folder, keep, frozenset(damaged)
         self._thread: threading.Thread | None = None
         self._has_checked = False
         self.committed: Committed | None = None
@@ -76,8 +77,8 @@ class Writer:
         self.seconds.append(time.monotonic() - started)
 
     def _prune(self, best: str | None) -> None:
-        newest = find(self._folder)[: self._keep]
-        prune(self._folder, [*newest, *([self._folder / best] if best else [])])
+        valid = [path for path in find(self._folder) if path not in self._damaged]
+        prune(self._folder, [*valid[: self._keep], *([self._folder / best] if best else [])])
 
 
 def _load_as_data(folder: Path) -> None:
