@@ -23,6 +23,7 @@ from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.launch.network import machine_id
 from trainer.launch.output import print_line, write_whole_lines
+from trainer.launch.status import report_join, report_phase
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
@@ -46,6 +47,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     world = current_world(config.device)
     if world.size > 1:
         write_whole_lines()
+    report_join(world)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
@@ -62,6 +64,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         ranks = f"{world.size} ranks on {_per_host(hosts)}; " if world.size > 1 else ""
         line = f"{ranks}{joined.description}{'; tuned: ' + tuned if tuned else ''}"
         print_line(f"trainer: {line}", sys.stderr)
+    report_phase("joined")
     return joined
 
 

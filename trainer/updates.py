@@ -18,6 +18,7 @@ from trainer.consistency import PeriodicCheck
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.output import print_line
+from trainer.launch.status import UpdateCounter
 from trainer.loss_scaler import LossScaler, gradients_of
 from trainer.preparation import parameters_of, prepare_optimizer
 from trainer.profiling.step_timer import step_timer
@@ -42,10 +43,9 @@ class Updates:
         self._synchronizers: dict[Optimizer, list[Synchronizer]] = {}
         self._stepped: dict[Synchronizer, set[Optimizer]] = {}
         self._norms: set[_BatchNorm] = set()
-        self._is_padding = False
         self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
-        self._weight, self._is_local = 1.0, False
-        self._backwards = 0
+        self._weight, self._is_local, self._is_padding = 1.0, False, False
+        self._backwards, self.completed = 0, UpdateCounter()
         self._backwards_at_step: dict[Optimizer, int] = {}
         self._groups: dict[Optimizer, int] = {}
         self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
@@ -119,6 +119,7 @@ class Updates:
     def on_batch(self, step: Step) -> None:
         """Note what the loader knows of the batch that it is about to yield."""
         self._weight, self.samples = step.weight, step.count
+        self.completed.on_batch()
         if step.batch is not None:
             self._has_loader, self._epoch = True, step.epoch
         if self.sync_gradients or step.batch is None:  # another update begins, or the loop was left
@@ -305,6 +306,7 @@ class Updates:
 
     def _after_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._stepping.discard(optimizer)
+        self.completed.on_step(self._has_loader)
         for synchronizer in self._synchronizers[optimizer]:
             synchronizer.after_step()
         if self.scaler is not None:

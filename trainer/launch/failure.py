@@ -15,10 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import writable_places
 from trainer.launch.environment import Launch, launches, read_launch
 from trainer.launch.output import print_line
+from trainer.launch.status import LOST_PEER, MISTAKE, report_failure
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
 # them by then, so that the line appears once.
@@ -31,6 +32,9 @@ _LOST_PEER_OF_GLOO = "gloo/transport"
 # Time for other libraries to write what they hold, such as loggers of metrics.
 _FLUSH_S = 3.0
 
+MISTAKE_CODE = 78
+"""Exit code of a rank that a user's mistake has ended, EX_CONFIG of sysexits.h: it is not worth another try."""
+
 _earlier_hooks: list[Callable[..., object]] = []
 _collective_handlers: list[Callable[[], object]] = []
 
@@ -39,9 +43,10 @@ def report_failures() -> None:
     """Install an exception hook that ends the whole job when this rank fails.
 
     Without it, Python's shutdown on the failing rank waits for Horovod's, which waits for ranks that wait for an
-    all-reduce: a hang. With it, the failing rank prints its rank, its host and the error, and exits with code 1 at
-    once; every launcher then ends the other ranks. `trainer.init` and `Trainer` call this; a script that reads data
-    first calls it in its first line. A hook that was there before shows the traceback. Exit handlers get 3 seconds.
+    all-reduce: a hang. With it, the failing rank prints its rank, its host and the error, and exits at once, with
+    code 1, or 78 for a `ConfigError` or `DataError`; every launcher then ends the other ranks. `trainer.init` and
+    `Trainer` call this; a script that reads data first calls it in its first line. A hook that was there before shows
+    the traceback. Exit handlers get 3 seconds.
     """
     # An interactive session goes on after a mistake.
     if not hasattr(sys, "ps1") and sys.excepthook is not _end_job:
@@ -61,11 +66,14 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, KeyboardInterrupt):
         _exit_now("interrupted" if launch.rank == 0 else "", 130)
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
+    lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
+    is_mistake = issubclass(kind, (ConfigError, DataError))
+    report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch)
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        _exit_now(f"{rank}{error}{writable_places(error)}", 1)
-    if launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)):
+        _exit_now(f"{rank}{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
+    if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _exit_now(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)

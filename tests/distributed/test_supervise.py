@@ -1,0 +1,226 @@
+"""`trainer run`: what ends a job, what is started again, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+
+SCRIPT = ROOT / "tests" / "distributed" / "job_that_is_killed.py"
+DEADLINE_S = 90.0
+
+
+def slow(*values: object) -> Any:
+    """Values of a parameter that only `make test-all` tries."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How `trainer run` has ended."""
+
+    code: int
+    output: str
+    events: list[dict[str, Any]]
+
+    def kinds(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return the attempts of the summary."""
+        return next(list(event["attempts"]) for event in reversed(self.events) if event["event"] == "summary")
+
+
+class Supervised:
+    """Calls of `trainer run` in a folder of their own, which is also the mark of all their processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "log"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+        temporary = folder / "tmp"
+        temporary.mkdir()
+        self._environment = {
+            **inherited, MARK: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }  # fmt: skip
+
+    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "trainer", "run", *arguments], cwd=self.folder, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, env=self._environment | dict(env or {}),
+            )  # fmt: skip
+
+    def wait(self, process: subprocess.Popen[bytes]) -> Ended:
+        code = process.wait(timeout=DEADLINE_S)
+        output = self._log.read_text(errors="replace")
+        assert self.running() == [], f"processes are left:\n{output}"
+        assert not list((self.folder / "tmp").glob("trainer-*")), "status files are left"
+        events = (self.folder / "runs" / "job_that_is_killed" / "events.jsonl").read_text()
+        return Ended(code, output, [json.loads(line) for line in events.splitlines()])
+
+    def run(self, *arguments: str) -> Ended:
+        return self.wait(self.start(*arguments))
+
+    def running(self) -> list[str]:
+        """Return the commands of the processes that are left. One that is killed takes a moment to go."""
+        _, left = psutil.wait_procs(processes_of(str(self.folder)), timeout=1.0)
+        return [" ".join(process.cmdline()) for process in left]
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not what():
+            assert time.monotonic() < deadline, self._log.read_text(errors="replace")
+            time.sleep(0.1)
+
+    def has_saved(self) -> bool:
+        with suppress(OSError):
+            return bool(json.loads((self.folder / "progress.json").read_text())["update"])
+        return False
+
+    def kill(self) -> None:
+        for process in processes_of(str(self.folder)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    calls = Supervised(tmp_path)
+    yield calls
+    calls.kill()
+
+
+def command(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, str(SCRIPT), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind", "said"),
+    [
+        ("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
+        ("--mpi", "SIGTERM", "rank 1 on localhost died without a word in update 21 (SIGTERM)"),
+        ("--torchrun", "segfault", "rank 1 on localhost died without a word in update 21"),
+        ("--gloo", "memory", "rank 1 on localhost failed in update 21: MemoryError"),
+        slow("--mpi", "bug", "rank 1 on localhost failed in update 21: ZeroDivisionError: the user's own bug"),
+        slow("--mpi", "SIGKILL", "rank 1 on localhost died without a word in update 21 (SIGKILL)"),
+        slow("--torchrun", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
+        slow("--gloo", "segfault", "rank 1 on localhost died without a word in update 21"),
+        slow("--gloo", "exit", "horovodrun has ended with code 1"),
+        ("--mpi", "launcher", "horovodrun has ended with code 137 (SIGKILL)"),
+    ],
+)
+def test_a_job_that_loses_a_rank_goes_on(supervised: Supervised, launcher: str, kind: str, said: str) -> None:
+    ended = supervised.run("-np", "2", launcher, *command(kind))
+    assert ended.code == 0, ended.output
+    first, second = ended.attempts()
+    assert first["verdict"] == "failed"
+    assert first["end"].startswith(said)
+    assert second["verdict"] == "done"
+    assert second["updates"][0] in (11, 21)
+    assert second["updates"][1] == 40
+    assert 0 < second["recovery_s"]["total"] < 30
+    assert "in start 2" in ended.output
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", slow("--gloo"), slow("--torchrun")])
+def test_a_job_that_hangs_is_ended_and_names_the_rank(supervised: Supervised, launcher: str) -> None:
+    ended = supervised.run("-np", "2", launcher, "--timeout", "3", *command("SIGSTOP"))
+    assert ended.code == 0, ended.output
+    first, second = ended.attempts()
+    assert first["verdict"] == "hung"
+    assert "rank 1 on localhost" in first["end"]
+    assert second["verdict"] == "done"
+
+
+@pytest.mark.parametrize("launcher", ["--torchrun", slow("--gloo"), slow("--mpi")])
+def test_a_users_mistake_is_not_tried_again(supervised: Supervised, launcher: str) -> None:
+    ended = supervised.run("-np", "2", launcher, *command("mistake", "--rank", "0"))
+    assert ended.code == 78, ended.output
+    assert ended.kinds() == ["start", "mistake", "summary", "end"]
+    assert "trainer run: attempt 1: rank 0 on localhost: momentum is 2; valid is 0 to 1\n" in ended.output
+
+
+def test_three_failures_at_the_same_update_are_enough(supervised: Supervised) -> None:
+    ended = supervised.run("-np", "2", "--gloo", *command("bug", "--times", "9", "--update", "5"))
+    assert ended.code == 1, ended.output
+    assert [entry["verdict"] for entry in ended.attempts()] == ["failed"] * 3
+    assert "given up: 3 failures in a row" in ended.events[-1]["text"]
+
+
+def test_a_job_goes_on_without_a_host_that_is_lost(supervised: Supervised) -> None:
+    hosts = ("-H", "localhost:1,no-such-host.invalid:1", "-np", "2")
+    ended = supervised.run("--torchrun", *hosts, "--min-np", "1", *command("none"))
+    assert ended.code == 0, ended.output
+    first, second = ended.attempts()
+    assert first["end"].startswith("host no-such-host.invalid is lost: ")
+    assert (second["hosts"], second["verdict"]) == ("localhost:1", "done")
+
+
+def test_too_few_hosts_are_waited_for_and_then_named(supervised: Supervised) -> None:
+    hosts = ("-H", "localhost:1,no-such-host.invalid:1", "-np", "2")
+    ended = supervised.run("--torchrun", *hosts, "--wait-for-hosts", "1", *command("none"))
+    assert ended.code == 1, ended.output
+    assert "1 of at least 2 slots are left: no-such-host.invalid does not answer" in ended.events[-1]["text"]
+
+
+@pytest.mark.parametrize("launcher", ["--gloo", slow("--mpi"), slow("--torchrun")])
+def test_a_preempted_job_saves_and_the_same_command_goes_on(supervised: Supervised, launcher: str) -> None:
+    arguments = ("-np", "2", launcher, *command("none", "--updates", "400"))
+    process = supervised.start(*arguments)
+    supervised.wait_for(supervised.has_saved)
+    process.send_signal(signal.SIGTERM)
+    ended = supervised.wait(process)
+    assert ended.code == 75, ended.output
+    assert ended.attempts()[0]["verdict"] == "preempted"
+    saved = json.loads((supervised.folder / "progress.json").read_text())["update"]
+    ended = supervised.run("-np", "2", launcher, *command("none", "--updates", str(saved + 20)))
+    assert ended.code == 0, ended.output
+    assert ended.attempts()[0]["updates"] == [saved + 1, saved + 20]
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", slow("--gloo"), slow("--torchrun")])
+def test_ctrl_c_ends_the_job(supervised: Supervised, launcher: str) -> None:
+    process = supervised.start("-np", "2", launcher, *command("none", "--updates", "4000"))
+    supervised.wait_for(supervised.has_saved)
+    process.send_signal(signal.SIGINT)
+    ended = supervised.wait(process)
+    assert ended.code == 130, ended.output
+
+
+@pytest.mark.parametrize("launcher", ["--gloo", slow("--mpi"), slow("--torchrun")])
+def test_the_job_of_a_killed_supervisor_is_taken_over(supervised: Supervised, launcher: str) -> None:
+    process = supervised.start("-np", "2", launcher, *command("none", "--updates", "120"))
+    supervised.wait_for(supervised.has_saved)
+    second = supervised.start("-np", "2", launcher, *command("none", "--updates", "120"))
+    assert second.wait(timeout=DEADLINE_S) == 2
+    assert f"is already supervised by process {process.pid}" in (supervised.folder / "log").read_text()
+    process.kill()
+    process.wait()
+    ended = supervised.run("-np", "2", launcher, *command("none", "--updates", "120"))
+    assert ended.code == 0, ended.output
+    assert "taken over" in ended.kinds()
+    assert ended.attempts()[0]["updates"][1] == 120
+    assert ended.attempts()[0]["updates"][0] > 1
+
+
+def test_a_command_that_does_not_exist_is_not_started(supervised: Supervised) -> None:
+    ended = supervised.run("-np", "2", "--name", "job_that_is_killed", "no-such-command")
+    assert ended.code == 127
+    assert "there is no command 'no-such-command'" in ended.output

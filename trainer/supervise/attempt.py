@@ -1,0 +1,161 @@
+"""One start of the job: it is launched, watched, and ended on every host."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trainer.supervise.hosts import Host
+from trainer.supervise.judge import Facts, Judgement, Verdict, judge
+from trainer.supervise.launchers import launch
+from trainer.supervise.signals import Signals
+from trainer.supervise.sweep import Answer, on_all_hosts
+from trainer.supervise.watch import Ranks
+
+_TICK_S = 0.25
+_LAUNCHER_ENDS_S = 2.0
+"""Time for a launcher to end a job by itself after a rank has died, so that its ranks and it can say why."""
+_TERMINATED_S = 3.0
+_INTERRUPTED_S = 5.0
+"""Time for a launcher to end after a signal, before everything is killed."""
+_INTERRUPTED = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
+
+
+@dataclass
+class Times:
+    """Moments of an attempt, by this host's monotonic clock; None for what has not happened."""
+
+    started: float
+    joined: float | None = None
+    first_update: float | None = None
+    progress: float | None = None
+    """When the last rank reported last."""
+    detected: float | None = None
+    ended: float | None = None
+    """When no process of it was left."""
+
+
+@dataclass
+class Attempt:
+    """A start of the job on these hosts, and how it went."""
+
+    hosts: Sequence[Host]
+    job: str
+    times: Times
+    wall_clock: float
+    judgement: Judgement = field(default=_INTERRUPTED)
+    updates: tuple[int, int] | None = None
+    """The first and the last completed update."""
+
+
+class Running:
+    """An attempt that is under way.
+
+    Args:
+        all_hosts: are all asked afterwards whether they are well, those of this attempt among them.
+        on_tick: called now and then; returns a reason for which the ranks shall save and be started again, or "".
+    """
+
+    def __init__(
+        self, attempt: Attempt, all_hosts: Sequence[Host], launcher: str, timeout_s: float, signals: Signals,
+        on_tick: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._attempt, self._all_hosts, self._launcher = attempt, all_hosts, launcher
+        self._signals, self._on_tick = signals, on_tick
+        self._ranks = Ranks(attempt.hosts, attempt.job, timeout_s)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._asked_for, self._is_last = "", False
+        self._idle_s: float | None = None
+
+    def run(self, command: Sequence[str]) -> list[Answer]:
+        """Start the job, wait for its end, and end what is left; return what the hosts have answered."""
+        try:
+            self._processes = launch(self._launcher, self._attempt.hosts, command, self._attempt.job)
+            self._watch()
+            codes = [process.returncode for process in self._processes if process.returncode is not None]
+            self._attempt.times.detected = time.monotonic()
+            self._end()
+        finally:
+            self._ranks.close()
+            answers = on_all_hosts(self._all_hosts, self._attempt.job, "kill")
+            for process in self._processes:
+                process.kill()
+                process.wait()
+        self._attempt.times.ended = time.monotonic()
+        self._conclude(answers, codes)
+        return answers
+
+    @property
+    def _is_over(self) -> bool:
+        # One agent of several that fails ends the job; so does the end of all.
+        codes = [process.poll() for process in self._processes]
+        return None not in codes or any(codes)
+
+    def _watch(self) -> None:
+        deadline = None
+        while not self._is_over and not self._signals.interrupted_by:
+            self._signals.wait(_TICK_S, self._ranks.descriptors)
+            self._ranks.read()
+            self._ask()
+            now = time.monotonic()
+            if self._ranks.dead and deadline is None:
+                deadline = now + _LAUNCHER_ENDS_S
+            self._idle_s = self._ranks.idle_s
+            if self._idle_s is not None or (deadline is not None and now >= deadline):
+                return
+        self._ranks.read()
+
+    def _ask(self) -> None:
+        """Ask the ranks to save and end, where somebody wants that; where none has joined, there is nothing to save."""
+        if self._signals.preempts and not self._is_last:
+            self._asked_for, self._is_last = "preempted", True
+        elif not self._asked_for and (reason := self._on_tick()):
+            self._asked_for = reason
+        else:
+            return
+        on_all_hosts(self._attempt.hosts, self._attempt.job, "preempt")
+        if not self._ranks.all:
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _end(self) -> None:
+        """Have the launcher end what it has started; it also removes what it has left elsewhere."""
+        if self._signals.interrupted_by:
+            # A terminal's Ctrl-C has reached the launcher as well, and mpirun takes a second one for impatience.
+            self._wait(_INTERRUPTED_S / 2)
+            self._signal(signal.SIGTERM)
+            self._wait(_INTERRUPTED_S)
+            return
+        self._signal(signal.SIGTERM)
+        self._ranks.kill()
+        self._wait(_TERMINATED_S)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _conclude(self, answers: Sequence[Answer], codes: Sequence[int]) -> None:
+        attempt, ranks = self._attempt, self._ranks
+        for answer in answers:
+            for status in answer.ranks:
+                ranks.note(answer.host, status)
+        names = {host.name for host in attempt.hosts}
+        lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
+        facts = Facts(
+            launcher="torchrun" if self._launcher == "torchrun" else "horovodrun", codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=ranks.dead, lost=lost,
+            idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
+            was_interrupted=self._signals.interrupted_by is not None,
+        )  # fmt: skip
+        attempt.judgement = judge(facts)
+        attempt.times.joined, attempt.times.first_update = ranks.joined_at, ranks.first_update_at
+        attempt.times.progress = ranks.progress_at
+        attempt.updates = ranks.updates

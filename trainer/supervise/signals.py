@@ -1,0 +1,79 @@
+"""The signals that `trainer run` is sent, and waiting for one of them, or for the end of a process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from types import FrameType, TracebackType
+
+PREEMPTS = (signal.SIGTERM, signal.SIGUSR2)
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
+
+
+class Signals:
+    """Context that notes signals instead of acting on them; those that are ignored stay so."""
+
+    def __init__(self) -> None:
+        self.preempts: int = 0
+        """Requests to save and end."""
+        self.interrupted_by: int | None = None
+        """The signal that ends the job at once. A second request to save and end is one too."""
+        self._reader, self._writer = socket.socketpair()
+        self._earlier: dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*PREEMPTS, *INTERRUPTS):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._earlier[number] = signal.signal(number, self._note)
+        # Wakes the waiting when a launcher ends.
+        self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(-1)
+        self._reader.close()
+        self._writer.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number in PREEMPTS and not self.preempts:
+            self.preempts = 1
+        else:
+            self.interrupted_by = self.interrupted_by or number
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.preempts or self.interrupted_by)
+
+    def wait(self, seconds: float, descriptors: Iterable[int] = ()) -> None:
+        """Wait for a signal, for the end of a child, for one of the descriptors, or for this long."""
+        select.select([self._reader.fileno(), *descriptors], [], [], max(0.0, seconds))
+        with suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+
+def open_process(process: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None where the system has none."""
+    with suppress(OSError, AttributeError):
+        return os.pidfd_open(process)
+    return None
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process runs, and is more than an entry that its parent has not read yet."""
+    try:
+        with open(f"/proc/{process}/stat", errors="replace") as file:  # noqa: PTH123 (often called)
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,163 @@
+"""`trainer run`: attempt after attempt, until the job is done or there is no sense in another one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+
+from trainer.supervise.attempt import Attempt, Running, Times
+from trainer.supervise.events import Events
+from trainer.supervise.folder import locked, read_former, write_job
+from trainer.supervise.hosts import Host, names, slots_of
+from trainer.supervise.judge import PREEMPTED_CODE, Judgement
+from trainer.supervise.options import Options
+from trainer.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
+from trainer.supervise.signals import Signals
+from trainer.supervise.summary import facts_of, summarize
+from trainer.supervise.sweep import Answer, on_all_hosts
+from trainer.supervise.take_back import TakeBack
+
+_PROBE_S = 5.0
+_NOT_FOUND = 127
+
+
+def supervise(options: Options) -> int:
+    """Run the job to its end; return the exit code.
+
+    Raises:
+        ConfigError: another process supervises it, or its launcher is not installed.
+        TrainerError: its folder cannot be written.
+    """
+    with locked(options.folder), Signals() as signals:
+        events = Events(options.folder / "events.jsonl")
+        if shutil.which(options.command[0]) is None:
+            events.say("end", f"there is no command {options.command[0]!r}", code=_NOT_FOUND)
+            return _NOT_FOUND
+        return _Supervisor(options, signals, events).run()
+
+
+class _Supervisor:
+    def __init__(self, options: Options, signals: Signals, events: Events) -> None:
+        self._options, self._signals, self._events = options, signals, events
+        self._attempts: list[Attempt] = []
+        self._history: list[Past] = []
+        self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
+
+    def run(self) -> int:
+        self._end_former()
+        while True:
+            answers, judgement = self._attempt()
+            if judgement.is_last:
+                return self._end(judgement.text, self._code(judgement.code))
+            refusal = self._prepare_next(answers)
+            if self._signals.has_any:
+                return self._end("ended by a signal", self._code(PREEMPTED_CODE))
+            if refusal is not None:
+                return self._end(refusal.text, refusal.code)
+
+    def _code(self, code: int) -> int:
+        interrupted_by = self._signals.interrupted_by
+        return code if interrupted_by is None else 128 + interrupted_by
+
+    def _end_former(self) -> None:
+        former = read_former(self._options.folder)
+        if former is None:
+            return
+        answers = on_all_hosts(former.hosts, former.job, "kill")
+        left = sum(len(answer.processes) for answer in answers)
+        self._events.say(
+            "taken over", f"process {former.supervisor} was supervising this job; of its processes on "
+            f"{names(former.hosts)}, {left} were left, and were ended", left=left,
+        )  # fmt: skip
+
+    def _attempt(self) -> tuple[list[Answer], Judgement]:
+        options, number = self._options, len(self._attempts) + 1
+        job = uuid.uuid4().hex
+        write_job(options.folder, job, self._hosts)
+        place = f"{slots_of(self._hosts)} ranks on {names(self._hosts)}"
+        if number == 1:
+            self._events.note("start", attempt=number, text=place)
+        else:
+            self._events.say("start", f"attempt {number}: {place}", attempt=number)
+        attempt = Attempt(self._hosts, job, Times(time.monotonic()), time.time())
+        take_back = TakeBack(options, self._hosts)
+        running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, take_back.reason)
+        try:
+            answers = running.run(options.command)
+        finally:
+            take_back.close()
+        write_job(options.folder, "", ())
+        judgement = attempt.judgement
+        self._attempts.append(attempt)
+        first, last = attempt.updates or (None, None)
+        self._history.append(Past(
+            verdict=judgement.verdict, hosts=self._hosts, blamed=judgement.hosts, first_update=first, last_update=last
+        ))  # fmt: skip
+        self._events.say(
+            judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
+        )
+        return answers, judgement
+
+    def _prepare_next(self, answers: Sequence[Answer]) -> GiveUp | None:
+        """Choose the hosts of the next attempt and wait until it may start; return why there is none."""
+        refusal = self._choose(answers)
+        if refusal is not None:
+            return refusal
+        step = decide(self._history, self._options.max_restarts, self._hosts)
+        if isinstance(step, GiveUp):
+            return step
+        if step.wait_s:
+            self._events.say("wait", f"no progress; waiting {step.wait_s:.0f} s")
+            self._sleep(step.wait_s)
+        return None
+
+    def _choose(self, answers: Sequence[Answer]) -> GiveUp | None:
+        options = self._options
+        deadline = time.monotonic() + options.wait_for_hosts_s
+        waits = False
+        while not self._signals.has_any:
+            well = [answer.host for answer in answers if answer.is_well]
+            hosts_well = [host for host in options.hosts if host.name in well]
+            bad = bad_hosts(self._history, hosts_well, options.min_ranks)
+            chosen = choose_hosts(options.hosts, well, bad, options.ranks)
+            problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
+            problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]
+            if slots_of(chosen) >= options.min_ranks:
+                self._tell_hosts(chosen, problems)
+                self._hosts = chosen
+                return None
+            text = f"{slots_of(chosen)} of at least {options.min_ranks} slots are left: {'; '.join(problems)}"
+            if time.monotonic() >= deadline:
+                return GiveUp(f"given up: {text}")
+            if not waits:
+                self._events.say("wait", f"{text}; waiting up to {options.wait_for_hosts_s:.0f} s for hosts")
+                waits = True
+            self._sleep(min(_PROBE_S, deadline - time.monotonic()))
+            answers = on_all_hosts(options.hosts, "", "look")
+        return None
+
+    def _tell_hosts(self, chosen: Sequence[Host], problems: Sequence[str]) -> None:
+        left = {host.name for host in self._hosts} - {host.name for host in chosen}
+        back = {host.name for host in chosen} - {host.name for host in self._hosts}
+        if left and problems:
+            self._events.say("hosts", "; ".join(problems), hosts=names(chosen))
+        if back:
+            self._events.say("hosts", f"{', '.join(sorted(back))} is back", hosts=names(chosen))
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._signals.has_any:
+            self._signals.wait(deadline - time.monotonic())
+
+    def _end(self, text: str, code: int) -> int:
+        if len(self._attempts) > 1:
+            self._events.say("summary", summarize(self._attempts), **facts_of(self._attempts))
+        else:
+            self._events.note("summary", **facts_of(self._attempts))
+            if text == self._attempts[-1].judgement.text:  # has been said
+                self._events.note("end", text=text, code=code)
+                return code
+        self._events.say("end", text, code=code)
+        return code
