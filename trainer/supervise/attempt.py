@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trainer.supervise.hosts import Host
 from trainer.supervise.judge import Facts, Judgement, Verdict, judge
-from trainer.supervise.launchers import launch
+from trainer.supervise.launchers import launch, program_of
 from trainer.supervise.signals import Signals
 from trainer.supervise.sweep import Answer, on_all_hosts
 from trainer.supervise.watch import Ranks
@@ -19,7 +19,7 @@ from trainer.supervise.watch import Ranks
 _TICK_S = 0.25
 _LAUNCHER_ENDS_S = 2.0
 """Time for a launcher to end a job by itself after a rank has died, so that its ranks and it can say why."""
-_TERMINATED_S = 3.0
+_TERMINATED_S = 2.0
 _INTERRUPTED_S = 5.0
 """Time for a launcher to end after a signal, before everything is killed."""
 _INTERRUPTED = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
@@ -76,8 +76,8 @@ class Running:
         try:
             self._processes = launch(self._launcher, self._attempt.hosts, command, self._attempt.job)
             self._watch()
-            codes = [process.returncode for process in self._processes if process.returncode is not None]
-            self._attempt.times.detected = time.monotonic()
+            codes = [code for process in self._processes if (code := process.poll()) is not None]
+            self._attempt.times.detected = self._attempt.times.detected or time.monotonic()
             self._end()
         finally:
             self._ranks.close()
@@ -103,7 +103,7 @@ class Running:
             self._ask()
             now = time.monotonic()
             if self._ranks.dead and deadline is None:
-                deadline = now + _LAUNCHER_ENDS_S
+                self._attempt.times.detected, deadline = now, now + _LAUNCHER_ENDS_S
             self._idle_s = self._ranks.idle_s
             if self._idle_s is not None or (deadline is not None and now >= deadline):
                 return
@@ -151,8 +151,8 @@ class Running:
         names = {host.name for host in attempt.hosts}
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
         facts = Facts(
-            launcher="torchrun" if self._launcher == "torchrun" else "horovodrun", codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=ranks.dead, lost=lost,
-            idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
+            launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=ranks.dead,
+            lost=lost, idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
             was_interrupted=self._signals.interrupted_by is not None,
         )  # fmt: skip
         attempt.judgement = judge(facts)

@@ -67,6 +67,11 @@ def launch(launcher: str, hosts: Sequence[Host], command: Sequence[str], job: st
     return [_popen(start, environment) for start in starts]
 
 
+def program_of(launcher: str) -> str:
+    """Return the program that stands behind a launcher's name."""
+    return "torchrun" if launcher == "torchrun" else "horovodrun"
+
+
 def environment_for(job: str) -> dict[str, str]:
     """Return the environment of a job."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

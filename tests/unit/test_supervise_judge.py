@@ -1,0 +1,82 @@
+"""How an attempt has ended, by exit codes and status files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.launch.status import LOST_PEER, MISTAKE, RankStatus
+from trainer.supervise.judge import Facts, Judgement, Verdict, judge
+
+
+def rank(number: int, **reported: Any) -> RankStatus:
+    values = {"update": 9, "first_update": 1, "phase": "training", **reported}
+    return RankStatus(pid=100 + number, rank=number, size=2, host="node", **values)
+
+
+def judged(*ranks: RankStatus, **facts: Any) -> Judgement:
+    by_number = {one.rank: one for one in ranks}
+    hosts = {one.rank: "ab"[one.rank] for one in ranks}
+    return judge(Facts(launcher="horovodrun", ranks=by_number, host_of=hosts, **facts))
+
+
+def test_exit_code_0_is_done() -> None:
+    assert judged(rank(0, phase="done"), codes=[0]) == Judgement(Verdict.DONE, "done", code=0, is_last=True)
+    assert judged(codes=[0, 0]).verdict is Verdict.DONE
+
+
+def test_a_mistake_is_told_by_a_rank_or_by_the_code() -> None:
+    told = judged(rank(0), rank(1, error=MISTAKE, message="batch_size is 0"), codes=[1])
+    assert (told.verdict, told.text, told.code, told.is_last) == (
+        Verdict.MISTAKE, "rank 1 on b: batch_size is 0", 78, True,
+    )  # fmt: skip
+    for code in (2, 78, 126, 127):
+        told = judged(codes=[code])
+        assert (told.verdict, told.code) == (Verdict.MISTAKE, code)
+
+
+def test_an_exception_is_told_with_its_rank_and_host_and_those_that_follow_are_not() -> None:
+    told = judged(rank(0, error=LOST_PEER), rank(1, error="MemoryError"), codes=[1], dead=[0])
+    assert told == Judgement(Verdict.FAILED, "rank 1 on b failed in update 10: MemoryError", ("b",))
+    told = judged(rank(0, error="KeyError", message="'x'\nmore", update=0, first_update=0), codes=[1])
+    assert told.text == "rank 0 on a failed before its first update: KeyError: 'x'"
+
+
+def test_a_rank_that_is_gone_without_a_word_is_named() -> None:
+    told = judged(rank(0), rank(1), codes=[137], dead=[1])
+    assert told == Judgement(Verdict.FAILED, "rank 1 on b died without a word in update 10 (SIGKILL)", ("b",))
+    assert judged(rank(0), rank(1), dead=[1]).text == "rank 1 on b died without a word in update 10"
+
+
+def test_a_lost_host_comes_before_what_its_ranks_did() -> None:
+    told = judged(rank(0, error="HorovodInternalError"), codes=[1], lost={"b": "does not answer in time"})
+    assert told == Judgement(Verdict.FAILED, "host b is lost: does not answer in time", ("b",))
+
+
+def test_without_a_rank_the_launcher_s_end_is_told() -> None:
+    assert judged(codes=[-9]).text == "horovodrun was ended by SIGKILL"
+    assert judged(codes=[1]).text == "horovodrun has ended with code 1, before a rank had joined"
+    assert judged(rank(0, phase="done"), codes=[0, 3], dead=[0]).text == "horovodrun has ended with code 3"
+
+
+def test_a_hang_names_the_ranks_that_are_furthest_behind() -> None:
+    told = judged(rank(0), rank(1, update=8, phase="saving"), idle_s=600.0)
+    assert told.verdict is Verdict.HUNG
+    assert told.text == "no progress for 600 s; furthest behind: rank 1 on b in saving, in update 9"
+    assert told.hosts == ("b",)
+    assert judged(rank(0), rank(1), idle_s=600.0).hosts == ()
+
+
+@pytest.mark.parametrize("codes", [[75], []])
+def test_ranks_that_save_by_themselves_are_started_again(codes: list[int]) -> None:
+    told = judged(rank(0, phase="preempted"), codes=codes)
+    assert (told.verdict, told.is_last) == (Verdict.PREEMPTED, False)
+
+
+def test_what_was_asked_for_is_no_failure() -> None:
+    told = judged(rank(0), codes=[1], asked_for="preempted", is_last=True)
+    assert (told.verdict, told.code, told.is_last) == (Verdict.PREEMPTED, 75, True)
+    assert judged(rank(0), codes=[0], asked_for="preempted", is_last=True).code == 0
+    assert not judged(rank(0), codes=[1], asked_for="b answers again").is_last
+    assert judged(rank(0), codes=[1], was_interrupted=True).verdict is Verdict.INTERRUPTED

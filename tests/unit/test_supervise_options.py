@@ -1,0 +1,99 @@
+"""The command line of `trainer run`: what it takes, and one line for what it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainer.cli import main
+from trainer.errors import ConfigError
+from trainer.supervise.hosts import Host, parse_hosts
+from trainer.supervise.options import Options, add_parser, make_parser, to_options
+
+
+def parse(*arguments: str) -> Options:
+    parser = make_parser("trainer")
+    add_parser(parser.add_subparsers())
+    return to_options(parser.parse_args(["run", *arguments]))
+
+
+def test_what_stands_behind_the_command_is_its_own() -> None:
+    options = parse("-np", "4", "-H", "a:2,b:2", "--min-np", "2", "python", "train.py", "-np", "7", "--help")
+    assert options == Options(
+        ranks=4, hosts=(Host("a", 2), Host("b", 2)), min_ranks=2, name="train",
+        command=("python", "train.py", "-np", "7", "--help"),
+    )  # fmt: skip
+
+
+def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
+    options = parse("-np", "3", "--torchrun", "python", "-m", "my.training")
+    assert (options.hosts, options.min_ranks) == ((Host("localhost", 3),), 3)
+    assert (options.launcher, options.name) == ("torchrun", "my.training")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(("python", "-W", "ignore", "a/b.py", "c.py"), "b"), (("./train",), "train"), (("python", "-m"), "python")],
+)
+def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: str) -> None:
+    assert parse("-np", "1", "--", *command).name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-np", "0", "x"), "-np is 0; valid is a number of at least 1"),
+        (("-np", "3", "-H", "a:2", "x"), "-np is 3, and -H a:2 has 2 slots"),
+        (("-np", "2", "--min-np", "3", "x"), "--min-np is 3; valid is 1 to 2"),
+        (("-np", "2", "--timeout", "-1", "x"), "--timeout is -1.0; valid is a number of at least 0"),
+        (("-np", "2", "--wait-for-hosts", "nan", "x"), "--wait-for-hosts is nan"),
+        (("-np", "2", "--max-restarts", "-1", "x"), "--max-restarts is -1"),
+        (("-np", "2"), "there is no command to start"),
+        (("-np", "2", "--name", "../x", "x"), "--name is '../x'"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_named(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"trainer run: {message}")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-np", "2", "--frobnicate", "x"), "--frobnicate"),
+        (("-np", "two", "x"), "argument -np: invalid int value: 'two'"),
+        (("x",), "the following arguments are required: -np"),
+        (("-np", "2", "--mpi", "--gloo", "x"), "argument --gloo: not allowed with argument --mpi"),
+    ],
+)
+def test_an_unknown_option_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_hosts_are_read_as_horovodrun_reads_them() -> None:
+    assert parse_hosts("a:2,b.example.org:16,c") == (Host("a", 2), Host("b.example.org", 16), Host("c", 1))
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:2,", "a:2,a:1", "-oProxyCommand=x:1", "a b:1", "a:²"])
+def test_hosts_that_are_not_valid_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="-H has"):
+        parse_hosts(text)
+
+
+def test_the_command_starts_without_pytorch() -> None:
+    script = "import sys, trainer.cli; print(sorted({'torch', 'numpy', 'psutil'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,141 @@
+"""Finding, signalling and killing a job's processes by its mark, here and through ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.supervise.hosts import Host
+from trainer.supervise.launchers import environment_for, through_ssh, torchrun
+from trainer.supervise.sweep import on_all_hosts
+
+HERE, THERE = Host("localhost", 1), Host("elsewhere", 1)
+# Takes the place of ssh: the command runs on this machine.
+SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+[ "$1" = elsewhere ] || { echo "ssh: Could not resolve hostname $1" >&2; exit 255; }
+shift
+exec sh -c "$*"
+"""
+RANK = """
+import signal, sys, time
+from trainer.launch.environment import Launch
+from trainer.launch.status import report_join, report_update
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+report_join(Launch(rank=3, size=4))
+report_update(12)
+print(flush=True)
+time.sleep(60)
+"""
+
+Start = Callable[[str], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture(autouse=True)
+def _ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "ssh"
+    fake.parent.mkdir()
+    fake.write_text(SSH)
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def start(job: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "TRAINER_JOB": job, "TMPDIR": str(tmp_path)}
+        process = subprocess.Popen([sys.executable, "-c", RANK], env=environment, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("host", [HERE, THERE])
+def test_a_job_s_processes_are_killed_and_its_files_read_and_removed(start: Start, host: Host, tmp_path: Path) -> None:
+    rank, other = start("one"), start("other")
+    (looked,) = on_all_hosts([host], "one", "look")
+    (answer,) = on_all_hosts([host], "one", "kill")
+    assert rank.wait(timeout=10) == -signal.SIGKILL
+    assert other.poll() is None
+    assert looked == answer
+    assert (answer.host, answer.is_well, answer.processes) == (host.name, True, frozenset({rank.pid}))
+    assert [(status.rank, status.update) for status in answer.ranks] == [(3, 12)]
+    assert [path.name for path in tmp_path.glob("trainer-*")] == [f"trainer-{os.geteuid()}-other"]
+    assert on_all_hosts([host], "one", "look")[0].ranks == ()
+
+
+def test_ranks_are_asked_to_save(start: Start) -> None:
+    rank = start("one")
+    on_all_hosts([THERE], "one", "preempt")
+    assert rank.wait(timeout=10) == 75
+
+
+def test_a_host_that_cannot_be_reached_is_not_well() -> None:
+    lost, here = on_all_hosts([Host("no-such-host", 1), HERE], "one", "look")
+    assert (lost.is_well, lost.problem) == (False, "ssh: Could not resolve hostname no-such-host")
+    assert here.is_well
+
+
+def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path) -> None:
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
+    began = time.monotonic()
+    (lost,) = on_all_hosts([THERE], "one", "look", timeout_s=0.5)
+    assert (lost.is_well, lost.problem) == (False, "does not answer in time")
+    assert time.monotonic() - began < 5
+
+
+def test_torchrun_has_one_agent_for_each_host() -> None:
+    environment = environment_for("one")
+    (alone,) = torchrun([HERE], ["python", "train.py"], environment)
+    assert alone.command[-6:] == ("--no-python", "--standalone", "--nproc-per-node", "1", "python", "train.py")
+    first, second = torchrun([Host("localhost", 2), THERE], ["python", "train.py"], environment)
+    assert "is_host=1" in first.command
+    assert first.command[first.command.index("--nproc-per-node") + 1] == "2"
+    assert second.command[-2:] == ("elsewhere", "sh -s")
+    assert "is_host=0" in second.script
+    endpoint = first.command[first.command.index("--rdzv-endpoint") + 1]
+    assert endpoint in second.script
+    assert not endpoint.startswith("localhost")
+
+
+def on_elsewhere(*command: str) -> subprocess.Popen[bytes]:
+    start = through_ssh(THERE, command, {**os.environ, "TRAINER_JOB": "it's one"})
+    process = subprocess.Popen(start.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(start.script.encode())
+    process.stdin.flush()
+    return process
+
+
+def test_a_command_on_another_host_has_the_environment_the_folder_and_its_own_exit_code() -> None:
+    process = on_elsewhere("sh", "-c", 'echo "$TRAINER_JOB in $PWD"; exit 78')
+    assert process.wait(timeout=10) == 78
+    output, _ = process.communicate()
+    assert output.decode() == f"it's one in {Path.cwd()}\n"
+
+
+def test_a_command_on_another_host_ends_with_its_ssh() -> None:
+    process = on_elsewhere("sh", "-c", 'trap "echo ended; exit 3" TERM; echo begun; while :; do sleep 0.1; done')
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.stdin.close()
+    process.stdin = None
+    assert process.communicate(timeout=10)[0] == b"ended\n"
+    assert process.returncode == 3
