@@ -15,7 +15,9 @@ from tests.distributed.harness import ROOT
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
-_PROGRAMS = "python|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
+_PROGRAMS = (
+    "python|trainer(?! run:)|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
+)
 IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) \S")
 
 
@@ -76,6 +78,7 @@ HERE = {
     "horovodrun -np 2 python examples/next_byte.py --no-shuffle": Run(
         append="--epochs 1", prints="epoch 1/1: test loss"
     ),
+    "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
         append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
@@ -110,6 +113,7 @@ ON_NODE_A = {
     "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
+    "trainer run -np 4 -H a:2,b:2 --min-np 2 python examples/mnist.py": _MNIST,
     "OMP_NUM_THREADS=1 python examples/mnist.py": _MNIST,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": _BENCH,
@@ -208,7 +212,7 @@ UNTESTED = {
 # Names of commands in running text, which are no whole commands.
 MENTIONED = (
     *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
-    *("pip install", "pip list", "pip check"),
+    *("trainer run", "pip install", "pip list", "pip check"),
 )
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)

@@ -120,7 +120,7 @@ def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
     failing = start(*SHORT, *output, "tests/distributed/job_that_is_timed.py", "gossip", "0", "0")
     said, progress = failing.communicate(timeout=120)
     assert failing.returncode == 1
-    assert "one rank by itself cannot be measured: exit code 1: trainer: strategy is 'gossip'; valid are" in progress
+    assert "one rank by itself cannot be measured: exit code 78: trainer: strategy is 'gossip'; valid are" in progress
     silent = start(*SHORT, *output, "scripts/comm/gpu_links.py")
     _, progress = silent.communicate(timeout=120)
     assert silent.returncode == 1

@@ -98,7 +98,8 @@ def test_a_value_that_is_not_valid_is_one_line_and_no_traceback(refused: dict[st
     assert "Traceback" not in printed
     assert len(lines) == 1
     assert lines[0].startswith(f"trainer: {INVALID[line]}")
-    assert code == 1
+    # An environment that fails may be another one at the next start; a mistake stays one.
+    assert code == (1 if "cannot be written" in printed else 78)
 
 
 def options() -> dict[str, Any]:
@@ -230,6 +231,6 @@ def test_a_half_known_launcher_is_one_line_and_no_traceback() -> None:
         "report_failures(); read_launch()"
     )
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert done.stderr.startswith("trainer: WORLD_SIZE is 2, but nothing")
     assert len(done.stderr.splitlines()) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.launch import failure
 from trainer.launch.environment import Launch, read_launch
 
@@ -179,6 +179,14 @@ def test_each_of_several_ranks_names_itself(ending: Ending, capfd: pytest.Captur
     assert ending.slept == []
 
 
+@pytest.mark.parametrize("error", [ConfigError("batch_size is 0"), DataError("the labels are damaged")])
+def test_a_users_mistake_has_a_code_of_its_own(
+    ending: Ending, capfd: pytest.CaptureFixture[str], error: TrainerError
+) -> None:
+    assert ending.of(error, rank=0) == 78
+    assert capfd.readouterr().err == f"trainer: rank 0 on host node7: {error}\n"
+
+
 def test_of_nested_launchers_one_rank_0_prints_first(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +205,7 @@ def test_of_nested_launchers_one_rank_0_prints_first(
 def test_another_rank_lets_rank_0_print_a_common_mistake_first(
     ending: Ending, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert ending.of(ConfigError("batch_size is 0"), rank=1) == 1
+    assert ending.of(ConfigError("batch_size is 0"), rank=1) == 78
     assert capfd.readouterr().err == "trainer: rank 1 on host node7: batch_size is 0\n"
     assert ending.slept == [failure._LET_RANK_0_PRINT_FIRST_S]
 
