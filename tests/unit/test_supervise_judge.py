@@ -61,9 +61,9 @@ def test_without_a_rank_the_launcher_s_end_is_told() -> None:
 
 
 def test_a_hang_names_the_ranks_that_are_furthest_behind() -> None:
-    told = judged(rank(0), rank(1, update=8, phase="saving"), idle_s=600.0)
+    told = judged(rank(0), rank(1, update=8, phase="evaluation"), idle_s=600.0)
     assert told.verdict is Verdict.HUNG
-    assert told.text == "no progress for 600 s; furthest behind: rank 1 on b in saving, in update 9"
+    assert told.text == "no progress for 600 s; furthest behind: rank 1 on b (evaluation), in update 9"
     assert told.hosts == ("b",)
     assert judged(rank(0), rank(1), idle_s=600.0).hosts == ()
 

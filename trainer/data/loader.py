@@ -16,6 +16,7 @@ from trainer.data.moving import move
 from trainer.data.order import EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.errors import ConfigError
+from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
 Batch = tuple[Any, Any]
@@ -173,6 +174,7 @@ class ShardedLoader(Loader):
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
         shards = [shard for shard in shards if shard.stop > shard.start]
         for shard, batch in zip(shards, self._batches(shards), strict=True):
+            report_phase("evaluation")
             yield Step(batch, shard.stop - shard.start, 1.0, True)
 
     def _batches(self, places: Sequence[slice]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from trainer.data.base import Group, Loader, Step, check_one_size, check_options
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
 _Counted = tuple[int, Any]
@@ -131,6 +132,7 @@ class StreamLoader(Loader):
 
     def own_samples(self) -> Iterator[Step]:
         for count, batch in self._draw():
+            report_phase("evaluation")
             yield Step(move(batch, self.world.device), count, 1.0, True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class UpdateCounter:
     def on_batch(self) -> None:
         """Note that a loader yields a batch."""
         self._is_counted = False
+        report_phase("training")
 
     def on_step(self, has_loader: bool) -> None:
         """Note a step of an optimizer. Those of several optimizers on a loader's batch are one update."""

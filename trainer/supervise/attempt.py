@@ -105,7 +105,7 @@ class Running:
             if self._ranks.dead and deadline is None:
                 self._attempt.times.detected, deadline = now, now + _LAUNCHER_ENDS_S
             self._idle_s = self._ranks.idle_s
-            if self._idle_s is not None or (deadline is not None and now >= deadline):
+            if self._idle_s is not None or self._ranks.lost or (deadline is not None and now >= deadline):
                 return
         self._ranks.read()
 

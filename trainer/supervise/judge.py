@@ -90,14 +90,10 @@ def judge(facts: Facts) -> Judgement:
 def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
     oldest = min(rank.update for rank in facts.ranks.values())
     behind = [number for number, rank in sorted(facts.ranks.items()) if rank.update == oldest]
-    who = ", ".join(f"{_name(facts, number)} in {_phase(facts.ranks[number])}" for number in behind[:8])
+    who = ", ".join(f"{_name(facts, number)} ({facts.ranks[number].phase})" for number in behind[:8])
     hosts = tuple(sorted({facts.host_of[number] for number in behind}))
     text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest + 1}"
     return Judgement(Verdict.HUNG, text, hosts if len(behind) < len(facts.ranks) else ())
-
-
-def _phase(rank: RankStatus) -> str:
-    return rank.phase or "training"
 
 
 def _blame(facts: Facts) -> Judgement:

@@ -88,7 +88,7 @@ class _Supervisor:
             answers = running.run(options.command)
         finally:
             take_back.close()
-        write_job(options.folder, "", ())
+            write_job(options.folder, "", ())
         judgement = attempt.judgement
         self._attempts.append(attempt)
         first, last = attempt.updates or (None, None)

@@ -25,8 +25,8 @@ class TakeBack:
         self._asked_at = time.monotonic()
 
     def close(self) -> None:
-        """Wait for the last answers."""
-        self._pool.shutdown(cancel_futures=True)
+        """Ask no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reason(self) -> str:
         """Return which hosts are back, as a reason to start again with them; empty without one."""

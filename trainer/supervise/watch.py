@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,13 +18,18 @@ from trainer.supervise.signals import is_running, open_process
 from trainer.supervise.sweep import Answer, on_all_hosts
 
 _POLL_S = 5.0
-"""How often other hosts are asked where no rank is on this one."""
+"""How often other hosts are asked."""
+_SUSPICIOUS_S = 15.0
+"""After this time without progress, other hosts are asked whether they are there."""
+_LOST = 2
+"""A host is lost when it does not answer this many times in a row."""
 
 
 class Ranks:
     """The ranks of a job. Those on this host are read from their files.
 
-    Ranks of other hosts are asked for through ssh, where this host has none: all ranks take their updates together.
+    Other hosts are asked through ssh: for their ranks where this host has none, as all ranks take their updates
+    together; and whether they are there when progress stops, because nothing else tells of a host without power.
     """
 
     def __init__(self, hosts: Sequence[Host], job: str, timeout_s: float) -> None:
@@ -31,6 +37,8 @@ class Ranks:
         self.host_of: dict[int, str] = {}
         self.dead: tuple[int, ...] = ()
         """Ranks of this host whose processes were found gone first, without an orderly end."""
+        self.lost: set[str] = set()
+        """Hosts that have stopped to answer."""
         self.joined_at: float | None = None
         self.first_update_at: float | None = None
         self._here = next((host.name for host in hosts if host.is_here), "")
@@ -40,6 +48,7 @@ class Ranks:
         """When a rank was last seen to have made progress."""
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
+        self._unanswered = Counter[str]()
         self._pool = ThreadPoolExecutor(1)
         self._asked: Future[list[Answer]] | None = None
         self._asked_at = time.monotonic()
@@ -49,7 +58,7 @@ class Ranks:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def descriptors(self) -> list[int]:
@@ -83,7 +92,8 @@ class Ranks:
                     if (status := read_status(path.read_bytes()[:SIZE])) is not None:
                         self.note(self._here, status)
             self._look_for_dead()
-        else:
+        is_idle = bool(self.all) and time.monotonic() - self.progress_at > _SUSPICIOUS_S
+        if not self._here or (is_idle and len(self._hosts) > 1):
             self._ask()
 
     def note(self, host: str, status: RankStatus) -> None:
@@ -92,12 +102,12 @@ class Ranks:
         self.all[status.rank] = status
         self.host_of[status.rank] = host
         now = time.monotonic()
-        if known is None or (known.update, known.phase) != (status.update, status.phase):
-            self.progress_at = now
+        if known is None or known.progress_s != status.progress_s:
+            # Clocks of other hosts begin elsewhere.
+            self.progress_at = max(self.progress_at, status.progress_s if host == self._here else now)
         if status.phase != "joining" and self.joined_at is None:
             self.joined_at = now
         if status.first_update_s and self.first_update_at is None:
-            # Clocks of other hosts begin elsewhere.
             self.first_update_at = status.first_update_s if host == self._here else now
 
     def _look_for_dead(self) -> None:
@@ -119,6 +129,8 @@ class Ranks:
             self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
         if self._asked is not None and self._asked.done():
             for answer in self._asked.result():
+                self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
                 for status in answer.ranks:
                     self.note(answer.host, status)
+            self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
             self._asked, self._asked_at = None, now
