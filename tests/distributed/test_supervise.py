@@ -122,7 +122,11 @@ def command(*arguments: str) -> tuple[str, ...]:
         slow("--mpi", "SIGKILL", "rank 1 on localhost died without a word in update 21 (SIGKILL)"),
         slow("--torchrun", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
         slow("--gloo", "segfault", "rank 1 on localhost died without a word in update 21"),
-        slow("--gloo", "exit", "horovodrun has ended with code 1"),
+        slow(
+            "--gloo",
+            "exit",
+            "rank 0 on localhost died without a word in update 21, after rank 1 on localhost had ended",
+        ),
         ("--mpi", "launcher", "horovodrun has ended with code 137 (SIGKILL)"),
     ],
 )

@@ -49,6 +49,12 @@ def test_a_rank_that_is_gone_without_a_word_is_named() -> None:
     assert judged(rank(0), rank(1), dead=[1]).text == "rank 1 on b died without a word in update 10"
 
 
+def test_a_rank_that_dies_after_another_has_ended_may_not_be_the_cause() -> None:
+    told = judged(rank(0), rank(1, phase="done"), codes=[1], dead=[0], ended=[1])
+    text = "rank 0 on a died without a word in update 10, after rank 1 on b had ended"
+    assert told == Judgement(Verdict.FAILED, text)
+
+
 def test_a_lost_host_comes_before_what_its_ranks_did() -> None:
     told = judged(rank(0, error="HorovodInternalError"), codes=[1], lost={"b": "does not answer in time"})
     assert told == Judgement(Verdict.FAILED, "host b is lost: does not answer in time", ("b",))

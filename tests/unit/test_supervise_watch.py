@@ -47,7 +47,7 @@ def test_ranks_that_are_gone_are_dead_unless_they_had_ended(ranks: Ranks) -> Non
     ranks.note("localhost", status(2, ended_process(), phase="done"))
     ranks.note("localhost", status(3, ended_process(), phase="preempted"))
     ranks.read()
-    assert ranks.dead == (1,)
+    assert (ranks.dead, ranks.ended) == ((1,), (2, 3))
     ranks.note("localhost", status(4, ended_process()))
     ranks.read()
     assert ranks.dead == (1,), "those that die later have followed the first"
@@ -83,11 +83,11 @@ def test_without_a_timeout_nothing_hangs(tmp_path: Path) -> None:
 
 
 def test_updates_span_all_ranks(ranks: Ranks) -> None:
-    assert ranks.updates is None
+    before = ranks.updates
     ranks.note("localhost", status(0, os.getpid(), update=20, first_update=11, first_update_s=5.0))
     ranks.note("b", status(1, 1, update=21, first_update=11, first_update_s=900.0))
     ranks.note("b", status(2, 1))
-    assert ranks.updates == (11, 21)
+    assert (before, ranks.updates) == (None, (11, 21))
     assert ranks.first_update_at == 5.0
 
 
@@ -97,17 +97,15 @@ def test_a_host_that_stops_to_answer_is_lost(ranks: Ranks, monkeypatch: pytest.M
     monkeypatch.setattr(watch, "_POLL_S", 0.0)
     ranks.note("localhost", status(0, os.getpid()))
 
-    def ask() -> None:
+    def ask() -> set[str]:
         for _ in range(3):  # asks, and takes the answer
             ranks.read()
             time.sleep(0.05)
+        return ranks.lost
 
-    ask()
-    assert ranks.lost == set(), "while there is progress nobody is asked"
+    assert ask() == set(), "while there is progress nobody is asked"
     ranks.progress_at = time.monotonic() - 60
     ask()
-    ask()
-    assert ranks.lost == {"b"}
+    assert ask() == {"b"}
     answers[1] = Answer("b", True)
-    ask()
-    assert ranks.lost == set()
+    assert ask() == set()

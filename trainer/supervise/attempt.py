@@ -152,7 +152,7 @@ class Running:
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
         facts = Facts(
             launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=ranks.dead,
-            lost=lost, idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
+            ended=ranks.ended, lost=lost, idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
             was_interrupted=self._signals.interrupted_by is not None,
         )  # fmt: skip
         attempt.judgement = judge(facts)

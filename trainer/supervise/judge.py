@@ -38,6 +38,8 @@ class Facts:
     """The hosts of the ranks, as -H names them."""
     dead: Sequence[int] = ()
     """Ranks whose processes were gone first."""
+    ended: Sequence[int] = ()
+    """Ranks that had ended in good order before."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Hosts of the attempt that did not answer afterwards, and why."""
     idle_s: float | None = None
@@ -109,6 +111,9 @@ def _blame(facts: Facts) -> Judgement:
     if silent := [number for number in facts.dead if facts.ranks[number].phase != DONE]:
         who = " and ".join(_name(facts, number) for number in silent)
         text = f"{who} died without a word{_when(facts.ranks[silent[0]])}{_signal(facts.codes)}"
+        if facts.ended:  # by sys.exit, after which a launcher ends the others; no host is to blame
+            before = " and ".join(_name(facts, number) for number in facts.ended)
+            return Judgement(Verdict.FAILED, f"{text}, after {before} had ended")
         return Judgement(Verdict.FAILED, text, tuple(sorted({facts.host_of[number] for number in silent})))
     killed = [-code for code in facts.codes if code < 0]
     if killed:

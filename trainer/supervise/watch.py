@@ -37,6 +37,8 @@ class Ranks:
         self.host_of: dict[int, str] = {}
         self.dead: tuple[int, ...] = ()
         """Ranks of this host whose processes were found gone first, without an orderly end."""
+        self.ended: tuple[int, ...] = ()
+        """Ranks that had ended in good order by then."""
         self.lost: set[str] = set()
         """Hosts that have stopped to answer."""
         self.joined_at: float | None = None
@@ -121,7 +123,7 @@ class Ranks:
         self._gone |= dead
         silent = [number for number in dead if self.all[number].phase not in (DONE, PREEMPTED)]
         if silent and not self.dead:
-            self.dead = tuple(sorted(silent))
+            self.dead, self.ended = tuple(sorted(silent)), tuple(sorted(self._gone - set(silent)))
 
     def _ask(self) -> None:
         now = time.monotonic()
