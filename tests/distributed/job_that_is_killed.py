@@ -52,6 +52,7 @@ def end(kind: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
+    parser.add_argument("--touch", type=Path, help="a file to make before")
     for name, default in (("--rank", 1), ("--update", 20), ("--times", 1), ("--updates", 40)):
         parser.add_argument(name, type=int, default=default)
     return parser.parse_args()
@@ -87,6 +88,8 @@ def main() -> None:
             run.barrier()
             os._exit(75)
         if update == options.update and run.rank == options.rank and state["starts"] <= options.times:
+            if options.touch:
+                options.touch.touch()
             end(options.kind)
         if update == options.updates:
             break

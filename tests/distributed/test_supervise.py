@@ -228,3 +228,30 @@ def test_a_command_that_does_not_exist_is_not_started(supervised: Supervised) ->
     ended = supervised.run("-np", "2", "--name", "job_that_is_killed", "no-such-command")
     assert ended.code == 127
     assert "there is no command 'no-such-command'" in ended.output
+
+
+# Takes the place of ssh: the other host is this machine, until the file is there.
+SSH = """#!/bin/sh
+[ ! -e {down} ] || {{ echo "ssh: No route to host" >&2; exit 255; }}
+while [ "$1" = -o ]; do shift 2; done
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.slow
+def test_two_hosts_are_one_job_until_one_of_them_is_lost(supervised: Supervised) -> None:
+    folder = supervised.folder / "bin"
+    folder.mkdir()
+    down = supervised.folder / "down"
+    (folder / "ssh").write_text(SSH.format(down=down))
+    (folder / "ssh").chmod(0o755)
+    hosts = ("-H", "localhost:1,elsewhere:1", "-np", "2", "--min-np", "1", "--torchrun")
+    path = f"{folder}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    process = supervised.start(*hosts, *command("SIGKILL", "--touch", str(down)), env={"PATH": path})
+    ended = supervised.wait(process)
+    assert ended.code == 0, ended.output
+    first, second = ended.attempts()
+    assert (first["ranks"], first["end"]) == (2, "host elsewhere is lost: ssh: No route to host")
+    assert (second["ranks"], second["hosts"], second["verdict"]) == (1, "localhost:1", "done")
+    assert second["updates"][1] == 40

@@ -12,6 +12,7 @@ import atexit
 import mmap
 import os
 import socket
+import stat
 import struct
 import tempfile
 import time
@@ -74,6 +75,14 @@ def folder_name(job: str, user: int) -> str:
     return f"trainer-{user}-{job}"
 
 
+def is_own(folder: Path) -> bool:
+    """Return whether a folder is there and this user's, not one that another user has put in its place."""
+    with suppress(OSError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
+
+
 def report_join(place: Place) -> None:
     """Make the status file of this rank, which is about to join the others."""
     global _file
@@ -83,7 +92,7 @@ def report_join(place: Place) -> None:
     folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
     with suppress(OSError):  # a full disk ends no training that does not need the disk
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid == os.geteuid() and not folder.is_symlink():
+        if is_own(folder):
             _file = _make(folder / f"rank-{place.rank}", place)
             report_phase("joining")
             atexit.register(_report_exit)

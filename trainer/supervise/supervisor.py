@@ -7,11 +7,13 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from trainer.errors import ConfigError
 from trainer.supervise.attempt import Attempt, Running, Times
 from trainer.supervise.events import Events
 from trainer.supervise.folder import locked, read_former, write_job
 from trainer.supervise.hosts import Host, names, slots_of
 from trainer.supervise.judge import PREEMPTED_CODE, Judgement
+from trainer.supervise.launchers import environment_for
 from trainer.supervise.options import Options
 from trainer.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
 from trainer.supervise.signals import Signals
@@ -27,12 +29,17 @@ def supervise(options: Options) -> int:
     """Run the job to its end; return the exit code.
 
     Raises:
-        ConfigError: another process supervises it, or its launcher is not installed.
+        ConfigError: another process supervises it, or its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
     with locked(options.folder), Signals() as signals:
         events = Events(options.folder / "events.jsonl")
-        if shutil.which(options.command[0]) is None:
+        path = environment_for("")["PATH"]
+        if shutil.which("ssh", path=path) is None and not all(host.is_here for host in options.hosts):
+            raise ConfigError(
+                f"-H names other hosts than this one, and there is no ssh to reach them: {names(options.hosts)}"
+            )
+        if shutil.which(options.command[0], path=path) is None:
             events.say("end", f"there is no command {options.command[0]!r}", code=_NOT_FOUND)
             return _NOT_FOUND
         return _Supervisor(options, signals, events).run()

@@ -46,7 +46,7 @@ if [ "$action" = kill ]; then
 fi
 for folder in "$@"; do
     folder=$folder/trainer-$(id -u)-$job
-    [ -d "$folder" ] || continue
+    [ -O "$folder" ] && [ ! -L "$folder" ] || continue
     for file in "$folder"/rank-*; do
         if [ "$action" = preempt ]; then
             read -r mark process rest < "$file"

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.launch.status import DONE, PREEMPTED, SIZE, RankStatus, folder_name, read_status
+from trainer.launch.status import DONE, PREEMPTED, SIZE, RankStatus, folder_name, is_own, read_status
 from trainer.supervise.hosts import Host
 from trainer.supervise.signals import is_running, open_process
 from trainer.supervise.sweep import Answer, on_all_hosts
@@ -90,7 +90,7 @@ class Ranks:
         """Look at the ranks."""
         if self._here:
             with suppress(OSError):
-                for path in self._folder.iterdir():
+                for path in self._folder.iterdir() if is_own(self._folder) else ():
                     if (status := read_status(path.read_bytes()[:SIZE])) is not None:
                         self.note(self._here, status)
             self._look_for_dead()
