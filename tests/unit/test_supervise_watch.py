@@ -98,14 +98,14 @@ def test_a_host_that_stops_to_answer_is_lost(ranks: Ranks, monkeypatch: pytest.M
     ranks.note("localhost", status(0, os.getpid()))
 
     def ask() -> set[str]:
-        for _ in range(3):  # asks, and takes the answer
+        for _ in range(2):  # asks, and takes the answer
             ranks.read()
             time.sleep(0.05)
         return ranks.lost
 
     assert ask() == set(), "while there is progress nobody is asked"
     ranks.progress_at = time.monotonic() - 60
-    ask()
+    assert ask() == set(), "once may be bad luck"
     assert ask() == {"b"}
     answers[1] = Answer("b", True)
     assert ask() == set()

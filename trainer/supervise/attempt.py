@@ -157,5 +157,6 @@ class Running:
         )  # fmt: skip
         attempt.judgement = judge(facts)
         attempt.times.joined, attempt.times.first_update = ranks.joined_at, ranks.first_update_at
-        attempt.times.progress = ranks.progress_at
+        # A rank may do a little more after another has died.
+        attempt.times.progress = min(ranks.progress_at, attempt.times.detected or ranks.progress_at)
         attempt.updates = ranks.updates
