@@ -271,6 +271,7 @@ class Run:
         contents = Contents([*own.models], own.optimizers, own.scaler, state or {}, own.settle)
         facts = {"config": self.config.as_dict(), **describe_run(self.world)}
         self._checkpoints = Checkpoints(config, self.strategy, contents, own.is_between_updates, facts)
+        own.completed.count = self._checkpoints.updates
         for loader in self._loaders.training:
             self._checkpoints.watch(loader)
         self._loaders.on_made = self._checkpoints.watch

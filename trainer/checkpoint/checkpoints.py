@@ -19,6 +19,7 @@ from trainer.config import CheckpointConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.output import print_line
+from trainer.launch.status import PREEMPTED, report_end, report_phase
 from trainer.strategies.base import Strategy
 
 _DEFAULT_EVERY_S = 600.0
@@ -218,6 +219,8 @@ class Checkpoints:
         if self._world.is_root:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
+        if not problem:
+            report_end(PREEMPTED)
         raise SystemExit(1 if problem else EXIT_CODE)
 
     def _problem(self) -> str:
@@ -237,6 +240,7 @@ class Checkpoints:
             print_line(line, sys.stderr)
 
     def _save(self, *, is_complete: bool = False) -> None:
+        report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
         self._saver.save(self._state(), score=score, is_complete=is_complete)

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from trainer.launch.failure import _exit_now as end_process
+from trainer.launch.failure import end_process
+from trainer.launch.status import PREEMPTED, report_end
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
@@ -78,6 +79,7 @@ class Preemption:
             if self._is_closed:
                 return
             if not self._is_handled and self._save_alone():
+                report_end(PREEMPTED)
                 end_process("", EXIT_CODE)
             time.sleep(_POLL_S)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)

@@ -64,7 +64,7 @@ def at_exit(handler: Callable[[], object]) -> None:
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     launch = _read_launch()
     if issubclass(kind, KeyboardInterrupt):
-        _exit_now("interrupted" if launch.rank == 0 else "", 130)
+        end_process("interrupted" if launch.rank == 0 else "", 130)
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
     is_mistake = issubclass(kind, (ConfigError, DataError))
@@ -72,13 +72,13 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        _exit_now(f"{rank}{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
+        end_process(f"{rank}{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
     if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
-        _exit_now(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
+        end_process(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)
     what = str(error) or "no further message"  # as of a MemoryError
-    _exit_now(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
+    end_process(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
 
 
 def _read_launch() -> Launch:
@@ -98,7 +98,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         earlier(kind, error, trace)
 
 
-def _exit_now(message: str, code: int) -> None:
+def end_process(message: str, code: int) -> None:
     """End this process without what waits for other ranks, which Python's own end would call."""
     # The reader of our output may be gone already; that must not keep this rank alive.
     with suppress(OSError, ValueError):
