@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
@@ -133,6 +134,28 @@ def prepare_model(
     hooks = [node.register_prehook(lambda _: on_gradient()) for node in nodes]
     _PREPARED[model] = partial(_retire, synchronizer.retire, hooks, nodes)
     return synchronizer
+
+
+class _Backward(Protocol):
+    """What knows whether a backward pass is the handle's."""
+
+    is_in_backward: bool
+
+
+def foreign_backward_check(updates: _Backward) -> Callable[[], None]:
+    """Return a hook for gradients that raises `TrainerError` in a backward pass which is not the handle's."""
+    # Weakly, because Python cannot collect a cycle that goes through a hook of the autograd graph.
+    own = weakref.ref(updates)
+
+    def check() -> None:
+        updates = own()
+        if updates is not None and not updates.is_in_backward:
+            raise TrainerError(
+                "loss.backward() neither weighs the batch nor waits for gradients that are on their way; call "
+                "run.backward(loss) instead"
+            )
+
+    return check
 
 
 def _retire(retire: Callable[[], object], hooks: Sequence[RemovableHandle], nodes: Sequence[object]) -> None:

@@ -23,8 +23,9 @@ from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
 from trainer.launch.output import print_line
+from trainer.launch.world import RankNames
 from trainer.loaders import Loaders
-from trainer.preparation import check_parameters, join, prepare_model
+from trainer.preparation import check_parameters, foreign_backward_check, join, prepare_model
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
 
@@ -45,7 +46,7 @@ def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
     return Run(strategy, settings_from(RunConfig, "init", own=("strategy",), **settings))
 
 
-class Run:
+class Run(RankNames):
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
     All methods but `print`, `log`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every rank calls them,
@@ -76,30 +77,6 @@ class Run:
         """Samples in the training batch that was drawn last, for sums of one's own; 0 for a padding batch."""
         return self._updates.samples
 
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.size
-
-    @property
-    def local_rank(self) -> int:
-        return self.world.local_rank
-
-    @property
-    def is_root(self) -> bool:
-        return self.world.is_root
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
-
-    @property
-    def host(self) -> str:
-        return self.world.host
-
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
         """Prepare models, and optimizers over their parameters, for training with all other ranks.
 
@@ -122,7 +99,7 @@ class Run:
         check_parameters(list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
-            synchronizer = prepare_model(self.strategy, model, self.config, self._updates.on_gradient())
+            synchronizer = prepare_model(self.strategy, model, self.config, foreign_backward_check(self._updates))
             self._updates.add_model(model, synchronizer)
             prepared[id(model)] = synchronizer.forward
         for optimizer in optimizers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +49,7 @@ class Updates:
         self._groups: dict[Optimizer, int] = {}
         self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
         self._stepping: set[Optimizer] = set()
-        self._is_in_backward, self._has_loader = False, False
+        self.is_in_backward, self._has_loader = False, False
         self._periodic, self._epoch = PeriodicCheck(strategy), 0
         self.samples = 0
         """Samples in the training batch that was drawn last; 0 for a padding batch."""
@@ -91,21 +90,6 @@ class Updates:
         prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
-
-    def on_gradient(self) -> Callable[[], None]:
-        """Return a hook for gradients that tells of a backward pass which is not the handle's."""
-        # Weakly, because Python cannot collect a cycle that goes through a hook of the autograd graph.
-        own = weakref.ref(self)
-
-        def check() -> None:
-            updates = own()
-            if updates is not None and not updates._is_in_backward:
-                raise TrainerError(
-                    "loss.backward() neither weighs the batch nor waits for gradients that are on their way; call "
-                    "run.backward(loss) instead"
-                )
-
-        return check
 
     def settle(self) -> None:
         """Complete what a step leaves for the next backward pass."""
@@ -159,11 +143,11 @@ class Updates:
         weighted = loss if self._weight == 1.0 else loss * self._weight
         # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
         hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if self._weight == 0.0 else []
-        self._is_in_backward = True
+        self.is_in_backward = True
         try:
             (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
         finally:
-            self._is_in_backward = False
+            self.is_in_backward = False
             for hook in hooks:
                 hook.remove()
         for synchronizer in self._active:

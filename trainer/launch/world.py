@@ -48,6 +48,36 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.host} ({self.device})"
 
 
+class RankNames:
+    """The facts of a world by the names that Fabric and Accelerate give them."""
+
+    world: World
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def is_root(self) -> bool:
+        return self.world.is_root
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def host(self) -> str:
+        return self.world.host
+
+
 def current_world(device: str = "auto", launch: Launch | None = None) -> World:
     """Return the world that this process was launched into. Starts nothing.
 
