@@ -1,0 +1,65 @@
+"""The lock on a folder of checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import lock
+from trainer.checkpoint.lock import FolderLock
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_FORMER_JOB_ENDS_S", 0.2)
+
+
+def test_ranks_of_one_job_share_a_folder_and_one_writes(tmp_path: Path) -> None:
+    first, second = (FolderLock(tmp_path / "new", "job") for _ in range(2))
+    assert (first.acquire(), second.acquire()) == ("", "")
+    assert (first.is_held, second.is_held) == (True, False)
+
+
+def test_another_job_is_refused_and_the_holder_named(tmp_path: Path) -> None:
+    first, other = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "other job")
+    assert first.acquire() == ""
+    problem = other.acquire()
+    assert f"{tmp_path} is in use by process {os.getpid()} on host" in problem
+    first.release()
+    assert other.acquire() == ""
+    assert json.loads((tmp_path / ".lock").read_text())["job"] == "other job"
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    code = (
+        f"from pathlib import Path; from trainer.checkpoint.lock import FolderLock; import os, signal; "
+        f"assert not FolderLock(Path({str(tmp_path)!r}), 'job').acquire(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    own = FolderLock(tmp_path, "another")
+    assert own.acquire() == ""
+    assert own.is_held
+
+
+def test_a_file_system_without_locks_tells_jobs_apart_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first, second = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "job")
+    assert (first.acquire(), second.acquire()) == ("", "")
+    assert (first.is_held, second.is_held) == (True, False)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "file/x cannot be written: Not a directory" in FolderLock(tmp_path / "file" / "x", "job").acquire()

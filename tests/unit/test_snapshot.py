@@ -1,0 +1,106 @@
+"""Snapshots: private copies that can be loaded again as data."""
+
+from __future__ import annotations
+
+import enum
+import io
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer import TrainerError
+from trainer.checkpoint.random_state import random_state, set_random_state
+from trainer.checkpoint.snapshot import Buffers, count_bytes
+
+CPU = torch.device("cpu")
+
+
+def loaded(state: dict[str, object]) -> dict[str, object]:
+    """Return a state as it is after a file of PyTorch's, read as data."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    result: dict[str, object] = torch.load(file, weights_only=True)
+    return result
+
+
+def test_a_snapshot_keeps_its_values_while_the_training_goes_on() -> None:
+    weight = torch.ones(3)
+    state = {"weights": [weight], "count": 1}
+    copied = Buffers().copy(state)
+    weight.mul_(2)
+    state["count"] = 2
+    assert copied["count"] == 1
+    assert copied["weights"][0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_second_snapshot_uses_the_memory_of_the_first() -> None:
+    buffers = Buffers()
+    first = buffers.copy({"weight": torch.ones(3)})["weight"]
+    second = buffers.copy({"weight": torch.zeros(3)})["weight"]
+    assert second.data_ptr() == first.data_ptr()
+    assert buffers.bytes == 12
+    third = buffers.copy({"weight": torch.zeros(4)})["weight"]
+    assert third.shape == (4,)
+
+
+def test_tied_weights_are_copied_once_and_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    buffers = Buffers()
+    copied = loaded(buffers.copy({"model": model.state_dict()}))["model"]
+    assert isinstance(copied, OrderedDict)
+    assert copied["0.weight"].data_ptr() == copied["1.weight"].data_ptr()
+    assert buffers.bytes == 64
+
+
+def test_a_modules_versions_are_kept() -> None:
+    copied = loaded(Buffers().copy({"model": nn.BatchNorm1d(2).state_dict()}))["model"]
+    assert copied._metadata[""] == {"version": 2}  # type: ignore[attr-defined]
+
+
+def test_layout_and_type_are_kept() -> None:
+    state = {
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+        "view": torch.arange(6.0).reshape(2, 3).t(),
+        "empty": torch.empty(0, 3),
+        "sparse": torch.eye(2).to_sparse(),
+        "device": CPU,
+        "dtype": torch.float16,
+        "size": torch.Size([2, 3]),
+        "numpy": np.float64(0.5),
+        "tuple": (1, None, {"a": {1, 2}}),
+    }
+    copied = loaded(Buffers().copy(state))
+    for name in ("channels last", "bfloat16", "view", "empty"):
+        torch.testing.assert_close(copied[name], state[name])
+        assert copied[name].stride() == state[name].stride()  # type: ignore[attr-defined]
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(2))  # type: ignore[attr-defined]
+    for name in ("device", "dtype", "size", "numpy", "tuple"):
+        assert copied[name] == state[name]
+    assert type(copied["numpy"]) is float
+
+
+@pytest.mark.parametrize("value", [Path("x"), np.ones(2), enum.Flag(0), object()], ids=type)
+def test_what_cannot_be_loaded_as_data_is_named(value: object) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TrainerError, match=rf"^objects\.schedule\.last of the checkpoint's state is a {kind}, which"):
+        Buffers().copy({"objects": {"schedule": {"last": value}}})
+
+
+def test_bytes_are_counted_in_nested_containers() -> None:
+    assert count_bytes({"a": [torch.ones(3), (torch.ones(2, dtype=torch.float64),)], "b": 1}) == 28
+
+
+def test_random_numbers_go_on() -> None:
+    import random
+
+    state = loaded(Buffers().copy(random_state(CPU)))
+    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    set_random_state(state, CPU)
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
