@@ -20,6 +20,7 @@ HANDLE = (
     *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_report", "_drift")),
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",
+    f"{_HERE}.checks_storage",
 )
 NETWORKS = f"{_HERE}.checks_networks"
 TIMING = f"{_HERE}.checks_timing"

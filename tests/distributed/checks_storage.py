@@ -1,0 +1,108 @@
+"""Checkpoints on hosts that share no folder, as ranks with folders of their own; run on every rank of one job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.checks_checkpoints import shared_folder
+from trainer import TrainerError
+from trainer.checkpoint.commit import commit, find, load, name_of
+from trainer.checkpoint.storage import Storage
+from trainer.strategies.base import Strategy
+
+CONTENT = bytes(range(256)) * 1000
+
+
+@contextmanager
+def each_rank_a_host(strategy: Strategy) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.checkpoint.storage.host_id", lambda: f"host-{strategy.world.rank}")
+        yield
+
+
+def save(folder: Path, attempt: int, update: int) -> None:
+    content = bytes([update]) + CONTENT
+    commit(folder, name_of(attempt, 0, update), {"state.pt": lambda stream: stream.write(content)}, {"update": update})
+
+
+def check_a_folder_that_hosts_share_has_one_writer(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder, each_rank_a_host(strategy):
+        own = Storage(folder, strategy)
+        assert strategy.all_gather_object(own.is_writer) == [True] + [False] * (strategy.world.size - 1)
+        own.close()
+
+
+def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy: Strategy) -> None:
+    rank, last = strategy.world.rank, strategy.world.size - 1
+    with shared_folder(strategy) as parent, each_rank_a_host(strategy):
+        folder = parent / f"host-{rank}"
+        # Rank 0's host was away for an attempt: what it has is older, though of a later update.
+        save(folder, 1, 9) if rank == 0 else save(folder, 2, 5)
+        if rank == last:
+            save(folder, 2, 7)
+        own = Storage(folder, strategy)
+        assert own.is_writer
+        found = own.newest()
+        assert found is not None
+        expected = (2, 0, 7)
+        assert (found.path, found.order) == (folder / name_of(*expected), expected)
+        assert load(found.path).facts == {"update": expected[2]}
+        assert (found.path / "state.pt").read_bytes() == bytes([expected[2]]) + CONTENT
+        own.close()
+
+
+def check_a_host_whose_checkpoints_are_gone_gets_one(strategy: Strategy) -> None:
+    rank = strategy.world.rank
+    with shared_folder(strategy) as parent, each_rank_a_host(strategy):
+        folder = parent / f"host-{rank}"
+        if rank == strategy.world.size - 1:
+            save(folder, 3, 4)
+        own = Storage(folder, strategy)
+        found = own.newest()
+        assert found is not None
+        assert [path.name for path in find(folder)] == [name_of(3, 0, 4)]
+        own.close()
+        strategy.barrier()
+        shutil.rmtree(folder)
+        own = Storage(folder, strategy)
+        assert own.newest() is None
+        own.close()
+
+
+def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> None:
+    rank = strategy.world.rank
+    with shared_folder(strategy) as parent, each_rank_a_host(strategy):
+        elsewhere = parent / f"elsewhere-{rank}"
+        if rank == 0:
+            save(elsewhere, 1, 3)
+        path = strategy.broadcast_object(elsewhere / name_of(1, 0, 3))
+        if rank:
+            path = elsewhere / path.name  # the same path on each host
+        own = Storage(parent / f"host-{rank}", strategy)
+        found = own.at(path)
+        assert load(found.path).facts == {"update": 3}
+        assert find(parent / f"host-{rank}") == []
+        own.close()
+        with pytest.raises(TrainerError, match=r"manifest\.json is missing"):
+            Storage(parent / f"host-{rank}", strategy).at(parent / "nowhere")
+
+
+def check_a_copy_that_cannot_be_written_ends_all_ranks(strategy: Strategy) -> None:
+    rank, last = strategy.world.rank, strategy.world.size - 1
+    if last == 0:
+        return
+    with shared_folder(strategy) as parent, each_rank_a_host(strategy):
+        folder = parent / f"host-{rank}"
+        if rank == 0:
+            save(folder, 1, 3)
+        own = Storage(folder, strategy)
+        if rank == last:
+            own.folder = Path("/proc/no-such-folder")
+        with pytest.raises(TrainerError, match=f"rank {last}.*no-such-folder"):
+            own.newest()
+        own.close()
