@@ -58,25 +58,25 @@ class Checkpoints:
         self._storage = Storage(Path(config.folder), strategy)
         try:
             self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
+            self._saver = Saver(config, self._storage, self.attempt, facts)
+            self._check_room()
         except BaseException:
             self._storage.close()
             raise
         self.updates = self.epoch = 0
-        self._saver = Saver(config, self._storage, self.attempt, facts)
         if self.resumed is not None:
             self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
             self._saver.saved, self._saver.best = (self.epoch, self.updates), self.resumed.best
-        self._check_room()
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
         self._loaders: list[Loader] = []
-        self._passes: list[Loader] = []
+        self._outer: Loader | None = None
         self._agreement = Agreement(strategy)
         self._every_s = config.every_s
         if config.every_s is config.every_updates is config.every_epochs is None:
             self._every_s = _DEFAULT_EVERY_S
         self._saved_at = time.monotonic()
-        self._is_postponed = self._has_counted = False
+        self._is_postponed = self._has_counted = self._is_failing = False
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
 
@@ -105,7 +105,7 @@ class Checkpoints:
         Raises:
             TrainerError: it cannot be written; raised on every rank.
         """
-        if self._passes:
+        if self._outer is not None:
             self._is_postponed = True
             return
         self._save()
@@ -139,6 +139,7 @@ class Checkpoints:
         for epoch in epochs:
             self.epoch = epoch
             if epoch > epochs.start:
+                self._leave_rests()
                 self._after_epoch()
             elif self.resumed is not None and self.resumed.saved_in is None:
                 self._go_on()
@@ -146,13 +147,20 @@ class Checkpoints:
         self.epoch = max(self.epoch, epochs.stop)
         self._finish()
 
+    def _leave_rests(self) -> None:
+        """Begin the next epoch of loaders whose rest of an interrupted one was not asked for."""
+        for loader in self._loaders:
+            if loader.start:
+                loader.epoch, loader.start = loader.epoch + 1, 0
+
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         if is_resumed and self.resumed is not None and self._loaders.index(loader) == self.resumed.saved_in:
             self._go_on()
-        self._passes.append(loader)
+        if self._outer is None:
+            self._outer = loader
 
     def updated(self, loader: Loader) -> None:
-        if loader is not self._passes[0]:
+        if loader is not self._outer:
             return
         self.updates += 1
         is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
@@ -164,12 +172,13 @@ class Checkpoints:
                 self._save()
 
     def exhausted(self, loader: Loader) -> None:
-        if loader is self._passes[0]:
+        if loader is self._outer:
             # What follows may be a long evaluation, in which no update is to come.
             self._saver.take_reserve(self._state())
 
     def ended(self, loader: Loader) -> None:
-        self._passes.remove(loader)
+        if loader is self._outer:
+            self._outer = None
 
     def close(self) -> None:
         """Wait for what is being written, and leave the signals and the folder to others."""
@@ -207,6 +216,8 @@ class Checkpoints:
         stopping, due, busy, failed = self._agreement.add_up(self.updates, flags)
         if failed:
             self._report(self._problem())
+        elif not busy and self._saver.saved is not None:
+            self._is_failing = False
         if stopping:
             self._end()
         return bool(due and not busy)
@@ -235,9 +246,10 @@ class Checkpoints:
     def _report(self, problem: str) -> None:
         if problem and self.config.on_error == "stop":
             raise TrainerError(f"{problem}; earlier checkpoints are kept")
-        if problem and self._world.is_root:
+        if problem and self._world.is_root and not self._is_failing:  # once, however often it is tried
             line = f"trainer: WARNING: {problem}; earlier checkpoints are kept, and the training goes on"
             print_line(line, sys.stderr)
+        self._is_failing |= bool(problem)
 
     def _save(self, *, is_complete: bool = False) -> None:
         report_phase("saving")
@@ -254,7 +266,7 @@ class Checkpoints:
             "epoch": self.epoch,
             "updates": self.updates,
             "loaders": [loader.state_dict() for loader in self._loaders],
-            "saved_in": self._loaders.index(self._passes[0]) if self._passes else None,
+            "saved_in": self._loaders.index(self._outer) if self._outer is not None else None,
             "random": self._strategy.all_gather_object(random_state(self._world.device)),
         }
 
@@ -266,4 +278,4 @@ class Checkpoints:
 
     def _save_alone(self) -> bool:
         """Save without the other ranks where no update is to come; return whether this process may end."""
-        return not self._passes and self._saver.commit_reserve(self.updates)
+        return self._outer is None and self._saver.commit_reserve(self.updates)

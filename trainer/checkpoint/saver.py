@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -122,8 +123,8 @@ class Saver:
         held = sum(file.stat().st_size for file in self._storage.folder.glob("attempt-*/*"))
         lacks = missing_bytes(self._storage.folder, each * count - held)
         return (
-            f"{count} checkpoints of {_megabytes(each)} do not fit into {self._storage.folder}: "
-            f"{_megabytes(lacks)} are missing; lower keep, or name another folder"
+            f"{count} checkpoints of {_size(each)} do not fit into {self._storage.folder}: "
+            f"{_size(lacks)} are missing; lower keep, or name another folder"
             if lacks
             else ""
         )
@@ -132,8 +133,8 @@ class Saver:
         lacks = missing_bytes(self._storage.folder, state_bytes + _OVERHEAD_BYTES)
         if lacks:
             self._full = TrainerError(
-                f"a checkpoint of {_megabytes(state_bytes)} does not fit into {self._storage.folder}: "
-                f"{_megabytes(lacks)} are missing"
+                f"a checkpoint of {_size(state_bytes)} does not fit into {self._storage.folder}: "
+                f"{_size(lacks)} are missing"
             )
         return not lacks
 
@@ -150,5 +151,7 @@ class Saver:
         }
 
 
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB"
+def _size(count: float) -> str:
+    """Format bytes, as in "1.19 MB"."""
+    scale = min(int(math.log10(max(count, 1)) / 3), 3)
+    return f"{count / 1000**scale:.3g} {('bytes', 'kB', 'MB', 'GB')[scale]}"
