@@ -18,9 +18,11 @@ import psutil
 import pytest
 
 from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+from tests.screen import Session, run_on_terminal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
+WATCHED = "tests.distributed.job_that_is_watched"
 SCRIPT = ROOT / "tests" / "distributed" / "job_that_is_killed.py"
 DEADLINE_S = 90.0
 
@@ -55,7 +57,7 @@ class Supervised:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
         temporary = folder / "tmp"
         temporary.mkdir()
-        self._environment = {
+        self.environment = {
             **inherited, MARK: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }  # fmt: skip
@@ -64,7 +66,7 @@ class Supervised:
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "trainer", "run", *arguments], cwd=self.folder, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment | dict(env or {}),
+                stdout=log, stderr=subprocess.STDOUT, env=self.environment | dict(env or {}),
             )  # fmt: skip
 
     def wait(self, process: subprocess.Popen[bytes]) -> Ended:
@@ -255,3 +257,23 @@ def test_two_hosts_are_one_job_until_one_of_them_is_lost(supervised: Supervised)
     assert (first["ranks"], first["end"]) == (2, "host elsewhere is lost: ssh: No route to host")
     assert (second["ranks"], second["hosts"], second["verdict"]) == (1, "localhost:1", "done")
     assert second["updates"][1] == 40
+
+
+def test_ctrl_c_and_the_bar_are_as_with_the_launcher_alone(supervised: Supervised) -> None:
+    """The terminal sends Ctrl-C to the launcher and to `trainer run` at once."""
+    sent: list[float] = []
+
+    def interrupt(session: Session, terminal: int) -> None:
+        if session.screen.bottom_lines and not sent:
+            sent.append(time.monotonic())
+            os.write(terminal, b"\x03")
+
+    session = run_on_terminal(
+        [sys.executable, "-m", "trainer", "run", "-np", "2", "--mpi", sys.executable, "-m", WATCHED],
+        env=supervised.environment, cwd=supervised.folder, timeout_s=DEADLINE_S, on_change=interrupt,
+    )  # fmt: skip
+    assert sent, session.screen.text()
+    assert session.code == 130, session.screen.text()
+    assert time.monotonic() - sent[0] < 15
+    assert "trainer run: attempt 1: interrupted" in session.screen.text()
+    assert supervised.running() == []
