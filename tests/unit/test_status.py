@@ -52,7 +52,11 @@ def test_a_phase_is_progress_and_keeps_the_counters(file: Path) -> None:
     before = read(file)
     status.report_phase("evaluation")
     found = read(file)
-    assert (found.update, found.phase) == (7, "evaluation")
+    assert (found.update, found.phase, found.reports) == (7, "evaluation", 1)
+    status.report_phase("evaluation")
+    assert read(file).reports == 2
+    status.report_update(8)
+    assert read(file).reports == 0
     assert found.progress_s >= before.progress_s
 
 

@@ -72,6 +72,7 @@ def test_a_hang_names_the_ranks_that_are_furthest_behind() -> None:
     assert told.text == "no progress for 600 s; furthest behind: rank 1 on b (evaluation), in update 9"
     assert told.hosts == ("b",)
     assert judged(rank(0), rank(1), idle_s=600.0).hosts == ()
+    assert judged(rank(0, reports=2), rank(1, reports=1), idle_s=600.0).hosts == ("b",)
 
 
 @pytest.mark.parametrize("codes", [[75], []])

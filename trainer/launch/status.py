@@ -31,12 +31,13 @@ SIZE = 1024
 """Bytes of a status file."""
 _MARK = b"trainer-status"
 _HEAD = struct.Struct("192s")
-_COUNTERS = struct.Struct("<qdqd")  # update and time of the last progress; the same of the first update
-_PROGRESS = struct.Struct("<qd")
+_COUNTERS = struct.Struct("<qdqqd")  # update, time of the last progress, reports since; the first update and its time
+_PROGRESS, _PHASE, _FIRST = struct.Struct("<qdq"), struct.Struct("<dq"), struct.Struct("<qd")
 _TEXTS = struct.Struct("16s80s512s")  # phase, kind of error, message
 _AT_COUNTERS, _AT_FIRST, _AT_TEXTS = _HEAD.size, _HEAD.size + _PROGRESS.size, _HEAD.size + _COUNTERS.size
 
 _file: mmap.mmap | None = None
+_reports = 0
 
 
 class Place(Protocol):
@@ -60,6 +61,8 @@ class RankStatus:
     """Updates that were completed."""
     progress_s: float = 0.0
     """When it reported last, by the monotonic clock of its host."""
+    reports: int = 0
+    """Batches and phases since its last update: of two ranks in the same update, the one with fewer is behind."""
     first_update: int = 0
     """The first update that it completed after its start; 0 before."""
     first_update_s: float = 0.0
@@ -113,11 +116,12 @@ def _make(path: Path, place: Place) -> mmap.mmap:
 
 def report_update(update: int) -> None:
     """Note the number of updates that this rank has completed. Takes less than a microsecond."""
+    global _reports
     if _file is not None:
-        now = time.monotonic()
-        _PROGRESS.pack_into(_file, _AT_COUNTERS, update, now)
+        now, _reports = time.monotonic(), 0
+        _PROGRESS.pack_into(_file, _AT_COUNTERS, update, now, 0)
         if not any(_file[_AT_FIRST : _AT_FIRST + 8]):
-            _PROGRESS.pack_into(_file, _AT_FIRST, update, now)
+            _FIRST.pack_into(_file, _AT_FIRST, update, now)
 
 
 class UpdateCounter:
@@ -143,9 +147,11 @@ class UpdateCounter:
 
 def report_phase(phase: str) -> None:
     """Note what this rank does now: "training", "evaluation", "saving", … Counts as progress."""
+    global _reports
     if _file is not None:
+        _reports += 1
         struct.pack_into("16s", _file, _AT_TEXTS, phase.encode()[:16])
-        struct.pack_into("<d", _file, _AT_COUNTERS + 8, time.monotonic())
+        _PHASE.pack_into(_file, _AT_COUNTERS + 8, time.monotonic(), _reports)
 
 
 def report_failure(kind: str, message: str, place: Place) -> None:
@@ -173,10 +179,11 @@ def read_status(record: bytes) -> RankStatus | None:
     if len(record) != SIZE or not record.startswith(_MARK):
         return None
     _, pid, rank, size, host = record[: _HEAD.size].split(b"\n")[0].split(b" ", 4)
-    update, progress_s, first_update, first_update_s = _COUNTERS.unpack_from(record, _AT_COUNTERS)
+    update, progress_s, reports, first_update, first_update_s = _COUNTERS.unpack_from(record, _AT_COUNTERS)
     texts = _TEXTS.unpack_from(record, _AT_TEXTS)
     phase, error, message = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     return RankStatus(
         pid=int(pid), rank=int(rank), size=int(size), host=host.decode(), update=update, progress_s=progress_s,
-        first_update=first_update, first_update_s=first_update_s, phase=phase, error=error, message=message,
+        reports=reports, first_update=first_update, first_update_s=first_update_s, phase=phase, error=error,
+        message=message,
     )  # fmt: skip

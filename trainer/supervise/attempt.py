@@ -76,9 +76,10 @@ class Running:
         try:
             self._processes = launch(self._launcher, self._attempt.hosts, command, self._attempt.job)
             self._watch()
-            codes = [code for process in self._processes if (code := process.poll()) is not None]
+            codes = self._codes()
             self._attempt.times.detected = self._attempt.times.detected or time.monotonic()
-            self._end()
+            if self._end():
+                codes = self._codes()
         finally:
             self._ranks.close()
             answers = on_all_hosts(self._all_hosts, self._attempt.job, "kill")
@@ -125,17 +126,23 @@ class Running:
         for process in self._processes:
             process.send_signal(number)
 
-    def _end(self) -> None:
-        """Have the launcher end what it has started; it also removes what it has left elsewhere."""
+    def _codes(self) -> list[int]:
+        return [code for process in self._processes if (code := process.poll()) is not None]
+
+    def _end(self) -> bool:
+        """Have the launcher end what it has started, and remove its files; return whether that was up to itself."""
         if self._signals.interrupted_by:
             # A terminal's Ctrl-C has reached the launcher as well, and mpirun takes a second one for impatience.
             self._wait(_INTERRUPTED_S / 2)
             self._signal(signal.SIGTERM)
             self._wait(_INTERRUPTED_S)
-            return
-        self._signal(signal.SIGTERM)
+            return False
+        by_itself = bool(self._ranks.dead)
+        if not by_itself:  # else it ends the job already, and mpirun crashes on a signal meanwhile
+            self._signal(signal.SIGTERM)
         self._ranks.kill()
         self._wait(_TERMINATED_S)
+        return by_itself
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -90,11 +90,11 @@ def judge(facts: Facts) -> Judgement:
 
 
 def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
-    oldest = min(rank.update for rank in facts.ranks.values())
-    behind = [number for number, rank in sorted(facts.ranks.items()) if rank.update == oldest]
+    oldest = min((rank.update, rank.reports) for rank in facts.ranks.values())
+    behind = [number for number, rank in sorted(facts.ranks.items()) if (rank.update, rank.reports) == oldest]
     who = ", ".join(f"{_name(facts, number)} ({facts.ranks[number].phase})" for number in behind[:8])
     hosts = tuple(sorted({facts.host_of[number] for number in behind}))
-    text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest + 1}"
+    text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest[0] + 1}"
     return Judgement(Verdict.HUNG, text, hosts if len(behind) < len(facts.ranks) else ())
 
 
