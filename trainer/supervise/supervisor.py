@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.supervise.attempt import Attempt, Running, Times
 from trainer.supervise.events import Events
 from trainer.supervise.folder import locked, read_former, write_job
-from trainer.supervise.hosts import Host, names, slots_of
+from trainer.supervise.hosts import names, slots_of
 from trainer.supervise.judge import PREEMPTED_CODE, Judgement
 from trainer.supervise.launchers import environment_for
 from trainer.supervise.options import Options
@@ -48,12 +48,21 @@ def supervise(options: Options) -> int:
 class _Supervisor:
     def __init__(self, options: Options, signals: Signals, events: Events) -> None:
         self._options, self._signals, self._events = options, signals, events
+        # The same for all attempts, so that what a lost host still runs is ended when the host is back.
+        self._job = uuid.uuid4().hex
         self._attempts: list[Attempt] = []
         self._history: list[Past] = []
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
     def run(self) -> int:
         self._end_former()
+        write_job(self._options.folder, self._job, self._options.hosts)
+        try:
+            return self._run_attempts()
+        finally:
+            write_job(self._options.folder, "", ())
+
+    def _run_attempts(self) -> int:
         while True:
             answers, judgement = self._attempt()
             if judgement.is_last:
@@ -81,21 +90,18 @@ class _Supervisor:
 
     def _attempt(self) -> tuple[list[Answer], Judgement]:
         options, number = self._options, len(self._attempts) + 1
-        job = uuid.uuid4().hex
-        write_job(options.folder, job, self._hosts)
         place = f"{slots_of(self._hosts)} ranks on {names(self._hosts)}"
         if number == 1:
             self._events.note("start", attempt=number, text=place)
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
-        attempt = Attempt(self._hosts, job, Times(time.monotonic()), time.time())
+        attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
         take_back = TakeBack(options, self._hosts)
         running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, take_back.reason)
         try:
             answers = running.run(options.command)
         finally:
             take_back.close()
-            write_job(options.folder, "", ())
         judgement = attempt.judgement
         self._attempts.append(attempt)
         first, last = attempt.updates or (None, None)
@@ -132,7 +138,8 @@ class _Supervisor:
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]
             if slots_of(chosen) >= options.min_ranks:
-                self._tell_hosts(chosen, problems)
+                if problems and not {host.name for host in self._hosts} <= {host.name for host in chosen}:
+                    self._events.say("hosts", "; ".join(problems), hosts=names(chosen))
                 self._hosts = chosen
                 return None
             text = f"{slots_of(chosen)} of at least {options.min_ranks} slots are left: {'; '.join(problems)}"
@@ -142,16 +149,8 @@ class _Supervisor:
                 self._events.say("wait", f"{text}; waiting up to {options.wait_for_hosts_s:.0f} s for hosts")
                 waits = True
             self._sleep(min(_PROBE_S, deadline - time.monotonic()))
-            answers = on_all_hosts(options.hosts, "", "look")
+            answers = on_all_hosts(options.hosts, self._job, "kill")
         return None
-
-    def _tell_hosts(self, chosen: Sequence[Host], problems: Sequence[str]) -> None:
-        left = {host.name for host in self._hosts} - {host.name for host in chosen}
-        back = {host.name for host in chosen} - {host.name for host in self._hosts}
-        if left and problems:
-            self._events.say("hosts", "; ".join(problems), hosts=names(chosen))
-        if back:
-            self._events.say("hosts", f"{', '.join(sorted(back))} is back", hosts=names(chosen))
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
