@@ -78,6 +78,9 @@ HERE = {
     "horovodrun -np 2 python examples/next_byte.py --no-shuffle": Run(
         append="--epochs 1", prints="epoch 1/1: test loss"
     ),
+    "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
+        append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
+    ),
     "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(

@@ -256,3 +256,13 @@ def test_two_loaders_at_once_go_on_where_both_stopped(tmp_path: Path) -> None:
         made.pop().close()
     go_over(-1)
     assert seen == [([0, 1], [0, 1, 2]), ([2, 3], [3, 4, 5]), ([4, 5], [6, 7, 8])] * 2
+
+
+def test_plain_pytorch_reads_the_models(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path)
+    train(run, model, optimizer)
+    made[-1]._saver.wait()
+    state = torch.load(find(tmp_path)[0] / "state.pt", weights_only=True)
+    plain = nn.Linear(2, 1)
+    plain.load_state_dict(state["models"][0])
+    assert torch.equal(plain.weight, run.unwrap(model).weight)  # type: ignore[arg-type]
