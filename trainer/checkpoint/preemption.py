@@ -65,6 +65,9 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
+        earlier = self._earlier.get(signal.Signals(number))
+        if callable(earlier):  # the user's own
+            earlier(number, frame)
 
     def _watch(self, reader: int) -> None:
         with os.fdopen(reader, "rb", buffering=0) as pipe:
@@ -83,3 +86,14 @@ class Preemption:
                 end_process("", EXIT_CODE)
             time.sleep(_POLL_S)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
+
+
+def _leave_signals() -> None:
+    """Handle the signals as any process does, in a child such as a loader's worker: the flag and the pipe are ours."""
+    for number in SIGNALS:
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Preemption):
+            signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_signals)

@@ -64,7 +64,9 @@ def find_start(
         return None, 1
     checkpoint = storage.newest() if config.resume == "auto" else storage.at(Path(config.resume))
     attempt = max([*attempts, checkpoint.order[0] if checkpoint else 0]) + 1
-    return (_load(checkpoint, strategy, contents) if checkpoint else None), attempt
+    resumed = _load(checkpoint, strategy, contents) if checkpoint else None
+    storage.discard_copy()
+    return resumed, attempt
 
 
 def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resumed:

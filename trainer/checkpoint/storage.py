@@ -8,6 +8,7 @@ no agreement between hosts. At start, hosts that lack the newest one get it from
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Storage:
         self._raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
         self.is_writer = self._lock.is_held
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
+        self._copy: Path | None = None
         self.damaged: list[Path] = []
         """Checkpoints in this rank's folder that `newest` has passed over."""
 
@@ -86,11 +88,17 @@ class Storage:
         files = self._strategy.broadcast_object(own.files if own else None)
         into = None
         if is_first and (own is None or own.files != files):
-            into = Path(tempfile.mkdtemp(prefix="trainer-checkpoint-"))
+            into = self._copy = Path(tempfile.mkdtemp(prefix="trainer-checkpoint-"))
         self._send(own, 0, into)
         places = self._strategy.all_gather_object(into / path.name if into else path)
         one: Committed = self._strategy.broadcast_object(own)
         return replace(one, path=places[self._first_of_host])
+
+    def discard_copy(self) -> None:
+        """Remove the copy that `at` has made for this start, when every rank has read it."""
+        self._strategy.barrier()
+        if self._copy is not None:
+            shutil.rmtree(self._copy, ignore_errors=True)
 
     def close(self) -> None:
         """Let another job use the folder."""
