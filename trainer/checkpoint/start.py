@@ -101,8 +101,9 @@ def _describe(resumed: Resumed, ranks: int) -> str:
     facts = resumed.checkpoint.facts
     taken = resumed.positions[resumed.saved_in]["taken"] if resumed.saved_in is not None else 0
     where = f"epoch {resumed.epoch + 1} after {taken:,} samples" if taken else f"the end of epoch {resumed.epoch}"
-    verb = "the training is complete:" if resumed.is_complete else "going on from"
+    if resumed.is_complete:
+        where += " and of the training"
     return (
-        f"{verb} checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
+        f"going on from checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
         f"rank{'s' * (ranks > 1)}"
     )
