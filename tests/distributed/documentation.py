@@ -86,6 +86,9 @@ HERE = {
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
         append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
     ),
+    "python benchmarks/commit_faults.py --random-kills 1000": Run(
+        replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
+    ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
