@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,3 +268,46 @@ def test_plain_pytorch_reads_the_models(tmp_path: Path) -> None:
     plain = nn.Linear(2, 1)
     plain.load_state_dict(state["models"][0])
     assert torch.equal(plain.weight, run.unwrap(model).weight)  # type: ignore[arg-type]
+
+
+def test_a_signal_waits_for_the_step_of_gradients_that_are_accumulated_by_hand(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path, every_updates=100)
+
+    def accumulate() -> None:
+        for number, (inputs, _) in enumerate(run.loader(numbered(40), 2), 1):
+            run.backward(model(inputs).mean())
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if number % 10 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            time.sleep(0.1)
+
+    with pytest.raises(SystemExit):
+        accumulate()
+    assert [taken for _, _, taken in saved(tmp_path)] == [[20]]
+
+
+def test_a_loader_that_is_made_in_each_epoch_goes_on(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    def go_over(stop_after: int) -> None:
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=1)
+        del seen[checkpoints.updates :]  # what is trained again
+        for epoch in run.epochs(3):
+            loader = run.loader(numbered(6), 2)
+            loader.epoch = epoch
+            for inputs, places in loader:
+                seen.append(places.tolist())
+                step(run, model, optimizer, inputs)
+                if len(seen) == stop_after:
+                    raise KeyError
+
+    for stop_after in (2, 5, 6, 8):
+        with pytest.raises(KeyError):
+            go_over(stop_after)
+        made.pop().close()
+    go_over(-1)
+    epochs = [[place for batch in seen[start : start + 3] for place in batch] for start in (0, 3, 6)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
+    assert len(seen) == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,14 @@ class Checkpoints:
             self._saver.saved, self._saver.best = (self.epoch, self.updates), self.resumed.best
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
-        self._loaders: list[Loader] = []
+        self._watched: list[weakref.ref[Loader]] = []
         self._outer: Loader | None = None
         self._agreement = Agreement(strategy)
         self._every_s = config.every_s
         if config.every_s is config.every_updates is config.every_epochs is None:
             self._every_s = _DEFAULT_EVERY_S
         self._saved_at = time.monotonic()
-        self._is_postponed = self._has_counted = self._is_failing = False
+        self._is_postponed = self._is_stopping = self._has_counted = self._is_failing = False
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
 
@@ -115,11 +116,16 @@ class Checkpoints:
 
     def watch(self, loader: Loader) -> None:
         """Save the position of a training's loader too, and have it go on where it stopped."""
-        positions = self.resumed.positions if self.resumed else []
-        if len(self._loaders) < len(positions):
-            loader.load_state_dict(positions[len(self._loaders)])
-        self._loaders.append(loader)
+        number = len(self._watched)
+        if self.resumed is not None and number < len(self.resumed.positions):
+            loader.load_state_dict(self.resumed.positions[number])
+        self._watched.append(weakref.ref(loader))
         loader.observer = self
+
+    @property
+    def _loaders(self) -> list[Loader]:
+        """Those that are still in use, in the order in which they were made."""
+        return [loader for one in self._watched if (loader := one()) is not None]
 
     def count(self, epochs: range) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and save between them when it is time to.
@@ -154,7 +160,8 @@ class Checkpoints:
                 loader.epoch, loader.start = loader.epoch + 1, 0
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
-        if is_resumed and self.resumed is not None and self._loaders.index(loader) == self.resumed.saved_in:
+        saved_in = self.resumed.saved_in if is_resumed and self.resumed is not None else None
+        if saved_in is not None and self._watched[saved_in]() is loader:
             self._go_on()
         if self._outer is None:
             self._outer = loader
@@ -166,13 +173,13 @@ class Checkpoints:
         is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
         if self._agreement.is_due(self.updates):
             is_due |= self._agree()
-        if is_due:
+        if is_due or self._is_stopping:
             self._is_postponed = not self._is_between_updates()
             if not self._is_postponed:
-                self._save()
+                self._save_or_end()
 
     def exhausted(self, loader: Loader) -> None:
-        if loader is self._outer:
+        if loader is self._outer and self._saver.saved != (self.epoch, self.updates):
             # What follows may be a long evaluation, in which no update is to come.
             self._saver.take_reserve(self._state())
 
@@ -195,17 +202,16 @@ class Checkpoints:
 
     def _after_epoch(self) -> None:
         is_due = self._agree() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
-        if is_due or self._saver.is_better(self._score):
-            self._save()
+        if is_due or self._is_stopping or self._saver.is_better(self._score):
+            self._save_or_end()
 
     def _finish(self) -> None:
-        self._agree()
         self._save(is_complete=True)
         self._saver.wait()
         self._report(self._problem())
 
     def _agree(self) -> bool:
-        """Return whether all ranks are to save now, and end this process when they are to end. Collective."""
+        """Return whether all ranks are to save now; note whether they are to end. Collective."""
         is_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
         flags = [
             self.preemption.received is not None,
@@ -218,9 +224,13 @@ class Checkpoints:
             self._report(self._problem())
         elif not busy and self._saver.saved is not None:
             self._is_failing = False
-        if stopping:
-            self._end()
+        self._is_stopping |= bool(stopping)
         return bool(due and not busy)
+
+    def _save_or_end(self) -> None:
+        if self._is_stopping:
+            self._end()
+        self._save()
 
     def _end(self) -> None:
         self.preemption.handled()

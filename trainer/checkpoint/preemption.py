@@ -21,6 +21,7 @@ EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _POLL_S = 0.05
+_ALONE_AFTER_S = 1.0
 
 
 class Preemption:
@@ -77,11 +78,14 @@ class Preemption:
             else:  # closed
                 return
         self.received = self.received or number
-        deadline = time.monotonic() + self._grace_s
+        started = time.monotonic()
+        deadline = started + self._grace_s
+        # The ranks may be about to agree, which is better: all of them save then.
+        alone = started + min(_ALONE_AFTER_S, self._grace_s / 4)
         while time.monotonic() < deadline or self._is_closed:
             if self._is_closed:
                 return
-            if not self._is_handled and self._save_alone():
+            if not self._is_handled and time.monotonic() > alone and self._save_alone():
                 report_end(PREEMPTED)
                 end_process("", EXIT_CODE)
             time.sleep(_POLL_S)

@@ -51,8 +51,8 @@ class Writer:
         """
         self.wait()
         self._thread = threading.Thread(
-            target=self.commit, args=(order, state, facts, best), name="trainer-checkpoint", daemon=True
-        )
+            target=self.commit, args=(order, state, facts, best), name="trainer-checkpoint"
+        )  # no daemon: a script that ends lets it finish
         self._thread.start()
 
     def wait(self) -> None:
