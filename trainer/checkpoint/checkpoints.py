@@ -181,7 +181,7 @@ class Checkpoints:
     def exhausted(self, loader: Loader) -> None:
         if loader is self._outer and self._saver.saved != (self.epoch, self.updates):
             # What follows may be a long evaluation, in which no update is to come.
-            self._saver.take_reserve(self._state())
+            self._saver.take_reserve({**self._state(), **self._random()})
 
     def ended(self, loader: Loader) -> None:
         if loader is self._outer:
@@ -265,20 +265,28 @@ class Checkpoints:
         report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
-        self._saver.save(self._state(), score=score, is_complete=is_complete)
+        snapshot = self._saver.copy(self._state())
+        # After the copy, because this waits for the slowest rank.
+        random = self._random()
+        if snapshot is not None:
+            snapshot.update(random)
+        self._saver.save((self.epoch, self.updates), snapshot, score=score, is_complete=is_complete)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
     def _state(self) -> dict[str, Any]:
-        """Return what is kept, with the live tensors, at a place where all ranks are. Collective."""
+        """Return what is kept but for `_random`, with the live tensors, at a place where all ranks are. Collective."""
         return {
             **self._contents.state(),
             "epoch": self.epoch,
             "updates": self.updates,
             "loaders": [loader.state_dict() for loader in self._loaders],
             "saved_in": self._loaders.index(self._outer) if self._outer is not None else None,
-            "random": self._strategy.all_gather_object(random_state(self._world.device)),
         }
+
+    def _random(self) -> dict[str, Any]:
+        """Return all ranks' random numbers. Collective."""
+        return {"random": self._strategy.all_gather_object(random_state(self._world.device))}
 
     def _go_on(self) -> None:
         """Draw the random numbers that the interrupted run would have drawn here. Once."""

@@ -61,27 +61,41 @@ class Saver:
             return False
         return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
 
-    def save(self, state: Mapping[str, Any], *, score: float | None = None, is_complete: bool = False) -> None:
-        """Copy the state and start writing it, unless the run was saved at this place already.
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a copy of the state for `save`; None where this rank does not write, or has saved it already."""
+        if not self._storage.is_writer or (state["epoch"], state["updates"]) == self.saved:
+            return None
+        self.writer.wait()
+        return self._buffers.copy(state)
+
+    def save(
+        self,
+        place: tuple[int, int],
+        snapshot: Mapping[str, Any] | None,
+        *,
+        score: float | None = None,
+        is_complete: bool = False,
+    ) -> None:
+        """Start writing what `copy` has returned, unless the run was saved at this place already.
 
         Args:
+            place: epoch and update.
+            snapshot: None where this rank does not write.
             score: of the model, for the best one.
             is_complete: whether the training has reached its end.
         """
-        place = (state["epoch"], state["updates"])
         if place == self.saved:
             return
         name = name_of(self._attempt, *place)
         if score is not None and self.is_better(score):
             self.best = (score, name)
         self.saved = place
-        if self._storage.is_writer:
-            with self._lock:
-                self.writer.wait()
-                snapshot = self._buffers.copy(state)
-                if self._has_room(self._buffers.bytes):
-                    facts = self._describe(state, score=score, is_complete=is_complete)
-                    self.writer.start((self._attempt, *place), snapshot, facts, self.best[1] if self.best else None)
+        if snapshot is None:
+            return
+        with self._lock:
+            if self._has_room(self._buffers.bytes):
+                facts = self._describe(snapshot, score=score, is_complete=is_complete)
+                self.writer.start((self._attempt, *place), snapshot, facts, self.best[1] if self.best else None)
 
     def wait(self) -> None:
         """Return when nothing is being written."""
