@@ -6,13 +6,14 @@ import enum
 import io
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from trainer import TrainerError
+from trainer import TrainerError, init
 from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.snapshot import Buffers, count_bytes
 
@@ -104,3 +105,22 @@ def test_random_numbers_go_on() -> None:
     drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
     set_random_state(state, CPU)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
+
+
+def test_the_state_is_copied_before_other_ranks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = init("single")
+    checkpoints = run.checkpoints(tmp_path)
+    calls: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
+            calls.append(name)
+            return call(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(Buffers, "copy", noted("copy", Buffers.copy))
+    monkeypatch.setattr(run.strategy, "all_gather_object", noted("gather", run.strategy.all_gather_object))
+    checkpoints.save()
+    checkpoints.close()
+    assert calls[:2] == ["copy", "gather"]
