@@ -184,6 +184,10 @@ ELSEWHERE = {
         "tests/distributed/test_startup.py",
         '"benchmarks.startup", "--repeats"',
     ),
+    "python -m benchmarks.checkpoints --data-dir /path/to/data --repeats 3": (
+        "tests/unit/test_checkpoint_benchmark.py",
+        '"benchmarks.checkpoints", "--dataset"',
+    ),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
 _MACHINES = "tests/docker/test_machines.py"
