@@ -117,6 +117,7 @@ class Saver:
         if (updates == 0 and self.saved is None) or (self.saved is not None and self.saved[1] == updates):
             return True
         with self._lock:
+            self.writer.wait()
             state = self._reserve
             if state is None or state["updates"] != updates:
                 return False

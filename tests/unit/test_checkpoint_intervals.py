@@ -1,0 +1,39 @@
+"""Intervals between checkpoints as they are typed, and how often ranks agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import ConfigError, parse_interval
+from trainer.checkpoint.agreement import Agreement
+from trainer.launch.world import World
+from trainer.strategies.single import SingleStrategy
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [("30s", {"every_s": 30.0}), ("1.5 s", {"every_s": 1.5}), ("200", {"every_updates": 200}),
+     ("200updates", {"every_updates": 200}), ("1epoch", {"every_epochs": 1}), ("2 epochs", {"every_epochs": 2})],
+)  # fmt: skip
+def test_intervals_are_read(text: str, option: dict[str, float]) -> None:
+    assert parse_interval(text) == option
+
+
+@pytest.mark.parametrize("text", ["", "s", "1.5", "1.5epoch", "10min", "-3s", "1.2.3s"])
+def test_other_intervals_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no interval between checkpoints; valid are, for instance, 30s"):
+        parse_interval(text)
+
+
+def test_agreements_come_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("trainer.checkpoint.agreement.time.monotonic", lambda: now)
+    ranks = Agreement(SingleStrategy(World()))
+    agreed = []
+    for update in range(1, 400):
+        now += 0.01 if update < 200 else 1.0
+        if ranks.is_due(update):
+            assert ranks.add_up(update, [True, False]) == [1, 0]
+            agreed.append(update)
+    assert agreed[:4] == pytest.approx([1, 51, 101, 151], abs=3)  # 0.5 s are 50 updates
+    assert agreed[-3:] == [397, 398, 399]
