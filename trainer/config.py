@@ -183,6 +183,8 @@ class CheckpointConfig(_Checked):
             yield from self._not_in(best=BEST)
         if not str(self.folder):
             yield "the folder of the checkpoints has no name"
+        if not isinstance(self.resume, str | Path) or not str(self.resume):
+            yield f"resume is {self.resume!r}; valid are auto, none, and the path of a checkpoint"
 
 
 _SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")

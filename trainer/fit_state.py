@@ -16,7 +16,7 @@ class FitState:
     """Updates, epochs and the running sums of one fit, and the callbacks' own states.
 
     Args:
-        callbacks: their states are kept by place and class.
+        callbacks: their states are kept by class, and by place among those of a class.
     """
 
     def __init__(self, strategy: Strategy, callbacks: Sequence[Callback]) -> None:
@@ -25,7 +25,11 @@ class FitState:
         self.records: list[EpochRecord] = []
         """Of the epochs that have ended."""
         self._strategy = strategy
-        self._callbacks = {f"{number}.{type(one).__name__}": one for number, one in enumerate(callbacks)}
+        kinds = [type(one).__name__ for one in callbacks]
+        self._callbacks = {
+            f"{kind}.{kinds[:number].count(kind)}": one
+            for number, (kind, one) in enumerate(zip(kinds, callbacks, strict=True))
+        }
         self.begin_epoch()
 
     def begin_epoch(self, *, is_resumed: bool = False) -> None:

@@ -245,7 +245,7 @@ class Run(RankNames):
         if self._checkpoints is not None:
             self._checkpoints.close()
         own = self._updates
-        contents = Contents([*own.models], own.optimizers, own.scaler, state or {}, own.settle)
+        contents = Contents(own, state or {})
         facts = {"config": self.config.as_dict(), **describe_run(self.world)}
         self._checkpoints = Checkpoints(config, self.strategy, contents, own.is_between_updates, facts)
         own.completed.count = self._checkpoints.updates

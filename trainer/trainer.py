@@ -93,7 +93,7 @@ class Trainer:
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._checkpoint = checkpoint
+        self._checkpoint, self._has_fitted = checkpoint, False
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
@@ -124,7 +124,9 @@ class Trainer:
         learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
         checkpoints = self._checkpoints(state, learning_rate)
-        samples_before = len(state.records) * loader.epoch_samples + loader.start
+        samples_before = len(state.records) * loader.epoch_samples
+        if checkpoints is not None and checkpoints.resumed is not None:
+            samples_before += checkpoints.resumed.positions[0]["taken"]
         context = self._context(epochs, learning_rate.description, samples_before)
         self._notify("on_fit_start", context)
         try:
@@ -137,12 +139,17 @@ class Trainer:
                     checkpoints.rate(score_of(record, checkpoints.config.metric))
         finally:
             learning_rate.restore()
+            if checkpoints is not None:
+                checkpoints.close()
         self._notify("on_fit_end", context, state.records)
         return state.records
 
     def _checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
         if self._checkpoint is None:
             return None
+        if self._has_fitted:
+            raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
+        self._has_fitted = True
         kept = {"fit": state, "learning rate": learning_rate}
         return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 

@@ -91,7 +91,7 @@ class Updates:
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Complete what a step leaves for the next backward pass."""
         if self.scaler is not None:
             self.scaler.update(self._synchronizers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer import ConfigError, parse_interval
-from trainer.checkpoint.agreement import Agreement
+from trainer.checkpoint.flags import FlagReduction
 from trainer.launch.world import World
 from trainer.strategies.single import SingleStrategy
 
@@ -27,8 +27,8 @@ def test_other_intervals_are_refused(text: str) -> None:
 
 def test_agreements_come_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("trainer.checkpoint.agreement.time.monotonic", lambda: now)
-    ranks = Agreement(SingleStrategy(World()))
+    monkeypatch.setattr("trainer.checkpoint.flags.time.monotonic", lambda: now)
+    ranks = FlagReduction(SingleStrategy(World()), 0)
     agreed = []
     for update in range(1, 400):
         now += 0.01 if update < 200 else 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,9 @@ def test_another_job_is_refused_and_the_holder_named(tmp_path: Path) -> None:
     first, other = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "other job")
     assert first.acquire() == ""
     problem = other.acquire()
-    assert f"{tmp_path} is in use by process {os.getpid()} on host" in problem
+    assert f"{tmp_path} is in use by an earlier run of this script, which was not closed" in problem
+    (tmp_path / ".lock").write_text('{"job": "job", "process": 12, "host": "node7"}')
+    assert f"{tmp_path} is in use by process 12 on host node7; name another folder" in other.acquire()
     first.release()
     assert other.acquire() == ""
     assert json.loads((tmp_path / ".lock").read_text())["job"] == "other job"

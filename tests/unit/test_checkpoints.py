@@ -75,11 +75,13 @@ def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     run, model, optimizer, checkpoints = start(tmp_path, every_s=10, keep=9)
-    for inputs, _ in run.loader(numbered(20), 2):
-        now += 4
-        step(run, model, optimizer, inputs)
-        checkpoints._saver.wait()  # one that is being written postpones the next
-    assert [updates for _, updates, _ in saved(tmp_path)] == [3, 6, 9]
+    loader = run.loader(numbered(20), 2)
+    for _ in run.epochs(1):
+        for inputs, _ in loader:
+            now += 4
+            step(run, model, optimizer, inputs)
+            checkpoints._saver.wait()  # one that is being written postpones the next
+    assert [updates for _, updates, _ in saved(tmp_path)] == [3, 6, 9, 10]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -93,43 +95,47 @@ def test_with_two_loaders_at_once_no_batch_is_lost(tmp_path: Path) -> None:
         folder = tmp_path / str(order)
         run, model, optimizer, _ = start(folder, every_updates=1, keep=9)
         loaders = [run.loader(numbered(6), 2), run.loader(numbered(3), 1)]
-        for (inputs, _), (others, _) in zip(*loaders[::order], strict=True):
-            step(run, model, optimizer, torch.cat([inputs, others]))
+        for _ in run.epochs(1):
+            for (inputs, _), (others, _) in zip(*loaders[::order], strict=True):
+                step(run, model, optimizer, torch.cat([inputs, others]))
         # Saved where neither has a batch in use.
-        assert [taken for _, _, taken in saved(folder)] == [[2, 1], [4, 2], [6, 3]]
+        assert [taken for _, _, taken in saved(folder)] == [[2, 1], [4, 2], [6, 3], [0, 0]]
         made.pop().close()
 
 
 def test_within_a_loop_in_a_loop_the_outer_one_says_where_it_is_saved(tmp_path: Path) -> None:
     run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
     outer, inner = run.loader(numbered(4), 2), run.loader(numbered(6), 2)
-    for inputs, _ in outer:
-        for others, _ in inner:
-            step(run, model, optimizer, torch.cat([inputs, others]))
-    assert [taken for _, _, taken in saved(tmp_path)] == [[2, 0], [4, 0]]
+    for _ in run.epochs(1):
+        for inputs, _ in outer:
+            for others, _ in inner:
+                step(run, model, optimizer, torch.cat([inputs, others]))
+    assert [taken for _, _, taken in saved(tmp_path)] == [[2, 0], [4, 0], [0, 0]]
 
 
 def test_gradients_that_wait_for_their_step_are_not_lost(tmp_path: Path) -> None:
     run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
     loader = run.loader(numbered(8), 2)
-    for number, (inputs, _) in enumerate(loader, 1):
-        run.backward(model(inputs).mean())
-        if number % 2 == 0:  # accumulated by hand
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [taken for _, _, taken in saved(tmp_path)] == [[4], [8]]
+    for _ in run.epochs(1):
+        for number, (inputs, _) in enumerate(loader, 1):
+            run.backward(model(inputs).mean())
+            if number % 2 == 0:  # accumulated by hand
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [taken for _, _, taken in saved(tmp_path)] == [[4], [8], [0]]
 
 
 def test_save_within_a_loop_comes_after_the_update(tmp_path: Path) -> None:
     run, model, optimizer, checkpoints = start(tmp_path, every_updates=100)
     loader = run.loader(numbered(6), 2)
-    for number, (inputs, _) in enumerate(loader):
-        if number == 1:
-            checkpoints.save()
-        step(run, model, optimizer, inputs)
-    assert saved(tmp_path) == [(0, 2, [4])]
-    checkpoints.save()
-    assert saved(tmp_path) == [(0, 2, [4]), (0, 3, [0])]
+    for _ in run.epochs(1):
+        for number, (inputs, _) in enumerate(loader):
+            if number == 1:
+                checkpoints.save()
+            step(run, model, optimizer, inputs)
+        assert saved(tmp_path) == [(0, 2, [4])]
+        checkpoints.save()
+        assert saved(tmp_path) == [(0, 2, [4]), (0, 3, [0])]
 
 
 def test_two_loops_over_epochs_are_refused(tmp_path: Path) -> None:
@@ -242,14 +248,16 @@ def test_a_signal_waits_for_the_step_of_gradients_that_are_accumulated_by_hand(t
     run, model, optimizer, _ = start(tmp_path, every_updates=100)
 
     def accumulate() -> None:
-        for number, (inputs, _) in enumerate(run.loader(numbered(40), 2), 1):
-            run.backward(model(inputs).mean())
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if number % 10 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            time.sleep(0.1)
+        loader = run.loader(numbered(40), 2)
+        for _ in run.epochs(1):
+            for number, (inputs, _) in enumerate(loader, 1):
+                run.backward(model(inputs).mean())
+                if number == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if number % 10 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                time.sleep(0.1)
 
     with pytest.raises(SystemExit):
         accumulate()
@@ -279,3 +287,92 @@ def test_a_loader_that_is_made_in_each_epoch_goes_on(tmp_path: Path) -> None:
     epochs = [[place for batch in seen[start : start + 3] for place in batch] for start in (0, 3, 6)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
     assert len(seen) == 9
+
+
+def test_two_loops_in_an_epoch_go_on_in_the_second(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def go_over(stop_after: int) -> None:
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=1)
+        loaders = {"a": run.loader(numbered(4), 2), "b": run.loader(numbered(6), 2)}
+        next(iter(loaders["a"]))  # a look before the loop takes nothing away
+        del seen[checkpoints.updates :]  # what is trained again
+        for epoch in run.epochs(2):
+            for name in "aba":
+                for inputs, _ in loaders[name]:
+                    seen.append(f"{name}{epoch}")
+                    step(run, model, optimizer, inputs)
+                    if len(seen) == stop_after:
+                        raise KeyError
+
+    expected = ["a0"] * 2 + ["b0"] * 3 + ["a0"] * 2 + ["a1"] * 2 + ["b1"] * 3 + ["a1"] * 2
+    for stop_after in (3, 5, 6, 9, 13):
+        with pytest.raises(KeyError):
+            go_over(stop_after)
+        made.pop().close()
+    go_over(-1)
+    assert seen == expected
+
+
+def test_a_save_after_the_loop_does_not_bring_the_epoch_back(tmp_path: Path) -> None:
+    steps = 0
+    for expected in (3, 6):
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=100)
+        loader = run.loader(numbered(6), 2)
+        for _ in run.epochs(2):
+            for inputs, _ in loader:
+                step(run, model, optimizer, inputs)
+                steps += 1
+            checkpoints.save()
+            if steps == expected:
+                break
+        made.pop().close()
+        assert steps == expected
+
+
+def test_epochs_that_are_not_counted_are_refused(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path)
+    loader = run.loader(numbered(6), 2)
+    passing = iter(loader)
+    step(run, model, optimizer, next(passing)[0])
+    with pytest.raises(TrainerError, match=r"needs the epochs to be counted: for epoch in run\.epochs"):
+        next(passing)
+
+
+def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing was prepared yet; call run\.prepare before run\.checkpoints"):
+        init("single").checkpoints(tmp_path)
+    with pytest.raises(TrainerError, match=r"objects\.paths\.data of the checkpoint's state is a PosixPath"):
+        start(tmp_path, state={"paths": {"data": Path("x")}})
+    start(tmp_path, state={"layer": nn.Linear(2, 1)})[3].finish()
+    made.pop().close()
+    with pytest.raises(ConfigError, match="state 'layer' of the checkpoint does not fit this Linear"):
+        start(tmp_path, state={"layer": nn.Linear(3, 1)})
+
+
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="min", keep=1)
+    loader = run.loader(numbered(6), 2)
+    for epoch in run.epochs(3):
+        for inputs, _ in loader:
+            step(run, model, optimizer, inputs)
+        checkpoints.rate([float("nan"), 0.1, 0.2][epoch])
+    assert [epoch for epoch, _, _ in saved(tmp_path)] == [2, 3]
+
+
+def test_a_named_checkpoint_is_where_the_first_start_begins(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path, every_epochs=1, keep=9)
+    train(run, model, optimizer, epochs=3)
+    made.pop().close()
+    first = find(tmp_path)[-1]
+    for updates in (3, 6):
+        run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, keep=1, resume=first)
+        assert checkpoints.updates == updates
+        loader = run.loader(numbered(6), 2)
+        for _ in run.epochs(3):
+            for inputs, _ in loader:
+                step(run, model, optimizer, inputs)
+            checkpoints.save()
+            break
+        made.pop().close()
+        assert first in find(tmp_path)

@@ -70,14 +70,6 @@ def test_one_that_waits_in_a_library_is_watched_as_well() -> None:
     assert code == 128 + signal.SIGUSR2
 
 
-def test_the_users_own_handler_is_called_too() -> None:
-    code, output, _ = run(
-        before="preemption.close(); signal.signal(signal.SIGUSR2, lambda *_: print('own', flush=True)); "
-        "preemption = Preemption(lambda: False, grace_s=0.5)"
-    )
-    assert (code, output.splitlines()[0]) == (128 + signal.SIGUSR2, "own")
-
-
 def test_a_child_ends_by_the_signal_and_tells_the_parent_nothing(preemption: Preemption) -> None:
     child = os.fork()
     if child == 0:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.contents import Contents
+from trainer.checkpoint.flags import FlagReduction
 from trainer.checkpoint.preemption import EXIT_CODE, Preemption
 from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.start import find_start
 from trainer.checkpoint.storage import Storage
 from trainer.config import CheckpointConfig
+from trainer.consistency import check_consistency
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.output import print_line
@@ -56,6 +58,7 @@ class Checkpoints:
     ) -> None:
         self.config, self._strategy, self._world = config, strategy, strategy.world
         self._contents, self._is_between_updates = contents, is_between_updates
+        check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
         self._storage = Storage(Path(config.folder), strategy)
         try:
             self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
@@ -67,12 +70,13 @@ class Checkpoints:
         self.updates = self.epoch = 0
         if self.resumed is not None:
             self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
-            self._saver.saved, self._saver.best = (self.epoch, self.updates), self.resumed.best
+            self._saver.go_on(self.epoch, self.updates, self.resumed.best)
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
         self._watched: list[weakref.ref[Loader]] = []
-        self._outer: Loader | None = None
-        self._agreement = Agreement(strategy)
+        self._first: Loader | None = None
+        self._passes: Counter[Loader] = Counter()
+        self._flags = FlagReduction(strategy, self.updates)
         self._every_s = config.every_s
         if config.every_s is config.every_updates is config.every_epochs is None:
             self._every_s = _DEFAULT_EVERY_S
@@ -106,7 +110,7 @@ class Checkpoints:
         Raises:
             TrainerError: it cannot be written; raised on every rank.
         """
-        if self._outer is not None:
+        if self._first is not None:
             self._is_postponed = True
             return
         self._save()
@@ -114,13 +118,27 @@ class Checkpoints:
         if problem := self._problem():
             raise TrainerError(problem)
 
+    def finish(self) -> None:
+        """Save the end of the training. `run.epochs` does so after its last epoch; call it where you leave earlier.
+
+        Collective.
+        """
+        self._save(is_complete=True)
+        self._saver.wait()
+        self._report(self._problem())
+
     def watch(self, loader: Loader) -> None:
         """Save the position of a training's loader too, and have it go on where it stopped."""
-        number = len(self._watched)
-        if self.resumed is not None and number < len(self.resumed.positions):
-            loader.load_state_dict(self.resumed.positions[number])
         self._watched.append(weakref.ref(loader))
         loader.observer = self
+        if self._has_counted:  # made within the loop
+            self._give_position(len(self._watched) - 1, loader)
+
+    def _give_position(self, number: int, loader: Loader) -> None:
+        positions = self.resumed.positions if self.resumed is not None else []
+        if number < len(positions):
+            loader.load_state_dict(positions[number])
+            loader.skip = self._passes[loader] = positions[number]["passes"]
 
     @property
     def _loaders(self) -> list[Loader]:
@@ -139,53 +157,62 @@ class Checkpoints:
                 "folder of its own before each"
             )
         self._has_counted = True
+        self._passes.clear()  # looks at a batch before the loop
+        for number, loader in enumerate(self._loaders):
+            self._give_position(number, loader)
         return self._count(range(self.epoch, epochs.stop) if self.resumed else epochs)
 
     def _count(self, epochs: range) -> Iterator[int]:
         for epoch in epochs:
             self.epoch = epoch
             if epoch > epochs.start:
-                self._leave_rests()
+                self._begin_epoch()
                 self._after_epoch()
             elif self.resumed is not None and self.resumed.saved_in is None:
-                self._go_on()
+                self._restore_random_state()
             yield epoch
         self.epoch = max(self.epoch, epochs.stop)
-        self._finish()
+        self.finish()
 
-    def _leave_rests(self) -> None:
-        """Begin the next epoch of loaders whose rest of an interrupted one was not asked for."""
+    def _begin_epoch(self) -> None:
+        """Forget the passes of the epoch before, and the end of one that its loop has not asked for."""
+        self._passes.clear()
         for loader in self._loaders:
-            if loader.start:
+            loader.skip = 0
+            if loader.start and loader.start == loader.epoch_samples:
                 loader.epoch, loader.start = loader.epoch + 1, 0
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         saved_in = self.resumed.saved_in if is_resumed and self.resumed is not None else None
-        if saved_in is not None and self._watched[saved_in]() is loader:
-            self._go_on()
-        if self._outer is None:
-            self._outer = loader
+        if saved_in is not None and loader in self._loaders[saved_in : saved_in + 1]:
+            self._restore_random_state()
+        if self._first is None:
+            self._first = loader
 
     def updated(self, loader: Loader) -> None:
-        if loader is not self._outer:
+        if loader is not self._first:
             return
+        if not self._has_counted:
+            raise TrainerError("run.checkpoints needs the epochs to be counted: for epoch in run.epochs(n)")
         self.updates += 1
         is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
-        if self._agreement.is_due(self.updates):
-            is_due |= self._agree()
+        if self._flags.is_due(self.updates):
+            is_due |= self._reduce_flags()
         if is_due or self._is_stopping:
             self._is_postponed = not self._is_between_updates()
             if not self._is_postponed:
                 self._save_or_end()
 
     def exhausted(self, loader: Loader) -> None:
-        if loader is self._outer and self._saver.saved != (self.epoch, self.updates):
+        if loader is self._first:
             # What follows may be a long evaluation, in which no update is to come.
-            self._saver.take_reserve({**self._state(), **self._random()})
+            self._saver.take_standby({**self._state(), **self._random()})
 
-    def ended(self, loader: Loader) -> None:
-        if loader is self._outer:
-            self._outer = None
+    def ended(self, loader: Loader, *, was_left: bool) -> None:
+        self._passes[loader] += 1
+        if loader is self._first:
+            self._first = None
+            self.updates += was_left and self._has_counted
 
     def close(self) -> None:
         """Wait for what is being written, and leave the signals and the folder to others."""
@@ -194,6 +221,8 @@ class Checkpoints:
         self._storage.close()
 
     def _check_room(self) -> None:
+        if self.resumed is not None:  # earlier ones are there: a disk that is full by now costs a warning
+            return
         for rank, problem in enumerate(
             self._strategy.all_gather_object(self._saver.check_room(self._contents.bytes()))
         ):
@@ -201,16 +230,13 @@ class Checkpoints:
                 raise ConfigError(f"rank {rank}: {problem}" if self._world.size > 1 else problem)
 
     def _after_epoch(self) -> None:
-        is_due = self._agree() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
+        if self.config.best is not None:  # rank 0's: the ranks' own may differ
+            self._score = self._strategy.broadcast_object(self._score)
+        is_due = self._reduce_flags() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
         if is_due or self._is_stopping or self._saver.is_better(self._score):
             self._save_or_end()
 
-    def _finish(self) -> None:
-        self._save(is_complete=True)
-        self._saver.wait()
-        self._report(self._problem())
-
-    def _agree(self) -> bool:
+    def _reduce_flags(self) -> bool:
         """Return whether all ranks are to save now; note whether they are to end. Collective."""
         is_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
         flags = [
@@ -219,7 +245,7 @@ class Checkpoints:
             self._saver.is_busy,
             self._saver.error is not None,
         ]
-        stopping, due, busy, failed = self._agreement.add_up(self.updates, flags)
+        stopping, due, busy, failed = self._flags.add_up(self.updates, flags)
         if failed:
             self._report(self._problem())
         elif not busy and self._saver.saved is not None:
@@ -280,20 +306,20 @@ class Checkpoints:
             **self._contents.state(),
             "epoch": self.epoch,
             "updates": self.updates,
-            "loaders": [loader.state_dict() for loader in self._loaders],
-            "saved_in": self._loaders.index(self._outer) if self._outer is not None else None,
+            "loaders": [{**one.state_dict(), "passes": self._passes[one]} for one in self._loaders],
+            "saved_in": self._loaders.index(self._first) if self._first is not None else None,
         }
 
     def _random(self) -> dict[str, Any]:
         """Return all ranks' random numbers. Collective."""
         return {"random": self._strategy.all_gather_object(random_state(self._world.device))}
 
-    def _go_on(self) -> None:
-        """Draw the random numbers that the interrupted run would have drawn here. Once."""
+    def _restore_random_state(self) -> None:
+        """Restore this rank's random state, so that it draws what the interrupted run would have drawn. Once."""
         if self.resumed is not None and self.resumed.random is not None:
             set_random_state(self.resumed.random, self._world.device)
             self.resumed.random = None
 
     def _save_alone(self) -> bool:
         """Save without the other ranks where no update is to come; return whether this process may end."""
-        return self._outer is None and self._saver.commit_reserve(self.updates)
+        return self._first is None and self._saver.commit_standby(self.updates)

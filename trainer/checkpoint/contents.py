@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.snapshot import count_bytes
+from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
+
+
+class Prepared(Protocol):
+    """What was prepared for training. `Updates` is it."""
+
+    @property
+    def models(self) -> Collection[nn.Module]: ...
+    @property
+    def optimizers(self) -> Collection[Optimizer]: ...
+    @property
+    def scaler(self) -> LossScaler | None: ...
+    def finish_step(self) -> None:
+        """Complete what a step leaves for the next backward pass."""
 
 
 @dataclass
@@ -22,74 +35,85 @@ class Contents:
     rank's own, those of the rank that writes are kept.
     """
 
-    models: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
-    scaler: LossScaler | None
+    prepared: Prepared
+    """Models and optimizers; what is prepared later counts as well."""
     objects: Mapping[str, Any]
     """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
-    settle: Callable[[], None]
-    """Completes what a step leaves for the next backward pass."""
 
     def __post_init__(self) -> None:
+        if not self.prepared.models:
+            raise ConfigError("nothing was prepared yet; call run.prepare before run.checkpoints")
         for name, one in self.objects.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")) and type(one) is not dict:
                 raise ConfigError(
                     f"state {name!r} is a {type(one).__name__}; valid are a dict, and objects with state_dict and "
                     "load_state_dict"
                 )
-            if isinstance(one, nn.Module | Optimizer) and any(one is own for own in (*self.models, *self.optimizers)):
+            if any(one is own for own in (*self.prepared.models, *self.prepared.optimizers)):
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
-        self.settle()
+        own = self.prepared
+        own.finish_step()
         return {
-            "models": [model.state_dict() for model in self.models],
-            "optimizers": [{"class": type(one).__name__, "state": one.state_dict()} for one in self.optimizers],
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "models": [model.state_dict() for model in own.models],
+            "optimizers": [{"class": type(one).__name__, "state": one.state_dict()} for one in own.optimizers],
+            "scaler": own.scaler.state_dict() if own.scaler is not None else None,
             "objects": {name: one if type(one) is dict else one.state_dict() for name, one in self.objects.items()},
         }
 
     def bytes(self) -> int:
-        """Return about how many bytes a checkpoint will take, also before the first step has made a state."""
-        weights = sum(count_bytes(model.state_dict()) for model in self.models)
-        return weights + sum(
+        """Return about how many bytes a checkpoint will take, also before the first step has made a state.
+
+        Raises:
+            TrainerError: a value is of a type that cannot be loaded again as data.
+        """
+        state = self.state()
+        check_plain(state)
+        return count_bytes([state["models"], state["objects"]]) + sum(
             max(count_bytes(one.state_dict()["state"]), _tensors_per_parameter(one) * _parameter_bytes(one))
-            for one in self.optimizers
+            for one in self.prepared.optimizers
         )
 
     def differences(self, found: Mapping[str, Any]) -> list[str]:
         """Return what keeps a checkpoint from being loaded, in words; nothing is changed."""
         problems: list[str] = []
-        for kind, own in (("models", self.models), ("optimizers", self.optimizers)):
+        for kind, own in (("models", self.prepared.models), ("optimizers", self.prepared.optimizers)):
             if len(own) != len(found[kind]):
                 problems.append(f"it has {len(found[kind])} {kind}, and {len(own)} were prepared")
-        for number, (model, state) in enumerate(zip(self.models, found["models"], strict=False)):
-            where = f" of model {number}" if len(self.models) > 1 else ""
+        for number, (model, state) in enumerate(zip(self.prepared.models, found["models"], strict=False)):
+            where = f" of model {number}" if len(self.prepared.models) > 1 else ""
             problems += [f"{problem}{where}" for problem in _model_differences(model.state_dict(), state)]
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, found["optimizers"], strict=False)):
-            where = f"optimizer {number}" if len(self.optimizers) > 1 else "the optimizer"
+        for number, (optimizer, state) in enumerate(zip(self.prepared.optimizers, found["optimizers"], strict=False)):
+            where = f"optimizer {number}" if len(self.prepared.optimizers) > 1 else "the optimizer"
             problems += [f"{where} {problem}" for problem in _optimizer_differences(optimizer, state)]
         for name in sorted(set(self.objects) ^ set(found["objects"])):
             problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
-        if (self.scaler is None) != (found["scaler"] is None):
+        if (self.prepared.scaler is None) != (found["scaler"] is None):
             problems.append(f"it was made {'without' if found['scaler'] is None else 'under'} precision fp16")
         return problems
 
     def load(self, found: Mapping[str, Any]) -> None:
         """Take over a checkpoint's contents, which `differences` has found to fit."""
-        for model, state in zip(self.models, found["models"], strict=True):
+        for model, state in zip(self.prepared.models, found["models"], strict=True):
             model.load_state_dict(state)
-        for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+        for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(state["state"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(found["scaler"])
+        if self.prepared.scaler is not None:
+            self.prepared.scaler.load_state_dict(found["scaler"])
         for name, one in self.objects.items():
             if type(one) is dict:
                 one.clear()
                 one.update(found["objects"][name])
-            else:
+                continue
+            try:
                 one.load_state_dict(found["objects"][name])
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(
+                    f"state {name!r} of the checkpoint does not fit this {type(one).__name__}: {reason}"
+                ) from None
 
 
 def _model_differences(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _NAME = ".lock"
 # File systems without locks: some network file systems, and some in user space.
@@ -54,13 +56,20 @@ class FolderLock:
             if holder.get("job") == self._job:
                 return ""
             if time.monotonic() > deadline:
-                return (
-                    f"the checkpoints' folder {self._path.parent} is in use by process {holder.get('process', '?')} on "
-                    f"host {holder.get('host', '?')}; name another folder, or end that job"
-                )
+                who = f"process {holder.get('process', '?')} on host {holder.get('host', '?')}"
+                if holder.get("process") == os.getpid():
+                    who = "an earlier run of this script, which was not closed"
+                return f"the checkpoints' folder {self._path.parent} is in use by {who}; name another folder"
             time.sleep(_POLL_S)
         self.is_held = True
         return ""
+
+    def signal_holder(self, number: signal.Signals) -> None:
+        """Send a signal to the process that has the lock, where it is a rank of this job on this host."""
+        holder = self._holder()
+        if holder.get("job") == self._job and holder.get("host") == socket.gethostname():
+            with suppress(ProcessLookupError):
+                os.kill(int(holder["process"]), number)
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -80,7 +89,7 @@ class FolderLock:
             os.fsync(self._descriptor)
         return True
 
-    def _holder(self) -> dict[str, str]:
+    def _holder(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             holder = json.loads(self._path.read_text())
             return holder if isinstance(holder, dict) else {}

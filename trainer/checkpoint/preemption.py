@@ -66,9 +66,6 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
-        earlier = self._earlier.get(signal.Signals(number))
-        if callable(earlier):  # the user's own
-            earlier(number, frame)
 
     def _watch(self, reader: int) -> None:
         with os.fdopen(reader, "rb", buffering=0) as pipe:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import name_of
@@ -30,17 +31,24 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
-        self.writer = Writer(storage.folder, config.keep, storage.damaged)
+        kept = [] if config.resume in ("auto", "none") else [storage.folder / Path(config.resume).name]
+        self.writer = Writer(storage.folder, config.keep, storage.damaged, kept)
         self.saved: tuple[int, int] | None = None
         """Epoch and update where the run was saved last."""
         self.best: tuple[float, str] | None = None
         """The best score, and the name of the checkpoint that has it."""
         self._config, self._storage, self._attempt, self._facts = config, storage, attempt, facts
-        self._buffers, self._reserve_buffers = Buffers(), Buffers()
-        self._reserve: dict[str, Any] | None = None
+        self._buffers, self._standby_buffers = Buffers(), Buffers()
+        self._standby: dict[str, Any] | None = None
         self._full: TrainerError | None = None
-        # A signal's thread commits the reserve.
+        self._best_before: tuple[float, str] | None = None
+        self._start = 0
+        # A signal's thread commits the standby copy.
         self._lock = threading.Lock()
+
+    def go_on(self, epoch: int, updates: int, best: tuple[float, str] | None) -> None:
+        """Take over where an interrupted run was saved, and its best checkpoint."""
+        self.saved, self.best, self._best_before, self._start = (epoch, updates), best, best, updates
 
     @property
     def is_busy(self) -> bool:
@@ -54,10 +62,11 @@ class Saver:
     def forget_error(self) -> None:
         """Count the last checkpoint as not saved."""
         self._full = self.writer.error = self.saved = None
+        self.best = self._best_before
 
     def is_better(self, score: float | None) -> bool:
         """Return whether a score is better than all before."""
-        if score is None or self._config.best is None:
+        if score is None or self._config.best is None or not math.isfinite(score):
             return False
         return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
 
@@ -86,7 +95,7 @@ class Saver:
         """
         if place == self.saved:
             return
-        name = name_of(self._attempt, *place)
+        name, self._best_before = name_of(self._attempt, *place), self.best
         if score is not None and self.is_better(score):
             self.best = (score, name)
         self.saved = place
@@ -101,33 +110,33 @@ class Saver:
         """Return when nothing is being written."""
         self.writer.wait()
 
-    def take_reserve(self, state: Mapping[str, Any]) -> None:
-        """Copy the state, so that `commit_reserve` can write it later."""
+    def take_standby(self, state: Mapping[str, Any]) -> None:
+        """Copy the state, so that `commit_standby` can write it later."""
         if self._storage.is_writer:
             with self._lock:
-                self._reserve = self._reserve_buffers.copy(state)
+                self._standby = self._standby_buffers.copy(state)
 
-    def commit_reserve(self, updates: int) -> bool:
-        """Commit the reserve where it is of the last update; return whether what is to be saved is saved.
+    def commit_standby(self, updates: int) -> bool:
+        """Commit the standby copy where it is of the last update; return whether what is to be saved is committed.
 
-        A rank that does not write leaves that to the others, whose end the launcher makes the job's.
+        A rank that does not write has its host's writer do so, whose end the launcher makes the job's.
         """
-        if not self._storage.is_writer or self.is_busy:
+        if not self._storage.is_writer:
+            self._storage.signal_writer()
             return False
-        if (updates == 0 and self.saved is None) or (self.saved is not None and self.saved[1] == updates):
-            return True
         with self._lock:
             self.writer.wait()
-            state = self._reserve
+            if updates in (0, self._start, self.writer.committed.order[2] if self.writer.committed else 0):
+                return True
+            state = self._standby
             if state is None or state["updates"] != updates:
                 return False
-            place = (state["epoch"], state["updates"])
             facts = self._describe(state, score=None, is_complete=False)
-            self.writer.commit((self._attempt, *place), state, facts, self.best[1] if self.best else None)
-            self.saved = place
+            best = self.best[1] if self.best else None
+            self.writer.commit((self._attempt, state["epoch"], updates), state, facts, best)
         if self.error is not None:
             print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
-        return True
+        return self.error is None
 
     def check_room(self, state_bytes: int) -> str:
         """Return what the disk lacks for as many checkpoints as are kept, in words; "" where it has room."""
@@ -162,6 +171,7 @@ class Saver:
             "score": score,
             "best": self.best,
             "complete": is_complete,
+            "resume": str(self._config.resume),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 

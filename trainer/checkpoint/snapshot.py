@@ -15,6 +15,9 @@ from trainer.errors import TrainerError
 # What torch.load takes with weights_only=True, besides tensors and containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_Path = tuple[Any, ...]
+"""Keys and places, from the outermost container to a value."""
+
 
 class Buffers:
     """Host memory for one snapshot, kept from one to the next: new memory would make each copy several times slower.
@@ -23,7 +26,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[_Path, Tensor] = {}
         self.bytes = 0
         """Bytes of the tensors of the last snapshot."""
 
@@ -36,19 +39,19 @@ class Buffers:
         self.bytes = 0
         # Tensors that share memory, such as tied weights, share it in the snapshot as well.
         copied: dict[tuple[Any, ...], Tensor] = {}
-        result: dict[str, Any] = self._copy(state, "", copied)
+        result: dict[str, Any] = self._copy(state, (), copied)
         if any(key[0] == "cuda" for key in copied):
             torch.cuda.synchronize()
         return result
 
-    def _copy(self, value: Any, path: str, copied: dict[tuple[Any, ...], Tensor]) -> Any:
+    def _copy(self, value: Any, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
-            pairs = ((key, self._copy(one, f"{path}.{key}", copied)) for key, one in value.items())
+            pairs = ((key, self._copy(one, (*path, key), copied)) for key, one in value.items())
             return _like(value, pairs)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            items = [self._copy(one, f"{path}.{number}", copied) for number, one in enumerate(value)]
+            items = [self._copy(one, (*path, number), copied) for number, one in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, set | frozenset):
             return {self._copy(one, path, copied) for one in value}
@@ -58,11 +61,11 @@ class Buffers:
             if type(value) is kind:
                 return value
         raise TrainerError(
-            f"{path.lstrip('.')} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded again "
-            "as data; valid are tensors, numbers, text, and lists and dicts of them"
+            f"{'.'.join(map(str, path))} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded "
+            "again as data; valid are tensors, numbers, text, and lists and dicts of them"
         )
 
-    def _copy_tensor(self, tensor: Tensor, path: str, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.cpu().clone()
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -86,6 +89,16 @@ def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
     if (metadata := getattr(mapping, "_metadata", None)) is not None:
         result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
     return result
+
+
+def check_plain(state: Mapping[str, Any]) -> None:
+    """Raise `TrainerError` for a value that a snapshot cannot hold; copies no tensor."""
+    _Check().copy(state)
+
+
+class _Check(Buffers):
+    def _copy_tensor(self, tensor: Tensor, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        return tensor
 
 
 def count_bytes(state: Any) -> int:

@@ -62,7 +62,10 @@ def find_start(
                 "from the newest, or another folder"
             )
         return None, 1
-    checkpoint = storage.newest() if config.resume == "auto" else storage.at(Path(config.resume))
+    checkpoint = storage.newest()
+    # One that is named is where the first start begins; a later start of the same command goes on.
+    if config.resume != "auto" and (checkpoint is None or checkpoint.facts["resume"] != str(config.resume)):
+        checkpoint = storage.at(Path(config.resume))
     attempt = max([*attempts, checkpoint.order[0] if checkpoint else 0]) + 1
     resumed = _load(checkpoint, strategy, contents) if checkpoint else None
     storage.discard_copy()

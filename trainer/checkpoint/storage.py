@@ -9,6 +9,7 @@ no agreement between hosts. At start, hosts that lack the newest one get it from
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ from pathlib import Path
 
 from trainer.checkpoint.commit import Committed, find, load, newest, receive, remove_partial, send
 from trainer.checkpoint.lock import FolderLock
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.network import host_id
 from trainer.launch.output import print_line
 from trainer.strategies.base import Strategy
 
 
 class Storage:
-    """The checkpoints' folder, as the ranks of this job see it. Every method is collective.
+    """The checkpoints' folder, as the ranks of this job see it. Its methods are collective, unless they say otherwise.
 
     Args:
         folder: the same path on every host; made where it is missing.
@@ -44,6 +45,8 @@ class Storage:
         self._raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
         self.is_writer = self._lock.is_held
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
+        if self.is_writer:
+            remove_partial(folder)
         self._copy: Path | None = None
         self.damaged: list[Path] = []
         """Checkpoints in this rank's folder that `newest` has passed over."""
@@ -58,7 +61,6 @@ class Storage:
         """
         own = None
         if self.is_writer:
-            remove_partial(self.folder)
             found = find(self.folder)
             own = newest(self.folder, self._warn)
             self.damaged = found[: found.index(own.path)] if own else found
@@ -75,7 +77,7 @@ class Storage:
         """Return the checkpoint at a path of rank 0's host, of which other hosts get a copy for this start.
 
         Raises:
-            TrainerError: it is damaged, or there is none; raised on every rank.
+            ConfigError: it is damaged, or there is none; raised on every rank.
         """
         own, problem = None, ""
         is_first = self._first_of_host == self._world.rank
@@ -83,8 +85,8 @@ class Storage:
             try:
                 own = load(path)
             except TrainerError as error:
-                problem = str(error)
-        self._raise_together(problem if self._world.is_root else "")
+                problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
+        self._raise_together(problem if self._world.is_root else "", ConfigError)
         files = self._strategy.broadcast_object(own.files if own else None)
         into = None
         if is_first and (own is None or own.files != files):
@@ -93,6 +95,10 @@ class Storage:
         places = self._strategy.all_gather_object(into / path.name if into else path)
         one: Committed = self._strategy.broadcast_object(own)
         return replace(one, path=places[self._first_of_host])
+
+    def signal_writer(self) -> None:
+        """Send this host's writer SIGUSR2. Not collective."""
+        self._lock.signal_holder(signal.SIGUSR2)
 
     def discard_copy(self) -> None:
         """Remove the copy that `at` has made for this start, when every rank has read it."""
@@ -124,11 +130,11 @@ class Storage:
         while chunk := self._strategy.broadcast_object(next(source, b""), root=owner):
             yield chunk
 
-    def _raise_together(self, problem: str) -> None:
+    def _raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
         for rank, one in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
             if one[1]:
                 where = f"on host {one[0]} (rank {rank}): " if self._world.size > 1 else ""
-                raise TrainerError(f"{where}{one[1]}")
+                raise kind(f"{where}{one[1]}")
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)

@@ -24,10 +24,11 @@ class Writer:
     Args:
         keep: the newest so many are kept.
         damaged: were passed over at the start, and are not among those.
+        kept: are never removed.
     """
 
-    def __init__(self, folder: Path, keep: int, damaged: Collection[Path]) -> None:
-        self._folder, self._keep, self._damaged = folder, keep, frozenset(damaged)
+    def __init__(self, folder: Path, keep: int, damaged: Collection[Path], kept: Collection[Path]) -> None:
+        self._folder, self._keep, self._damaged, self._kept = folder, keep, frozenset(damaged), kept
         self._thread: threading.Thread | None = None
         self._has_checked = False
         self.committed: Committed | None = None
@@ -74,11 +75,13 @@ class Writer:
             self._prune(best)
         except TrainerError as error:
             self.error = error
+        except Exception as error:  # such as a MemoryError: nobody else would be told of it
+            self.error = TrainerError(f"the checkpoint cannot be written: {type(error).__name__}: {error}")
         self.seconds.append(time.monotonic() - started)
 
     def _prune(self, best: str | None) -> None:
         valid = [path for path in find(self._folder) if path not in self._damaged]
-        prune(self._folder, [*valid[: self._keep], *([self._folder / best] if best else [])])
+        prune(self._folder, [*valid[: self._keep], *self._kept, *([self._folder / best] if best else [])])
 
 
 def _load_as_data(folder: Path) -> None:
@@ -89,8 +92,8 @@ def _load_as_data(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, on the CPU; the tensors are read from the file when they are used."""
-    state: dict[str, Any] = torch.load(path / STATE, weights_only=True, mmap=True, map_location="cpu")
+    """Return the state of a checkpoint, on the CPU."""
+    state: dict[str, Any] = torch.load(path / STATE, weights_only=True, map_location="cpu")
     return state
 
 

@@ -59,8 +59,8 @@ class Observer(Protocol):
     def exhausted(self, loader: Loader) -> None:
         """Runs after the last batch of a pass."""
 
-    def ended(self, loader: Loader) -> None:
-        """Runs when a pass has ended, also where its loop was left early."""
+    def ended(self, loader: Loader, *, was_left: bool) -> None:
+        """Runs when a pass has ended; `was_left` after an update, by a loop that was left early."""
 
 
 class Loader(ABC):
@@ -93,6 +93,8 @@ class Loader(ABC):
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self.taken = 0
         """Samples of the running epoch that all ranks together have taken, those of the last batch included."""
+        self.skip = 0
+        """Passes that yield nothing, because an interrupted run has made them in this epoch."""
         self.observer: Observer | None = None
         """Told of the passes of a training."""
         self.start = 0
@@ -151,25 +153,22 @@ class Loader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in samples, so that any number of ranks can go on there, and what it holds for."""
         taken = self.taken or self.start
-        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **self._holds_for()}
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **self._holds_for(is_within=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the position of `state_dict` when the next epoch is begun.
 
         Raises:
-            ConfigError: it is within an epoch of other data, or in another order.
+            ConfigError: it is one of other data, or of another order.
         """
-        for name, own in self._holds_for().items() if state["taken"] else ():
+        for name, own in self._holds_for(state["taken"] > 0).items():
             if state.get(name) != own:
-                raise ConfigError(
-                    f"the checkpoint's position within an epoch holds for {name} {state.get(name)}, and here it is "
-                    f"{own}"
-                )
+                raise ConfigError(f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {own}")
         self.epoch, self.start = state["epoch"], state["taken"]
 
     @abstractmethod
-    def _holds_for(self) -> Mapping[str, Any]:
-        """Return what a position within an epoch depends on."""
+    def _holds_for(self, is_within: bool) -> Mapping[str, Any]:
+        """Return what a position depends on, one within an epoch or one between two."""
 
     def _begin(self, start: int) -> None:
         """Tell that a pass begins after `start` samples; called before the first batch is drawn."""
@@ -178,13 +177,17 @@ class Loader(ABC):
             self.observer.begun(self, is_resumed=start > 0)
 
     def _told_steps(self) -> Iterator[Step]:
-        on_step, observer = self._on_step, self.observer
+        if self.skip:
+            self.skip -= 1
+            return
+        on_step, observer, was_left = self._on_step, self.observer, False
         try:
             for step in self._all_steps() if self._weigh_by is None else self._weighed(self._weigh_by):
                 if on_step is not None:
                     on_step(step)
-                self.taken = step.taken
+                self.taken, was_left = step.taken, step.closes_update
                 yield step
+                was_left = False
                 if observer is not None and step.closes_update:
                     observer.updated(self)
             if observer is not None:
@@ -192,7 +195,7 @@ class Loader(ABC):
         finally:  # also where the loop was left early
             self.taken = 0
             if observer is not None:
-                observer.ended(self)
+                observer.ended(self, was_left=was_left)
             if on_step is not None:
                 on_step(NO_STEP)
 

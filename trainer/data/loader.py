@@ -149,7 +149,7 @@ class ShardedLoader(Loader):
     def _timed_plan(self) -> ShardPlan:
         return self.plan
 
-    def _holds_for(self) -> dict[str, Any]:
+    def _holds_for(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
 
     def updates_before(self, taken: int) -> int:

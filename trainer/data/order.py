@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
@@ -49,14 +53,28 @@ class EpochOrder:
     def _draw(self, sampler: Sampler[int], seed: int) -> Tensor:
         if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
             generator.manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):  # what the model draws stays the same
-            torch.manual_seed(seed)
+        with _seeded(seed):  # what the model draws stays the same
             drawn = [int(index) for index in sampler]
         if self._group is not None:
             drawn = self._group.broadcast(drawn)
         if len(drawn) != self.samples:
             raise ConfigError(f"the sampler has drawn {len(drawn)} samples, and its length is {self.samples}")
         return torch.tensor(drawn, dtype=torch.int64)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Give a context in which Python's, NumPy's and PyTorch's generators begin with a seed."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _length_of(sampler: Any) -> int:

@@ -142,9 +142,10 @@ class StreamLoader(Loader):
         super().load_state_dict(state)
         self._steps_taken = state["steps"]
 
-    def _holds_for(self) -> dict[str, Any]:
+    def _holds_for(self, is_within: bool) -> dict[str, Any]:
         # Which sample comes next is known to each rank of its own part only.
-        return {"world size": self.world.size, "samples per step": self.step_size, "samples": self._epoch_samples}
+        within = {"world size": self.world.size, "samples per step": self.step_size} if is_within else {}
+        return {**within, "samples": self._epoch_samples}
 
     def _all_steps(self) -> Iterator[Step]:
         batches, epoch = self._draw(), self.epoch
