@@ -1,0 +1,120 @@
+"""Trainings that lose a rank, their launcher or their supervisor: whether they end as if nothing had happened.
+
+    python benchmarks/faults.py --trials 78
+
+Each trial starts a training with `trainer run` on two ranks of this host, makes one fault at a random update, and waits
+for the end. A trial has ended right if the exit codes are the documented ones, one restart was enough, no process is
+left, the final weights are bit for bit those of a training without a fault, and its lineage has every sample of every
+epoch once. Recovery is the time from the fault to the first update after it.
+
+The faults and the launchers come in a random order. The folder of a trial that has not ended right is kept. A full disk
+is a small one in memory, which only root can mount. It needs Linux, and about ten seconds a trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import cycle, islice, product
+from pathlib import Path
+
+from benchmarks.machine import describe_machine, load
+from tests.faults.job_faults import FAULTS
+from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw, faults
+from trainer.launch.failure import report_failures
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the value that at most 5 % of the values are above."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def table(trials: Sequence[Trial], launchers: Sequence[str]) -> str:
+    """Format the trials, a fault per row, as Markdown."""
+    head = ["fault", "trials", "ended right", *(f"{launcher}, s" for launcher in launchers)]
+    rows = [[*head, "all, s", "p95, s", "lost", "processes left"]]
+    for fault in [*dict.fromkeys(trial.plan.fault for trial in trials), ""]:
+        found = [trial for trial in trials if fault in ("", trial.plan.fault)]
+        by_launcher = [[trial for trial in found if trial.launcher == launcher] for launcher in launchers]
+        rows.append([
+            fault or "**all**", str(len(found)), str(sum(not trial.problems for trial in found)),
+            *(_seconds(some, statistics.median) for some in (*by_launcher, found)), _seconds(found, p95),
+            str(sum(trial.is_lost for trial in found)), str(sum(trial.left for trial in found)),
+        ])  # fmt: skip
+    return _markdown(rows)
+
+
+def table_of_parts(trials: Sequence[Trial], launchers: Sequence[str]) -> str:
+    """Format the medians of the parts of a recovery, a launcher per row, as Markdown."""
+    rows = [["launcher", *(f"{part}, s" for part in PARTS)]]
+    for launcher in launchers:
+        found = [trial.parts_s for trial in trials if trial.launcher == launcher and trial.parts_s]
+        rows.append(
+            [launcher, *(f"{statistics.median(one[part] for one in found):.1f}" if found else "–" for part in PARTS)]
+        )
+    return _markdown(rows)
+
+
+def _seconds(trials: Sequence[Trial], summarize: Callable[[Sequence[float]], float]) -> str:
+    values = [trial.recovery_s for trial in trials if trial.recovery_s is not None]
+    return f"{summarize(values):.1f}" if values else "–"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def plan(wanted: Sequence[str], launchers: Sequence[str], count: int, seed: int) -> Iterator[Trial]:
+    """Yield so many trials: each fault under each launcher as often as any other, in a random order."""
+    rng = random.Random(seed)  # noqa: S311 (no secret)
+    pairs = list(product(wanted, launchers))
+    rng.shuffle(pairs)
+    return (draw(fault, launcher, rng) for fault, launcher in islice(cycle(pairs), count))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--trials", type=int, default=39, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="may be repeated (default: all)")
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="may be repeated (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/faults.json"), metavar="FILE", help="(default: %(default)s)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    report_failures()
+    args = _parse(arguments)
+    launchers, wanted = args.launcher or LAUNCHERS, args.fault or faults()
+    folder = Path(tempfile.mkdtemp(prefix="trainer-faults-"))
+    trials, done = Trials(folder), []
+    for number, trial in enumerate(plan(wanted, launchers, args.trials, args.seed), 1):
+        done.append(trials.run(trial))
+        recovery = _seconds([trial], max)
+        where = f"rank {trial.plan.rank}, update {trial.plan.update}, {trial.plan.place}"
+        verdict = f"{'; '.join(trial.problems)}; see {trial.folder}" if trial.problems else "right"
+        print(
+            f"{number} of {args.trials}: {trial.plan.fault}, {trial.launcher} ({where}): {recovery} s, {verdict}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"machine": describe_machine(), "load": load(), "seed": args.seed, "trials": list(map(asdict, done))}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"{table(done, launchers)}\n\n{table_of_parts(done, launchers)}")
+    return int(any(trial.problems for trial in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
