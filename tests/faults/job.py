@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from tests.faults.job_faults import Fault
 from trainer.launch.environment import read_launch
-from trainer.launch.status import JOB
 
 EPOCHS, SAMPLES, BATCH = 4, 77, 8
 UPDATES = EPOCHS * -(-SAMPLES // BATCH)
@@ -26,9 +26,9 @@ _UPDATE_S = 0.03
 class Log:
     """The file of one rank in one start of the job. A line is one write, which is there even if the rank is killed."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, start: str, rank: int) -> None:
         Path(LOG).mkdir(exist_ok=True)
-        path = Path(LOG, f"{os.environ[JOB]}-{rank}.jsonl")
+        path = Path(LOG, f"{start}-{rank}.jsonl")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, **facts: Any) -> None:
@@ -58,7 +58,8 @@ def train(fault: Fault) -> None:
     loader = run.loader(trainer.InMemory(inputs, torch.arange(SAMPLES)), global_batch_size=BATCH)
     torch.manual_seed(3 + run.rank)
     checkpoints = run.checkpoints(CHECKPOINTS, every_updates=SAVE_EVERY, keep=2)
-    log, resumed = Log(run.rank), checkpoints.resumed
+    start = run.strategy.broadcast_object(uuid.uuid4().hex if run.is_root else None)
+    log, resumed = Log(start, run.rank), checkpoints.resumed
     log.write(attempt=checkpoints.attempt, resumed=resumed.checkpoint.path.name if resumed else None)
     fault.at("checkpoints")
     for epoch in run.epochs(EPOCHS):

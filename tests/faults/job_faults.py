@@ -146,8 +146,8 @@ def _jump(plan: Plan) -> None:
     clock, local, text = time.time, time.localtime, time.strftime
     offset = _DAY_S if plan.number > 0 else -_DAY_S
     time.time = lambda: clock() + offset
-    time.localtime = lambda seconds=None: local(time.time() if seconds is None else seconds)  # type: ignore[assignment]
-    time.strftime = lambda form, moment=None: text(form, moment or time.localtime())
+    time.localtime = lambda seconds=None: local(time.time() if seconds is None else seconds)
+    time.strftime = lambda form, *moment: text(form, *(moment or (time.localtime(),)))
 
 
 FAULTS: dict[str, Callable[[Plan], None]] = {

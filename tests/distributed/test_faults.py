@@ -1,0 +1,62 @@
+"""A training that loses a rank, its launcher or its supervisor ends as if nothing had happened: a trial of each fault.
+
+`benchmarks/faults.py` is the long form.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import faults
+from tests.faults.job_faults import FAULTS, Plan
+from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+# `test_supervise` ends ranks of a training without checkpoints in these ways.
+TRIED_THERE = ("SIGSTOP to a rank", "segmentation fault", "MemoryError", "exception", "launcher killed")
+
+
+def pairs() -> Iterator[object]:
+    """Each fault under one launcher in turn; those that are tried elsewhere too are slow."""
+    here = [fault for fault in FAULTS if fault not in TRIED_THERE]
+    for number, fault in enumerate([*here, *TRIED_THERE]):
+        marks = [pytest.mark.slow] if fault in TRIED_THERE else []
+        if fault == "disk full, then killed":
+            marks.append(pytest.mark.needs("root"))
+        yield pytest.param(fault, LAUNCHERS[number % len(LAUNCHERS)], marks=marks, id=fault.replace(" ", "-"))
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("trials"))
+
+
+@pytest.mark.parametrize(("fault", "launcher"), pairs())
+def test_no_fault_loses_a_sample_or_changes_the_weights(trials: Trials, fault: str, launcher: str) -> None:
+    trial = trials.run(draw(fault, launcher, random.Random(fault)))
+    assert not trial.problems, f"{trial.plan}: {trial.problems}; see {trial.folder}"
+    assert trial.recovery_s is not None
+    assert trial.recovery_s > 0
+
+
+def test_the_table_has_a_row_for_each_fault_and_one_for_all() -> None:
+    one = Trial("mpi", Plan(fault="exception"), recovery_s=3.0, parts_s=dict.fromkeys(faults.PARTS, 0.5))
+    other = Trial("gloo", Plan(fault="exception"), recovery_s=5.0, problems=["lost"], is_lost=True, left=2)
+    killed = Trial("gloo", Plan(fault="launcher killed"))
+    table = faults.table([one, other, killed], ["mpi", "gloo"]).splitlines()
+    assert table[2] == "| exception | 2 | 1 | 3.0 | 5.0 | 4.0 | 5.0 | 1 | 2 |"
+    assert table[3] == "| launcher killed | 1 | 1 | – | – | – | – | 0 | 0 |"
+    assert table[4] == "| **all** | 3 | 2 | 3.0 | 5.0 | 4.0 | 5.0 | 1 | 2 |"
+    parts = faults.table_of_parts([one, other], ["mpi", "gloo"]).splitlines()
+    assert parts[2:] == ["| mpi | 0.5 | 0.5 | 0.5 | 0.5 | 0.5 |", "| gloo | – | – | – | – | – |"]
+
+
+def test_each_fault_comes_as_often_as_any_other() -> None:
+    found = list(faults.plan(["exception", "launcher killed"], LAUNCHERS, 12, seed=0))
+    assert len({(trial.plan.fault, trial.launcher) for trial in found}) == 6
+    assert len({(trial.plan.fault, trial.launcher) for trial in found[:6]}) == 6
+    assert found == list(faults.plan(["exception", "launcher killed"], LAUNCHERS, 12, seed=0))
