@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import cycle, islice, product
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, load
@@ -73,11 +72,12 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plan(wanted: Sequence[str], launchers: Sequence[str], count: int, seed: int) -> Iterator[Trial]:
-    """Yield so many trials: each fault under each launcher as often as any other, in a random order."""
+    """Yield so many trials: in a random order all faults, then again under other launchers, until each had each."""
     rng = random.Random(seed)  # noqa: S311 (no secret)
-    pairs = list(product(wanted, launchers))
-    rng.shuffle(pairs)
-    return (draw(fault, launcher, rng) for fault, launcher in islice(cycle(pairs), count))
+    turn = rng.sample(list(wanted), len(wanted))
+    for number in range(count):
+        lap, place = divmod(number, len(turn))
+        yield draw(turn[place], launchers[(place + lap) % len(launchers)], rng)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,8 +17,11 @@ from trainer.supervise.sweep import Answer, on_all_hosts
 from trainer.supervise.watch import Ranks
 
 _TICK_S = 0.25
-_LAUNCHER_ENDS_S = 2.0
-"""Time for a launcher to end a job by itself after a rank has died, so that its ranks and it can say why."""
+_LAUNCHER_ENDS_S = 0.5
+"""Time for a launcher to note which rank has died, before the others are killed, which can save nothing any more.
+
+Left to the launcher, ranks with checkpoints would take its SIGTERM for a request to save, and wait for the dead one.
+"""
 _TERMINATED_S = 2.0
 _INTERRUPTED_S = 5.0
 """Time for a launcher to end after a signal, before everything is killed."""
