@@ -17,6 +17,8 @@ import argparse
 import json
 import math
 import random
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from benchmarks.machine import describe_machine, load
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw, faults
 from trainer.launch.failure import report_failures
+from trainer.launch.processes import interrupt_on
 
 
 def p95(values: Sequence[float]) -> float:
@@ -94,26 +97,35 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _describe(trial: Trial) -> str:
+    plan = trial.plan
+    verdict = f"{'; '.join(trial.problems)}; see {trial.folder}" if trial.problems else "right"
+    where = f"rank {plan.rank}, update {plan.update}, {plan.place}"
+    return f"{plan.fault}, {trial.launcher} ({where}): {_seconds([trial], max)} s, {verdict}"
+
+
+def _write(path: Path, trials: Sequence[Trial], seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"machine": describe_machine(), "load": load(), "seed": seed, "trials": [asdict(one) for one in trials]}
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     report_failures()
+    interrupt_on(signal.SIGTERM, signal.SIGHUP)
     args = _parse(arguments)
     launchers, wanted = args.launcher or LAUNCHERS, args.fault or faults()
     folder = Path(tempfile.mkdtemp(prefix="trainer-faults-"))
     trials, done = Trials(folder), []
     for number, trial in enumerate(plan(wanted, launchers, args.trials, args.seed), 1):
         done.append(trials.run(trial))
-        recovery = _seconds([trial], max)
-        where = f"rank {trial.plan.rank}, update {trial.plan.update}, {trial.plan.place}"
-        verdict = f"{'; '.join(trial.problems)}; see {trial.folder}" if trial.problems else "right"
-        print(
-            f"{number} of {args.trials}: {trial.plan.fault}, {trial.launcher} ({where}): {recovery} s, {verdict}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"machine": describe_machine(), "load": load(), "seed": args.seed, "trials": list(map(asdict, done))}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        print(f"{number} of {args.trials}: {_describe(trial)}", file=sys.stderr, flush=True)
+        _write(args.json, done, args.seed)
     print(f"{table(done, launchers)}\n\n{table_of_parts(done, launchers)}")
-    return int(any(trial.problems for trial in done))
+    if any(trial.problems for trial in done):
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from tests.faults.job_faults import AT_START, FAULTS, IN_UPDATE, MADE, PREPARATI
 
 LAUNCHERS = ("mpi", "gloo", "torchrun")
 NO_FAULT = "none"
-TIMEOUT_S = 5
-"""What `trainer run` gets as --timeout where a rank is stopped."""
+TIMEOUT_S = 15
+"""What `trainer run` gets as --timeout where a rank is stopped: longer than a start on a machine that is busy."""
 PARTS = ("detected", "ended", "started", "joined", "first update")
 RANKS = 2
 _DEADLINE_S = 120.0
