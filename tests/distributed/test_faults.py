@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from benchmarks import faults
 from tests.faults.job_faults import FAULTS, Plan
-from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw
+from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -20,14 +20,16 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 TRIED_THERE = ("SIGSTOP to a rank", "segmentation fault", "MemoryError", "exception", "launcher killed")
 
 
-def pairs() -> Iterator[object]:
+def pairs() -> list[Any]:
     """Each fault under one launcher in turn; those that are tried elsewhere too are slow."""
-    here = [fault for fault in FAULTS if fault not in TRIED_THERE]
-    for number, fault in enumerate([*here, *TRIED_THERE]):
+    found = []
+    for number, fault in enumerate(sorted(FAULTS, key=TRIED_THERE.__contains__)):
         marks = [pytest.mark.slow] if fault in TRIED_THERE else []
         if fault == "disk full, then killed":
             marks.append(pytest.mark.needs("root"))
-        yield pytest.param(fault, LAUNCHERS[number % len(LAUNCHERS)], marks=marks, id=fault.replace(" ", "-"))
+        launcher = LAUNCHERS[number % len(LAUNCHERS)]
+        found.append(pytest.param(fault, launcher, marks=marks, id=f"{fault.replace(' ', '-')}-{launcher}"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_no_fault_loses_a_sample_or_changes_the_weights(trials: Trials, fault: s
 
 
 def test_the_table_has_a_row_for_each_fault_and_one_for_all() -> None:
-    one = Trial("mpi", Plan(fault="exception"), recovery_s=3.0, parts_s=dict.fromkeys(faults.PARTS, 0.5))
+    one = Trial("mpi", Plan(fault="exception"), recovery_s=3.0, parts_s=dict.fromkeys(PARTS, 0.5))
     other = Trial("gloo", Plan(fault="exception"), recovery_s=5.0, problems=["lost"], is_lost=True, left=2)
     killed = Trial("gloo", Plan(fault="launcher killed"))
     table = faults.table([one, other, killed], ["mpi", "gloo"]).splitlines()
