@@ -32,7 +32,7 @@ PARTS = ("detected", "ended", "started", "joined", "first update")
 RANKS = 2
 _DEADLINE_S = 120.0
 _GONE_S = 2.0
-_DISK = "size=512k"
+_DISK = "size=4m"
 _CALLS_OF_A_SAVE = 10
 # How the first call of `trainer run` ends where it does not go on to the end of the training.
 _FIRST_CODES = {"supervisor killed": -signal.SIGKILL, "SIGUSR2 to the supervisor": 75}

@@ -39,6 +39,11 @@ def test_a_start_that_saved_nothing_counts_for_nothing() -> None:
     assert found(start(1, None, 1, 2), start(1, None, 1, 2, 3, 4)) == []
 
 
+def test_a_start_whose_checkpoints_were_damaged_counts_for_nothing() -> None:
+    saved = name_of(1, 0, 2)
+    assert found(start(1, None, 1, 2), start(2, saved, 3), start(3, saved, 3, 4)) == []
+
+
 def test_an_update_that_is_missing_is_found() -> None:
     assert found(start(1, None, 1), start(2, name_of(1, 0, 2), 3, 4)) == [
         "update 2 of attempt 1 was saved, and no rank has logged it"
