@@ -1,0 +1,105 @@
+"""What the job of chaos.py has written down: whether each sample was in each epoch once, and when it was trained."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from benchmarks.chaos_job import SAMPLES, UPDATES_PER_EPOCH, record_type
+
+_STALL_S = 2.0
+"""A longer pause between two updates is not training: a rank was killed, and the others waited."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the job that has trained."""
+
+    job: str
+    ranks: int
+    records: tuple[numpy.ndarray[Any, Any], ...]
+    """Of each rank, in their order. Of a rank that was killed, the last one may be missing."""
+
+    @property
+    def times(self) -> numpy.ndarray[Any, Any]:
+        """When rank 0's updates began, in seconds since 1970."""
+        times: numpy.ndarray[Any, Any] = self.records[0]["time"]
+        return times
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Return the starts in the order in which they began to train."""
+    files: dict[str, dict[int, Path]] = defaultdict(dict)
+    sizes: dict[str, int] = {}
+    for path in folder.glob("*-*-*"):
+        job, rank, ranks = path.name.split("-")
+        files[job][int(rank)], sizes[job] = path, int(ranks)
+    starts = [
+        Start(job, ranks, tuple(_read(files[job].get(rank), ranks) for rank in range(ranks)))
+        for job, ranks in sizes.items()
+    ]
+    return sorted((start for start in starts if len(start.times)), key=lambda start: float(start.times[0]))
+
+
+def _read(path: Path | None, ranks: int) -> numpy.ndarray[Any, Any]:
+    kind = record_type(ranks)
+    data = path.read_bytes() if path else b""
+    return numpy.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
+
+
+def problems_of(lineage: Sequence[tuple[str, int]], starts: Sequence[Start], epochs: int) -> list[str]:
+    """Return in which epochs the updates that led to the result do not hold each sample exactly once."""
+    by_job = {start.job: start for start in starts}
+    ends = [*(first for _, first in lineage[1:]), epochs * UPDATES_PER_EPOCH]
+    samples: dict[int, list[numpy.ndarray[Any, Any]]] = defaultdict(list)
+    for (job, first), last in zip(lineage, ends, strict=True):
+        for records in by_job[job].records if job in by_job else ():
+            for record in records[(records["update"] > first) & (records["update"] <= last)]:
+                samples[(int(record["update"]) - 1) // UPDATES_PER_EPOCH].append(record["samples"])
+    problems = []
+    for epoch in range(epochs):
+        taken = numpy.concatenate(samples[epoch]) if samples[epoch] else numpy.empty(0, int)
+        counts = numpy.bincount(taken, minlength=SAMPLES)
+        if len(counts) > SAMPLES or not (counts == 1).all():
+            missing, twice = int((counts == 0).sum()), int((counts > 1).sum())
+            problems.append(
+                f"epoch {epoch + 1}: {missing:,} samples are missing, {twice:,} were trained more than once"
+            )
+    return problems
+
+
+def trained_s(starts: Sequence[Start]) -> float:
+    """Return the seconds in which updates followed each other."""
+    gaps = [numpy.diff(start.times) for start in starts]
+    return float(sum(gap[gap < _STALL_S].sum() for gap in gaps))
+
+
+def repeated_s(lineage: Sequence[tuple[str, int]], starts: Sequence[Start]) -> float:
+    """Return the seconds of those updates that were lost with a start, and trained again."""
+    ends = dict(zip([job for job, _ in lineage], [first for _, first in lineage[1:]], strict=False))
+    lost = 0.0
+    kept = {job for job, _ in lineage}
+    for start in starts:
+        last = ends.get(start.job, None if start.job in kept else 0)
+        times = start.times if last is None else start.times[start.records[0]["update"] > last]
+        gaps = numpy.diff(times) if last is not None else numpy.empty(0)
+        lost += float(gaps[gaps < _STALL_S].sum())
+    return lost
+
+
+def recovery_s(fault: float, starts: Sequence[Start]) -> float | None:
+    """Return the seconds from a fault to the first update of a start that came after it; None without one."""
+    after = [float(start.times[0]) for start in starts if start.times[0] > fault]
+    return min(after) - fault if after else None
+
+
+def read_lineage(folder: Path) -> tuple[list[tuple[str, int]], float]:
+    """Return the lineage of the result, and its accuracy in percent."""
+    result = json.loads((folder / "result.json").read_text())
+    return [(str(job), int(first)) for job, first in result["lineage"]], float(result["accuracy"])
