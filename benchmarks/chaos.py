@@ -3,7 +3,7 @@
     docker compose up --build -d
     python benchmarks/chaos.py                # with MNIST in the nodes' data/; about ten minutes
 
-Every 20 to 50 seconds a rank on one of the nodes a and b is killed, or node b, which is started again some seconds
+Every 30 to 60 seconds a rank on one of the nodes a and b is killed, or node b, which is started again some seconds
 later. At the end the test accuracy has to be at least 99 %, each sample has to be in each epoch of the result exactly
 once, and no process may be left. A table shows the faults and the recoveries, from the fault to the first update after
 it. The exit code is 1 when something was not as it has to be.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_records import problems_of, read_lineage, read_starts, recovery_s, repeated_s, trained_s
+from benchmarks.chaos_records import problems_of, read_result, read_starts, recovery_s, repeated_s, trained_s
 from trainer.errors import TrainerError
 from trainer.launch.failure import report_failures
 
@@ -33,7 +33,7 @@ NODES = ("a", "b")
 FOLDER = "runs/chaos"
 """On the nodes, which share it."""
 CHECKPOINTS = "/tmp/chaos"  # noqa: S108 (on each node's own disk)
-PAUSE_S, DOWN_S = (20.0, 50.0), (5.0, 15.0)
+PAUSE_S, DOWN_S = (30.0, 60.0), (5.0, 15.0)
 HOST_EVERY = 3
 """Faults of which one, on average, is the loss of a node."""
 TARGET_PERCENT = 99.0
@@ -137,7 +137,7 @@ def main() -> int:
     compose.run("cp", f"a:/trainer/{FOLDER}/.", str(options.output))
     problems = [f"trainer run has ended with code {code}"] if code else []
     problems += _left_over(compose)
-    return report(options.output, chaos.faults, took_s, options.epochs, problems)
+    return report(options.output, chaos.faults, took_s, problems)
 
 
 def _prepare(compose: Compose) -> None:
@@ -163,15 +163,16 @@ def _left_over(compose: Compose) -> list[str]:
         time.sleep(1.0)
 
 
-def report(folder: Path, faults: Sequence[Fault], took_s: float, epochs: int, problems: list[str]) -> int:
+def report(folder: Path, faults: Sequence[Fault], took_s: float, problems: list[str]) -> int:
     """Print what has come of it; return the exit code."""
     starts = read_starts(folder)
     lineage: list[tuple[str, int]] = []
     if (folder / "result.json").exists():
-        lineage, accuracy = read_lineage(folder)
-        problems += problems_of(lineage, starts, epochs)
-        print(f"\ntest accuracy {accuracy:.2f} % after {epochs} epochs")
-        if accuracy < TARGET_PERCENT:
+        result = read_result(folder)
+        lineage += result.lineage
+        problems += problems_of(result, starts)
+        print(f"\ntest accuracy {result.accuracy:.2f} % after {result.epochs} epochs")
+        if result.accuracy < TARGET_PERCENT:
             problems.append(f"the test accuracy is below {TARGET_PERCENT} %")
     else:
         problems.append("there is no result")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-from benchmarks.chaos_job import SAMPLES, UPDATES_PER_EPOCH, record_type
+from benchmarks.chaos_job import record_type
 
 _STALL_S = 2.0
 """A longer pause between two updates is not training: a rank was killed, and the others waited."""
@@ -33,40 +33,59 @@ class Start:
         return times
 
 
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 has written at the end."""
+
+    lineage: tuple[tuple[str, int], ...]
+    """The starts that have led to it, and the number of updates at which each began."""
+    accuracy: float
+    """On the test set, in percent."""
+    epochs: int
+    samples: int
+    updates_per_epoch: int
+
+
+def read_result(folder: Path) -> Result:
+    """Return the result of the job."""
+    found = json.loads((folder / "result.json").read_text())
+    return Result(**{**found, "lineage": tuple((str(job), int(first)) for job, first in found["lineage"])})
+
+
 def read_starts(folder: Path) -> list[Start]:
     """Return the starts in the order in which they began to train."""
     files: dict[str, dict[int, Path]] = defaultdict(dict)
-    sizes: dict[str, int] = {}
-    for path in folder.glob("*-*-*"):
-        job, rank, ranks = path.name.split("-")
-        files[job][int(rank)], sizes[job] = path, int(ranks)
+    sizes: dict[str, tuple[int, int]] = {}
+    for path in folder.glob("*-*-*-*"):
+        job, rank, ranks, batch = path.name.split("-")
+        files[job][int(rank)], sizes[job] = path, (int(ranks), int(batch))
     starts = [
-        Start(job, ranks, tuple(_read(files[job].get(rank), ranks) for rank in range(ranks)))
-        for job, ranks in sizes.items()
+        Start(job, ranks, tuple(_read(files[job].get(rank), batch) for rank in range(ranks)))
+        for job, (ranks, batch) in sizes.items()
     ]
     return sorted((start for start in starts if len(start.times)), key=lambda start: float(start.times[0]))
 
 
-def _read(path: Path | None, ranks: int) -> numpy.ndarray[Any, Any]:
-    kind = record_type(ranks)
+def _read(path: Path | None, batch: int) -> numpy.ndarray[Any, Any]:
+    kind = record_type(batch)
     data = path.read_bytes() if path else b""
     return numpy.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
 
 
-def problems_of(lineage: Sequence[tuple[str, int]], starts: Sequence[Start], epochs: int) -> list[str]:
+def problems_of(result: Result, starts: Sequence[Start]) -> list[str]:
     """Return in which epochs the updates that led to the result do not hold each sample exactly once."""
     by_job = {start.job: start for start in starts}
-    ends = [*(first for _, first in lineage[1:]), epochs * UPDATES_PER_EPOCH]
+    ends = [*(first for _, first in result.lineage[1:]), result.epochs * result.updates_per_epoch]
     samples: dict[int, list[numpy.ndarray[Any, Any]]] = defaultdict(list)
-    for (job, first), last in zip(lineage, ends, strict=True):
+    for (job, first), last in zip(result.lineage, ends, strict=True):
         for records in by_job[job].records if job in by_job else ():
             for record in records[(records["update"] > first) & (records["update"] <= last)]:
-                samples[(int(record["update"]) - 1) // UPDATES_PER_EPOCH].append(record["samples"])
+                samples[(int(record["update"]) - 1) // result.updates_per_epoch].append(record["samples"])
     problems = []
-    for epoch in range(epochs):
-        taken = numpy.concatenate(samples[epoch]) if samples[epoch] else numpy.empty(0, int)
-        counts = numpy.bincount(taken, minlength=SAMPLES)
-        if len(counts) > SAMPLES or not (counts == 1).all():
+    for epoch in range(result.epochs):
+        taken = numpy.concatenate([numpy.empty(0, int), *samples[epoch]])
+        counts = numpy.bincount(taken[taken >= 0], minlength=result.samples)
+        if not (counts == 1).all():
             missing, twice = int((counts == 0).sum()), int((counts > 1).sum())
             problems.append(
                 f"epoch {epoch + 1}: {missing:,} samples are missing, {twice:,} were trained more than once"
@@ -97,9 +116,3 @@ def recovery_s(fault: float, starts: Sequence[Start]) -> float | None:
     """Return the seconds from a fault to the first update of a start that came after it; None without one."""
     after = [float(start.times[0]) for start in starts if start.times[0] > fault]
     return min(after) - fault if after else None
-
-
-def read_lineage(folder: Path) -> tuple[list[tuple[str, int]], float]:
-    """Return the lineage of the result, and its accuracy in percent."""
-    result = json.loads((folder / "result.json").read_text())
-    return [(str(job), int(first)) for job, first in result["lineage"]], float(result["accuracy"])

@@ -72,6 +72,11 @@ class RankStatus:
     """MISTAKE, LOST_PEER or the class name of the exception with which it failed; empty without one."""
     message: str = ""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has reported an end, in good order or with an error."""
+        return bool(self.error) or self.phase in (PREEMPTED, DONE)
+
 
 def folder_name(job: str, user: int) -> str:
     """Return the name of the folder of a job's status files."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -155,13 +155,18 @@ class Running:
 
     def _conclude(self, answers: Sequence[Answer], codes: Sequence[int]) -> None:
         attempt, ranks = self._attempt, self._ranks
-        for answer in answers:
+        names = {host.name for host in attempt.hosts}
+        gone = set[int]()
+        # A host that is back without being in this attempt may still have the files of an earlier one.
+        for answer in (answer for answer in answers if answer.host in names):
             for status in answer.ranks:
                 ranks.note(answer.host, status)
-        names = {host.name for host in attempt.hosts}
+                if status.pid not in answer.processes and not status.has_ended:
+                    gone.add(status.rank)
+        dead = find_dead(ranks.dead, gone, ranks.host_of)
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
         facts = Facts(
-            launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=ranks.dead,
+            launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=dead,
             ended=ranks.ended, lost=lost, idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
             was_interrupted=self._signals.interrupted_by is not None,
         )  # fmt: skip
@@ -170,3 +175,17 @@ class Running:
         # A rank may do a little more after another has died.
         attempt.times.progress = min(ranks.progress_at, attempt.times.detected or ranks.progress_at)
         attempt.updates = ranks.updates
+
+
+def find_dead(seen: Sequence[int], gone: Collection[int], host_of: Mapping[int, str]) -> Sequence[int]:
+    """Return the ranks that died first; none where that is not known.
+
+    Args:
+        seen: ranks of this host whose deaths were seen first.
+        gone: ranks of any host that were gone at the end, without a word.
+    """
+    if len(gone) < len(host_of):
+        return seen or sorted(gone)
+    # The launcher has ended those that were left. All that died at once here may be among them.
+    here = {number for number, host in host_of.items() if host in {host_of[number] for number in seen}}
+    return seen if set(seen) < here or len(here) == len(host_of) else ()

@@ -84,7 +84,9 @@ def judge(facts: Facts) -> Judgement:
         )
     if facts.idle_s is not None:
         return _judge_hang(facts, facts.idle_s)
-    if PREEMPTED_CODE in facts.codes or any(rank.phase == PREEMPTED for rank in facts.ranks.values()):
+    # A launcher that ends a job after a rank has died sends SIGTERM to the others, and those save.
+    saved = bool(facts.ranks) and all(rank.phase == PREEMPTED for rank in facts.ranks.values())
+    if PREEMPTED_CODE in facts.codes or saved:
         return Judgement(Verdict.PREEMPTED, "the ranks have saved, and want to be started again")
     return _blame(facts)
 

@@ -52,6 +52,7 @@ class _Supervisor:
         self._job = uuid.uuid4().hex
         self._attempts: list[Attempt] = []
         self._history: list[Past] = []
+        self._bad: tuple[str, ...] = ()
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
     def run(self) -> int:
@@ -96,7 +97,7 @@ class _Supervisor:
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
         attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        take_back = TakeBack(options, self._hosts)
+        take_back = TakeBack(options, self._hosts, self._bad)
         running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, take_back.reason)
         try:
             answers = running.run(options.command)
@@ -133,7 +134,7 @@ class _Supervisor:
         while not self._signals.has_any:
             well = [answer.host for answer in answers if answer.is_well]
             hosts_well = [host for host in options.hosts if host.name in well]
-            bad = bad_hosts(self._history, hosts_well, options.min_ranks)
+            self._bad = bad = bad_hosts(self._history, hosts_well, options.min_ranks)
             chosen = choose_hosts(options.hosts, well, bad, options.ranks)
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]

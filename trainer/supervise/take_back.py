@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from trainer.supervise.hosts import Host, slots_of
@@ -14,12 +14,17 @@ _PROBE_S = 30.0
 
 
 class TakeBack:
-    """Asks the hosts that an attempt does without, in the background, where --take-back is set."""
+    """Asks the hosts that an attempt does without, in the background, where --take-back is set.
 
-    def __init__(self, options: Options, hosts: Sequence[Host]) -> None:
-        taken = {host.name for host in hosts}
+    Args:
+        hosts: of the attempt.
+        bad: hosts that are left out although they answer.
+    """
+
+    def __init__(self, options: Options, hosts: Sequence[Host], bad: Collection[str]) -> None:
+        left_out = {host.name for host in hosts} | set(bad)
         too_few = options.take_back and slots_of(hosts) < options.ranks
-        self._missing = [host for host in options.hosts if host.name not in taken] if too_few else []
+        self._missing = [host for host in options.hosts if host.name not in left_out] if too_few else []
         self._pool = ThreadPoolExecutor(1)
         self._asked: Future[list[Answer]] | None = None
         self._asked_at = time.monotonic()

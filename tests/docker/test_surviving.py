@@ -1,0 +1,199 @@
+"""`trainer run` on two nodes that are lost and come back, and on a network that is cut.
+
+The job writes down which samples were in each update. A job that went on rightly has each of them in each epoch once.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos_records import Result, problems_of, read_result, read_starts
+from tests.docker.cluster import ROOT, Cluster, Outcome, run, succeed
+
+pytestmark = pytest.mark.timeout(240)
+
+FOLDER, CHECKPOINTS = "runs/surviving", "/tmp/checkpoints"  # noqa: S108 (in the containers)
+JOB = ["python", f"{FOLDER}/chaos_job.py", FOLDER, "--dataset", "digits", "--global-batch-size", "100"]
+DEADLINE_S = 150.0
+
+
+class Supervised:
+    """A call of `trainer run` on node a, with four ranks on both nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._outcomes: list[Outcome] = []
+        self._job: threading.Thread | None = None
+        for node in ("a", "b"):
+            cluster.shell(node, f"rm -rf {FOLDER} {CHECKPOINTS} /tmp/job.log; mkdir -p {FOLDER}")
+        cluster.compose("cp", str(ROOT / "benchmarks" / "chaos_job.py"), f"a:/trainer/{FOLDER}/")
+
+    def start(self, *options: str, epochs: int = 60, pause_s: float = 0.02, checkpoints: str = CHECKPOINTS) -> None:
+        job = [*JOB, str(epochs), checkpoints, "--pause-s", str(pause_s), "--every-s", "0.5"]
+        command = ["trainer", "run", "--name", "surviving", "-np", "4", "-H", "a:2,b:2", *options, *job]
+        script = f"{' '.join(command)} > /tmp/job.log 2>&1; code=$?; cat /tmp/job.log; exit $code"
+        call = self.cluster.run
+
+        def wait() -> None:
+            self._outcomes.append(call("a", "bash", "-c", script, timeout_s=DEADLINE_S))
+
+        self._job = threading.Thread(target=wait, daemon=True)
+        self._job.start()
+
+    def log(self) -> str:
+        return self.cluster.shell("a", "cat /tmp/job.log 2> /dev/null")
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not re.search(pattern, seen := self.log(), re.DOTALL):
+            assert self._job is not None
+            assert self._job.is_alive(), f"it has ended before {pattern!r}:\n{seen}"
+            assert time.monotonic() < deadline, f"no {pattern!r}:\n{seen}"
+            time.sleep(0.5)
+
+    def end(self) -> Outcome:
+        assert self._job is not None
+        self._job.join(timeout=DEADLINE_S)
+        assert self._outcomes, f"it does not end:\n{self.log()}"
+        for node in ("a", "b"):
+            if run(["docker", "exec", self.cluster.container(node), "true"]).code == 0:
+                assert self.cluster.left_over(node) == ""
+        return self._outcomes.pop()
+
+    def result(self, folder: Path) -> Result:
+        """Check that each sample was in each epoch once; return the result."""
+        self.cluster.compose("cp", f"a:/trainer/{FOLDER}/.", str(folder))
+        result = read_result(folder)
+        assert problems_of(result, read_starts(folder)) == []
+        return result
+
+
+@pytest.fixture
+def supervised(cluster: Cluster) -> Supervised:
+    return Supervised(cluster)
+
+
+def said(outcome: Outcome) -> list[str]:
+    return [line for line in outcome.output.splitlines() if line.startswith("trainer run: ")]
+
+
+def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_path: Path) -> None:
+    victim = supervised.cluster.container("b")
+    supervised.start("--min-np", "2", "--take-back", epochs=200)
+    supervised.wait_for("epoch 5/")
+    succeed(["docker", "kill", victim])
+    supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001.*epoch ")
+    succeed(["docker", "start", victim])
+    supervised.wait_for("b answers again, and is taken back.*attempt 3: 4 ranks on a:2,b:2.*going on from checkpoint")
+    outcome = supervised.end()
+    assert outcome.code == 0, outcome.output
+    assert any("attempt 1: host b is lost: " in line for line in said(outcome))
+    result = supervised.result(tmp_path)
+    assert len(result.lineage) == 3
+    assert result.accuracy > 90
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
+def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Path, launcher: str) -> None:
+    supervised.start(launcher)
+    supervised.wait_for("epoch 5/")
+    supervised.cluster.shell("b", f"pkill -KILL -o -f 'python.* {FOLDER}/chaos_job.py'")
+    outcome = supervised.end()
+    assert outcome.code == 0, outcome.output
+    first = next(line for line in said(outcome) if "attempt 1: " in line)
+    assert re.search(r"rank [23] on b died without a word in update \d+", first), outcome.output
+    assert len(supervised.result(tmp_path).lineage) == 2
+
+
+def test_the_only_copy_of_a_checkpoint_is_handed_over(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.start()
+    supervised.wait_for("epoch 5/")
+    supervised.cluster.shell("a", "pkill -TERM -f 'bin/trainer run'")
+    assert supervised.end().code == 75
+    kept = supervised.cluster.shell("b", f"ls {CHECKPOINTS}")
+    supervised.cluster.shell("a", f"rm -rf {CHECKPOINTS}")
+    supervised.start()
+    outcome = supervised.end()
+    assert outcome.code == 0, outcome.output
+    assert "going on from checkpoint attempt-0001" in outcome.output
+    assert kept.startswith("attempt-0001")
+    assert len(supervised.result(tmp_path).lineage) == 2
+
+
+def _disconnect(cluster: Cluster) -> Callable[[], None]:
+    ends = [cluster.network, cluster.container("b")]
+    succeed(["docker", "network", "disconnect", *ends])
+    return lambda: _succeed(["docker", "network", "connect", "--alias", "b", *ends])
+
+
+def _drop(cluster: Cluster) -> Callable[[], None]:
+    """Drop what b sends, while it still hears a."""
+    process = succeed(["docker", "inspect", "--format", "{{.State.Pid}}", cluster.container("b")]).strip()
+    in_network = ["nsenter", "--target", process, "--net", "iptables"]
+    rule = ["OUTPUT", "-p", "tcp", "!", "-o", "lo", "-j", "DROP"]
+    if run([*in_network, "-A", *rule]).code != 0:
+        pytest.skip("one direction is cut with root's iptables")
+    return lambda: _succeed([*in_network, "-D", *rule])
+
+
+def _succeed(command: list[str]) -> None:
+    succeed(command)
+
+
+@pytest.mark.parametrize("cut", [_disconnect, _drop])
+def test_a_network_that_is_cut_and_heals(
+    supervised: Supervised, tmp_path: Path, cut: Callable[[Cluster], Callable[[], None]]
+) -> None:
+    supervised.start("--min-np", "2", epochs=100)
+    supervised.wait_for("epoch 5/")
+    heal = cut(supervised.cluster)
+    try:
+        supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001")
+    finally:
+        heal()
+    outcome = supervised.end()
+    assert outcome.code == 0, outcome.output
+    assert any("attempt 1: host b is lost: " in line for line in said(outcome))
+    assert len(supervised.result(tmp_path).lineage) == 2
+
+
+def test_too_few_nodes_are_waited_for_and_then_named(supervised: Supervised) -> None:
+    victim = supervised.cluster.container("b")
+    supervised.start("--wait-for-hosts", "5")
+    supervised.wait_for("epoch 2/")
+    succeed(["docker", "kill", victim])
+    outcome = supervised.end()
+    assert outcome.code == 1, outcome.output
+    assert said(outcome)[-1].startswith("trainer run: given up: 2 of at least 4 slots are left: b does not answer (")
+
+
+@pytest.fixture
+def small_disk(image: str, tmp_path: Path) -> Iterator[Supervised]:
+    """Nodes whose checkpoints are on a disk of 32 MB."""
+    file = tmp_path / "small.yml"
+    file.write_text("services:\n" + "".join(f"  {node}: {{tmpfs: ['/small:size=32m']}}\n" for node in ("a", "b")))
+    cluster = Cluster(f"trainer-test-small-{time.monotonic_ns()}", "docker-compose.yml", str(file))
+    try:
+        cluster.up()
+        yield Supervised(cluster)
+    finally:
+        cluster.down()
+
+
+def test_a_full_disk_is_told_once_and_the_training_goes_on(small_disk: Supervised, tmp_path: Path) -> None:
+    small_disk.start(epochs=100, checkpoints="/small/checkpoints")
+    small_disk.wait_for("epoch 2/")
+    small_disk.cluster.shell("b", "dd if=/dev/zero of=/small/other bs=1M")
+    small_disk.wait_for("WARNING: .*epoch ")
+    small_disk.cluster.shell("b", "rm /small/other")
+    outcome = small_disk.end()
+    assert outcome.code == 0, outcome.output
+    warnings = [line for line in outcome.output.splitlines() if "WARNING" in line]
+    assert all(" on host b: " in line for line in warnings), warnings
+    assert len(small_disk.result(tmp_path / "result").lineage) == 1
