@@ -3,7 +3,7 @@
     docker compose up --build -d
     python benchmarks/chaos.py                # with MNIST in the nodes' data/; about ten minutes
 
-Every 30 to 60 seconds a rank on one of the nodes a and b is killed, or node b, which is started again some seconds
+Every 40 to 70 seconds a rank on one of the nodes a and b is killed, or node b, which is started again some seconds
 later. At the end the test accuracy has to be at least 99 %, each sample has to be in each epoch of the result exactly
 once, and no process may be left. A table shows the faults and the recoveries, from the fault to the first update after
 it. The exit code is 1 when something was not as it has to be.
@@ -33,7 +33,7 @@ NODES = ("a", "b")
 FOLDER = "runs/chaos"
 """On the nodes, which share it."""
 CHECKPOINTS = "/tmp/chaos"  # noqa: S108 (on each node's own disk)
-PAUSE_S, DOWN_S = (30.0, 60.0), (5.0, 15.0)
+PAUSE_S, DOWN_S = (40.0, 70.0), (5.0, 15.0)
 HOST_EVERY = 3
 """Faults of which one, on average, is the loss of a node."""
 TARGET_PERCENT = 99.0

@@ -12,10 +12,14 @@ from pathlib import Path
 from examples.datasets.mnist import find_mnist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-IMAGE = "trainer:cpu"
+# The compose files read this variable too.
+IMAGE = os.environ.get("IMAGE", "trainer:cpu")
 BUILD_TIMEOUT_S = 2400.0
 # Every process of a job, on whatever node: what must be gone once the job is over.
-JOB_PROCESSES = "trainer run|torch.distributed.run|runs/|horovodrun|mpirun|orted|remote_exec|examples/|scripts/|parameter_server/server|python -c"
+JOB_PROCESSES = (
+    "trainer run|torch.distributed.run|horovodrun|mpirun|orted|remote_exec|runs/|examples/|scripts/|"
+    "parameter_server/server|python -c"
+)
 
 
 @dataclass(frozen=True)

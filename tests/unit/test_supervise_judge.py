@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.launch.status import LOST_PEER, MISTAKE, RankStatus
+from trainer.supervise.attempt import find_dead
 from trainer.supervise.judge import Facts, Judgement, Verdict, judge
 
 
@@ -87,3 +88,30 @@ def test_what_was_asked_for_is_no_failure() -> None:
     assert judged(rank(0), codes=[0], asked_for="preempted", is_last=True).code == 0
     assert not judged(rank(0), codes=[1], asked_for="b answers again").is_last
     assert judged(rank(0), codes=[1], was_interrupted=True).verdict is Verdict.INTERRUPTED
+
+
+def test_ranks_that_a_launcher_has_ended_save_too_and_that_is_no_preemption() -> None:
+    told = judged(rank(0, phase="preempted"), rank(1), codes=[137], dead=[1])
+    assert told == Judgement(Verdict.FAILED, "rank 1 on b died without a word in update 10 (SIGKILL)", ("b",))
+    assert judged(rank(0, phase="preempted"), rank(1, phase="preempted"), codes=[1]).verdict is Verdict.PREEMPTED
+    assert judged(rank(0, phase="preempted"), rank(1), codes=[75]).verdict is Verdict.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("seen", "gone", "first"),
+    [
+        ([], {2}, [2]),  # elsewhere; the others have reported their end, or run
+        ([1], {1}, [1]),
+        ([1], {0, 1, 2, 3}, [1]),  # the launcher has ended the others after that
+        ([0, 1], {0, 1, 2, 3}, []),  # all at once here: 2 or 3 may have been before
+        ([], {0, 1, 2, 3}, []),
+    ],
+)
+def test_those_that_a_launcher_has_ended_are_not_taken_for_the_cause(
+    seen: list[int], gone: set[int], first: list[int]
+) -> None:
+    assert list(find_dead(seen, gone, {0: "a", 1: "a", 2: "b", 3: "b"})) == first
+
+
+def test_on_one_host_the_first_deaths_that_were_seen_are_the_cause() -> None:
+    assert list(find_dead([0, 1], {0, 1}, {0: "a", 1: "a"})) == [0, 1]

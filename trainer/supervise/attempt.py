@@ -117,7 +117,8 @@ class Running:
         """Ask the ranks to save and end, where somebody wants that; where none has joined, there is nothing to save."""
         if self._signals.preempts and not self._is_last:
             self._asked_for, self._is_last = "preempted", True
-        elif not self._asked_for and (reason := self._on_tick()):
+        # Before the first update there is nothing to save, and a job that starts slowly would never get there.
+        elif not self._asked_for and self._ranks.updates and (reason := self._on_tick()):
             self._asked_for = reason
         else:
             return
