@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.commit import Committed, find, load, newest, receive, remove_partial, send
+from trainer.checkpoint.commit import Committed, find, load, newest, prune, receive, remove_partial, send
 from trainer.checkpoint.lock import FolderLock
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.network import host_id
@@ -69,8 +69,12 @@ class Storage:
         if best is None:
             return None
         owner = orders.index(best)
-        self._send(own, owner, self.folder if self.is_writer and (own is None or own.order != best) else None)
         one: Committed = self._strategy.broadcast_object(own, root=owner)
+        lacks = self.is_writer and (own is None or own.files != one.files)
+        if own is not None and lacks and own.order == best:
+            # A host that was cut off has trained these updates too, and not with the same samples on each rank.
+            prune(self.folder, [path for path in find(self.folder) if path != own.path])
+        self._send(own, owner, self.folder if lacks else None)
         return replace(one, path=self.folder / one.path.name)
 
     def at(self, path: Path) -> Committed:
