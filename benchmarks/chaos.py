@@ -181,8 +181,9 @@ def report(folder: Path, faults: Sequence[Fault], took_s: float, problems: list[
     print("| fault | times | median recovery | p95 | longest |\n|---|---|---|---|---|")
     for kind in ("rank", "node"):
         print(_row(kind, [recovery_s(fault.time, starts) for fault in faults if fault.kind == kind]))
-    trained, repeated = trained_s(starts), repeated_s(lineage, starts)
-    print(f"\n{trained / took_s:.0%} of the time was training; {repeated / took_s:.1%} was training that was lost")
+    print(f"\n{trained_s(starts) / took_s:.0%} of the time was training")
+    if lineage:
+        print(f"{repeated_s(lineage, starts) / took_s:.1%} was training that was lost, and done again")
     parts = [entry["recovery_s"] for entry in summary["attempts"] if entry["recovery_s"]]
     for name in parts[0] if parts else ():
         print(f"{name}: median {statistics.median(part[name] for part in parts):.1f} s of a restart")

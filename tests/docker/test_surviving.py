@@ -85,7 +85,7 @@ def said(outcome: Outcome) -> list[str]:
 
 def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_path: Path) -> None:
     victim = supervised.cluster.container("b")
-    supervised.start("--min-np", "2", "--take-back", epochs=200)
+    supervised.start("--min-np", "2", "--take-back", epochs=120)
     supervised.wait_for("epoch 5/")
     succeed(["docker", "kill", victim])
     supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001.*epoch ")
