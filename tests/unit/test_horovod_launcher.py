@@ -186,7 +186,7 @@ def test_verbose_keeps_the_traceback() -> None:
 
 def test_a_failed_job_is_one_line_and_names_the_host() -> None:
     done = launch("--gloo", "-np", "1", sys.executable, "-c", "raise SystemExit(3)")
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "Process 0 exit with status code 3 on host localhost." in done.stdout
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("horovodrun: Horovod detected that one or more processes exited")
