@@ -45,7 +45,7 @@ test-docker: setup  ## Build the CPU image and run the tests with real nodes; ne
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
 	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
-	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m docker $(ARGS)
+	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "docker and not slow" $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
 	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \

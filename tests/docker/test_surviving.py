@@ -99,6 +99,7 @@ def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_
     assert result.accuracy > 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
 def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Path, launcher: str) -> None:
     supervised.start(launcher)
@@ -146,7 +147,7 @@ def _succeed(command: list[str]) -> None:
     succeed(command)
 
 
-@pytest.mark.parametrize("cut", [_disconnect, _drop])
+@pytest.mark.parametrize("cut", [_disconnect, pytest.param(_drop, marks=pytest.mark.slow)])
 def test_a_network_that_is_cut_and_heals(
     supervised: Supervised, tmp_path: Path, cut: Callable[[Cluster], Callable[[], None]]
 ) -> None:
@@ -186,6 +187,7 @@ def small_disk(image: str, tmp_path: Path) -> Iterator[Supervised]:
         cluster.down()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_once_and_the_training_goes_on(small_disk: Supervised, tmp_path: Path) -> None:
     small_disk.start(epochs=60, checkpoints="/small/checkpoints")
     small_disk.wait_for("epoch 2/")
