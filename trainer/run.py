@@ -247,7 +247,7 @@ class Run(RankNames):
         own = self._updates
         contents = Contents(own, state or {})
         facts = {"config": self.config.as_dict(), **describe_run(self.world)}
-        self._checkpoints = Checkpoints(config, self.strategy, contents, own.is_between_updates, facts)
+        self._checkpoints = Checkpoints(config, self.strategy, contents, facts)
         own.completed.count = self._checkpoints.updates
         for loader in self._loaders.training:
             self._checkpoints.watch(loader)

@@ -48,17 +48,20 @@ class Updates:
         self._backwards_at_step: dict[Optimizer, int] = {}
         self._groups: dict[Optimizer, int] = {}
         self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
-        self._stepping: set[Optimizer] = set()
-        self.is_in_backward, self._has_loader = False, False
-        self._periodic, self._epoch = PeriodicCheck(strategy), 0
+        self._stepping = set[Optimizer]()
+        self.is_in_backward, self._has_loader, self._epoch = False, False, 0
+        self._periodic = PeriodicCheck(strategy)
         self.samples = 0
         """Samples in the training batch that was drawn last; 0 for a padding batch."""
-        # With a gradient since the update's first batch: what tells of a zero_grad before its last one.
-        self._kept: nn.Parameter | None = None
+        self._kept: nn.Parameter | None = None  # has a gradient since the update's first batch, unless zero_grad came
 
     @property
     def optimizers(self) -> list[Optimizer]:
         return [*self._synchronizers]
+
+    def has_trained(self) -> bool:
+        """Return whether there was a backward pass."""
+        return self._backwards > 0
 
     def add_model(self, model: nn.Module, synchronizer: Synchronizer) -> None:
         """Count a model in; one that was prepared before gets another synchronizer."""

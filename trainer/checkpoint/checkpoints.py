@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.contents import Contents
 from trainer.checkpoint.flags import FlagReduction
+from trainer.checkpoint.positions import Positions
 from trainer.checkpoint.preemption import EXIT_CODE, Preemption
 from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.saver import Saver
@@ -40,7 +39,6 @@ class Checkpoints:
 
     Args:
         contents: what is kept.
-        is_between_updates: returns whether no gradients are left for a later step.
         facts: put into each manifest: the run's settings, versions, world.
 
     Raises:
@@ -48,16 +46,9 @@ class Checkpoints:
         TrainerError: the folder cannot be written, or is in use.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        strategy: Strategy,
-        contents: Contents,
-        is_between_updates: Callable[[], bool],
-        facts: dict[str, Any],
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, strategy: Strategy, contents: Contents, facts: dict[str, Any]) -> None:
         self.config, self._strategy, self._world = config, strategy, strategy.world
-        self._contents, self._is_between_updates = contents, is_between_updates
+        self._contents = contents
         check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
         self._storage = Storage(Path(config.folder), strategy)
         try:
@@ -73,15 +64,14 @@ class Checkpoints:
             self._saver.go_on(self.epoch, self.updates, self.resumed.best)
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
-        self._watched: list[weakref.ref[Loader]] = []
-        self._first: Loader | None = None
-        self._passes: Counter[Loader] = Counter()
+        resumed = self.resumed
+        self._positions = Positions(*((resumed.positions, resumed.saved_in) if resumed is not None else ((), None)))
         self._flags = FlagReduction(strategy, self.updates)
         self._every_s = config.every_s
         if config.every_s is config.every_updates is config.every_epochs is None:
             self._every_s = _DEFAULT_EVERY_S
         self._saved_at = time.monotonic()
-        self._is_postponed = self._is_stopping = self._has_counted = self._is_failing = False
+        self._is_postponed = self._is_stopping = self._is_failing = False
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
 
@@ -110,7 +100,7 @@ class Checkpoints:
         Raises:
             TrainerError: it cannot be written; raised on every rank.
         """
-        if self._first is not None:
+        if self._positions.first is not None:
             self._is_postponed = True
             return
         self._save()
@@ -129,21 +119,8 @@ class Checkpoints:
 
     def watch(self, loader: Loader) -> None:
         """Save the position of a training's loader too, and have it go on where it stopped."""
-        self._watched.append(weakref.ref(loader))
+        self._positions.watch(loader)
         loader.observer = self
-        if self._has_counted:  # made within the loop
-            self._give_position(len(self._watched) - 1, loader)
-
-    def _give_position(self, number: int, loader: Loader) -> None:
-        positions = self.resumed.positions if self.resumed is not None else []
-        if number < len(positions):
-            loader.load_state_dict(positions[number])
-            loader.skip = self._passes[loader] = positions[number]["passes"]
-
-    @property
-    def _loaders(self) -> list[Loader]:
-        """Those that are still in use, in the order in which they were made."""
-        return [loader for one in self._watched if (loader := one()) is not None]
 
     def count(self, epochs: range) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and save between them when it is time to.
@@ -151,22 +128,19 @@ class Checkpoints:
         Raises:
             ConfigError: the run counts epochs for the second time.
         """
-        if self._has_counted:
+        if self._positions.has_begun:
             raise ConfigError(
                 "checkpoints belong to one loop over run.epochs, and this is the second; call run.checkpoints with a "
                 "folder of its own before each"
             )
-        self._has_counted = True
-        self._passes.clear()  # looks at a batch before the loop
-        for number, loader in enumerate(self._loaders):
-            self._give_position(number, loader)
+        self._positions.begin()
         return self._count(range(self.epoch, epochs.stop) if self.resumed else epochs)
 
     def _count(self, epochs: range) -> Iterator[int]:
         for epoch in epochs:
             self.epoch = epoch
             if epoch > epochs.start:
-                self._begin_epoch()
+                self._positions.begin_epoch()
                 self._after_epoch()
             elif self.resumed is not None and self.resumed.saved_in is None:
                 self._restore_random_state()
@@ -174,45 +148,39 @@ class Checkpoints:
         self.epoch = max(self.epoch, epochs.stop)
         self.finish()
 
-    def _begin_epoch(self) -> None:
-        """Forget the passes of the epoch before, and the end of one that its loop has not asked for."""
-        self._passes.clear()
-        for loader in self._loaders:
-            loader.skip = 0
-            if loader.start and loader.start == loader.epoch_samples:
-                loader.epoch, loader.start = loader.epoch + 1, 0
-
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
-        saved_in = self.resumed.saved_in if is_resumed and self.resumed is not None else None
-        if saved_in is not None and loader in self._loaders[saved_in : saved_in + 1]:
+        if is_resumed and self._positions.was_saved_in(loader):
             self._restore_random_state()
-        if self._first is None:
-            self._first = loader
+        self._positions.begin_pass(loader)
 
     def updated(self, loader: Loader) -> None:
-        if loader is not self._first:
+        if not self._counts(loader):
             return
-        if not self._has_counted:
-            raise TrainerError("run.checkpoints needs the epochs to be counted: for epoch in run.epochs(n)")
         self.updates += 1
         is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
         if self._flags.is_due(self.updates):
             is_due |= self._reduce_flags()
         if is_due or self._is_stopping:
-            self._is_postponed = not self._is_between_updates()
+            self._is_postponed = not self._contents.prepared.is_between_updates()
             if not self._is_postponed:
                 self._save_or_end()
 
     def exhausted(self, loader: Loader) -> None:
-        if loader is self._first:
+        if self._counts(loader):
             # What follows may be a long evaluation, in which no update is to come.
             self._saver.take_standby({**self._state(), **self._random()})
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
-        self._passes[loader] += 1
-        if loader is self._first:
-            self._first = None
-            self.updates += was_left and self._has_counted
+        self.updates += was_left and self._positions.has_begun and loader is self._positions.first
+        self._positions.end_pass(loader)
+
+    def _counts(self, loader: Loader) -> bool:
+        """Return whether this pass is one of the training's, and no other one is around it."""
+        if self._positions.has_begun:
+            return loader is self._positions.first
+        if self._contents.prepared.has_trained():
+            raise TrainerError("run.checkpoints needs the epochs to be counted: for epoch in run.epochs(n)")
+        return False  # a pass before the training, for statistics of the data say
 
     def close(self) -> None:
         """Wait for what is being written, and leave the signals and the folder to others."""
@@ -302,13 +270,7 @@ class Checkpoints:
 
     def _state(self) -> dict[str, Any]:
         """Return what is kept but for `_random`, with the live tensors, at a place where all ranks are. Collective."""
-        return {
-            **self._contents.state(),
-            "epoch": self.epoch,
-            "updates": self.updates,
-            "loaders": [{**one.state_dict(), "passes": self._passes[one]} for one in self._loaders],
-            "saved_in": self._loaders.index(self._first) if self._first is not None else None,
-        }
+        return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
 
     def _random(self) -> dict[str, Any]:
         """Return all ranks' random numbers. Collective."""
@@ -322,4 +284,4 @@ class Checkpoints:
 
     def _save_alone(self) -> bool:
         """Save without the other ranks where no update is to come; return whether this process may end."""
-        return self._first is None and self._saver.commit_standby(self.updates)
+        return self._positions.first is None and self._saver.commit_standby(self.updates)

@@ -23,6 +23,12 @@ class Prepared(Protocol):
     def optimizers(self) -> Collection[Optimizer]: ...
     @property
     def scaler(self) -> LossScaler | None: ...
+    def has_trained(self) -> bool:
+        """Return whether there was a backward pass."""
+
+    def is_between_updates(self) -> bool:
+        """Return whether an optimizer has stepped on what the last backward pass has left."""
+
     def finish_step(self) -> None:
         """Complete what a step leaves for the next backward pass."""
 

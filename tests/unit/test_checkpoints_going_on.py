@@ -1,0 +1,151 @@
+"""How a run goes on from a checkpoint, whatever its loop looks like; in a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.small_trainings import close_all, made, start, step, train
+from tests.unit.test_loader import numbered
+from trainer.checkpoint.committed import find
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def test_plain_data_and_objects_go_on(tmp_path: Path) -> None:
+    for expected in (0, 1):
+        totals = {"starts": 0}
+        average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
+        run, model, optimizer, checkpoints = start(tmp_path, state={"totals": totals, "average": average})
+        assert (totals["starts"], int(average.n_averaged)) == (expected, expected)
+        totals["starts"] += 1
+        average.update_parameters(model)
+        train(run, model, optimizer, epochs=1 + expected)
+        checkpoints.close()
+
+
+def test_two_loaders_at_once_go_on_where_both_stopped(tmp_path: Path) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    class Interrupted(Exception):  # noqa: N818 (it is no error)
+        pass
+
+    def go_over(stop_after: int) -> None:
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=1)
+        loaders = [run.loader(numbered(6), 2, shuffle=False), run.loader(numbered(9), 3, shuffle=False)]
+        del seen[checkpoints.updates :]  # what is trained again
+        for _ in run.epochs(2):
+            for (inputs, places), (_, others) in zip(*loaders, strict=False):
+                seen.append((places.tolist(), others.tolist()))
+                step(run, model, optimizer, inputs)
+                if len(seen) == stop_after:
+                    raise Interrupted
+
+    for stop_after in (2, 3, 4):
+        with pytest.raises(Interrupted):
+            go_over(stop_after)
+        made.pop().close()
+    go_over(-1)
+    assert seen == [([0, 1], [0, 1, 2]), ([2, 3], [3, 4, 5]), ([4, 5], [6, 7, 8])] * 2
+
+
+def test_plain_pytorch_reads_the_models(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path)
+    train(run, model, optimizer)
+    made[-1]._saver.wait()
+    state = torch.load(find(tmp_path)[0] / "state.pt", weights_only=True)
+    plain = nn.Linear(2, 1)
+    plain.load_state_dict(state["models"][0])
+    assert torch.equal(plain.weight, run.unwrap(model).weight)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_is_made_in_each_epoch_goes_on(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    def go_over(stop_after: int) -> None:
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=1)
+        del seen[checkpoints.updates :]  # what is trained again
+        for epoch in run.epochs(3):
+            loader = run.loader(numbered(6), 2)
+            loader.epoch = epoch
+            for inputs, places in loader:
+                seen.append(places.tolist())
+                step(run, model, optimizer, inputs)
+                if len(seen) == stop_after:
+                    raise KeyError
+
+    for stop_after in (2, 5, 6, 8):
+        with pytest.raises(KeyError):
+            go_over(stop_after)
+        made.pop().close()
+    go_over(-1)
+    epochs = [[place for batch in seen[start : start + 3] for place in batch] for start in (0, 3, 6)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
+    assert len(seen) == 9
+
+
+def test_two_loops_in_an_epoch_go_on_in_the_second(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def go_over(stop_after: int) -> None:
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=1)
+        loaders = {"a": run.loader(numbered(4), 2), "b": run.loader(numbered(6), 2)}
+        next(iter(loaders["a"]))  # a look before the loop takes nothing away
+        del seen[checkpoints.updates :]  # what is trained again
+        for epoch in run.epochs(2):
+            for name in "aba":
+                for inputs, _ in loaders[name]:
+                    seen.append(f"{name}{epoch}")
+                    step(run, model, optimizer, inputs)
+                    if len(seen) == stop_after:
+                        raise KeyError
+
+    expected = ["a0"] * 2 + ["b0"] * 3 + ["a0"] * 2 + ["a1"] * 2 + ["b1"] * 3 + ["a1"] * 2
+    for stop_after in (3, 5, 6, 9, 13):
+        with pytest.raises(KeyError):
+            go_over(stop_after)
+        made.pop().close()
+    go_over(-1)
+    assert seen == expected
+
+
+def test_a_save_after_the_loop_does_not_bring_the_epoch_back(tmp_path: Path) -> None:
+    steps = 0
+    for expected in (3, 6):
+        run, model, optimizer, checkpoints = start(tmp_path, every_updates=100)
+        loader = run.loader(numbered(6), 2)
+        for _ in run.epochs(2):
+            for inputs, _ in loader:
+                step(run, model, optimizer, inputs)
+                steps += 1
+            checkpoints.save()
+            if steps == expected:
+                break
+        made.pop().close()
+        assert steps == expected
+
+
+def test_a_named_checkpoint_is_where_the_first_start_begins(tmp_path: Path) -> None:
+    run, model, optimizer, _ = start(tmp_path, every_epochs=1, keep=9)
+    train(run, model, optimizer, epochs=3)
+    made.pop().close()
+    first = find(tmp_path)[-1]
+    for updates in (3, 6):
+        run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, keep=1, resume=first)
+        assert checkpoints.updates == updates
+        loader = run.loader(numbered(6), 2)
+        for _ in run.epochs(3):
+            for inputs, _ in loader:
+                step(run, model, optimizer, inputs)
+            checkpoints.save()
+            break
+        made.pop().close()
+        assert first in find(tmp_path)

@@ -1,0 +1,83 @@
+"""Positions of the training's loaders: in which pass each is, and after how many samples."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.data.base import Loader
+
+
+class Positions:
+    """Notes the passes over loaders, and gives those of an interrupted run back to them.
+
+    A loop may go over several loaders in an epoch, or over one several times. Passes that the interrupted run has
+    completed in its last epoch yield nothing when that epoch is gone over again.
+
+    Args:
+        found: of the interrupted run, in the order in which its loaders were made; empty for a new one.
+        saved_in: the loader in whose pass the run was saved; None where it was in none.
+    """
+
+    def __init__(self, found: Sequence[Mapping[str, Any]], saved_in: int | None) -> None:
+        self.first: Loader | None = None
+        """The loader whose pass began first, among those that are in one."""
+        self.has_begun = False
+        """Whether the loop over the epochs has begun. Passes before it, such as a look at a batch, do not count."""
+        self._found, self._saved_in = found, saved_in
+        self._watched: list[weakref.ref[Loader]] = []
+        self._passes: Counter[Loader] = Counter()
+
+    @property
+    def loaders(self) -> list[Loader]:
+        """Those that are still in use, in the order in which they were made."""
+        return [loader for one in self._watched if (loader := one()) is not None]
+
+    def watch(self, loader: Loader) -> None:
+        """Count a loader in."""
+        self._watched.append(weakref.ref(loader))
+        if self.has_begun:  # made within the loop
+            self._give(len(self._watched) - 1, loader)
+
+    def begin(self) -> None:
+        """Have the loaders go on where they stopped, as the loop over the epochs begins."""
+        self.has_begun = True
+        self._passes.clear()
+        for number, loader in enumerate(self.loaders):
+            self._give(number, loader)
+
+    def begin_epoch(self) -> None:
+        """Forget the passes of the epoch before, and the end of one that its loop has not asked for."""
+        self._passes.clear()
+        for loader in self.loaders:
+            loader.skip = 0
+            if loader.start and loader.start == loader.epoch_samples:
+                loader.epoch, loader.start = loader.epoch + 1, 0
+
+    def begin_pass(self, loader: Loader) -> None:
+        if self.first is None:
+            self.first = loader
+
+    def was_saved_in(self, loader: Loader) -> bool:
+        """Return whether the interrupted run was saved in a pass over this loader."""
+        return self._saved_in is not None and loader in self.loaders[self._saved_in : self._saved_in + 1]
+
+    def end_pass(self, loader: Loader) -> None:
+        self._passes[loader] += 1
+        if loader is self.first:
+            self.first = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the positions, and in which loader's pass this is."""
+        loaders = self.loaders
+        return {
+            "loaders": [{**loader.state_dict(), "passes": self._passes[loader]} for loader in loaders],
+            "saved_in": loaders.index(self.first) if self.first is not None else None,
+        }
+
+    def _give(self, number: int, loader: Loader) -> None:
+        if number < len(self._found):
+            loader.load_state_dict(self._found[number])
+            loader.skip = self._passes[loader] = self._found[number]["passes"]
