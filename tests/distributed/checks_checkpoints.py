@@ -23,8 +23,6 @@ from trainer.checkpoint.committed import find
 from trainer.strategies.base import Strategy
 
 EPOCHS, SAMPLES = 3, 41
-# The parameter server adds gradients in the order in which they come.
-EXACT = ("single", "horovod", "ddp", "ring")
 
 
 class Interrupted(Exception):  # noqa: N818 (it is no error)
@@ -88,7 +86,8 @@ class Training:
 
 
 def assert_equal(strategy: Strategy, found: list[Tensor], expected: list[Tensor]) -> None:
-    exact = type(strategy).__name__.lower().removesuffix("strategy") in EXACT
+    # The sum of three floats depends on its order, and that on buckets and on which rank comes first.
+    exact = strategy.world.size <= 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-13)
 
