@@ -54,7 +54,8 @@ class Training:
         self.run = init(strategy, accumulate=2)
         torch.manual_seed(1)
         between = (nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)) if depends_on_ranks else (nn.Tanh(),)
-        self.model = nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 3)).double()
+        # A bias before BatchNorm has no gradient but rounding errors, of which AdamW makes whole steps.
+        self.model = nn.Sequential(nn.Linear(6, 8, bias=False), *between, nn.Linear(8, 3)).double()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.forward, self.optimizer = self.run.prepare(self.model, optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=4, gamma=0.5)
