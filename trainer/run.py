@@ -264,14 +264,16 @@ class Run(RankNames):
         """Make a folder for this run, with settings.json, on rank 0; return it on every rank. `log` writes to it.
 
         Args:
-            folder: must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
+            folder: must not hold a run yet, unless it is this one, which `checkpoints` (called before) goes on with;
+                "auto" makes `runs/<script>-<date>-<time>`.
             settings: what else belongs into settings.json, such as the script's arguments.
             tensorboard: also write TensorBoard events there.
 
         Raises:
             TrainerError: rank 0 cannot write.
         """
-        return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard)
+        saved_in = str(self._checkpoints.config.folder) if self._checkpoints is not None else ""
+        return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard, checkpoints=saved_in)
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
         """Write rank 0's values to the folder of `record`, and show them in `progress`. Waits for the device."""

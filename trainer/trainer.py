@@ -286,6 +286,7 @@ class Trainer:
             learning_rate=learning_rate,
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
+            checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
             updates_before=self._state.updates,
             epochs_before=len(self._state.records),
             samples_before=samples_before,

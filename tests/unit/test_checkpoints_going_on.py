@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.unit.small_trainings import close_all, made, start, step, train
 from tests.unit.test_loader import numbered
+from trainer import TrainerError, init
 from trainer.checkpoint.committed import find
 
 
@@ -149,3 +151,14 @@ def test_a_named_checkpoint_is_where_the_first_start_begins(tmp_path: Path) -> N
             break
         made.pop().close()
         assert first in find(tmp_path)
+
+
+def test_a_record_goes_on(tmp_path: Path) -> None:
+    for starts in range(2):
+        run, _, _, checkpoints = start(tmp_path / "checkpoints")
+        folder = run.record(tmp_path / "record")
+        run.log({"loss": 0.5}, step=starts)
+        checkpoints.close()
+    assert [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()] == [0, 1]
+    with pytest.raises(TrainerError, match="already holds a run"):
+        init("single").record(tmp_path / "record")

@@ -15,7 +15,17 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.unit.test_trainer import blobs, network, weights
-from trainer import Callback, CheckpointConfig, ConfigError, EpochRecord, FitContext, Trainer, TrainerConfig, accuracy
+from trainer import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    EpochRecord,
+    FitContext,
+    Trainer,
+    TrainerConfig,
+    TrainerError,
+    accuracy,
+)
 from trainer.checkpoint.committed import find, load
 
 UPDATES_PER_EPOCH, EPOCHS = 5, 3
@@ -163,3 +173,13 @@ def test_another_model_is_refused_and_the_checkpoints_stay(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"0\.weight has shape \(8, 4\) there and \(9, 4\) here"):
         other.trainer.fit(blobs(100), epochs=1)
     assert [load(path).files for path in find(tmp_path)] == before
+
+
+def test_a_fit_that_has_died_before_its_first_checkpoint_starts_again_in_its_folder(tmp_path: Path) -> None:
+    output = tmp_path / "record"
+    interrupt(tmp_path / "checkpoints", 0, output=output, every_updates=None, every_epochs=1)
+    interrupt(tmp_path / "checkpoints", 5, output=output, every_updates=None, every_epochs=1)
+    Fit(tmp_path / "checkpoints", output=output, every_updates=None, every_epochs=1).run()
+    assert [line["step"] for line in lines(output / "steps.jsonl")] == list(range(1, 16))
+    with pytest.raises(TrainerError, match="already holds a run"):
+        Fit(tmp_path / "others", output=output).run()

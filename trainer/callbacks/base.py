@@ -36,6 +36,8 @@ class FitContext:
     """What was set for this host, and why."""
     broadcast_object: Callable[[Any], Any]
     """Returns rank 0's value on every rank. Collective."""
+    checkpoints: str = ""
+    """The folder that the fit is saved in; empty where it is not."""
     updates_before: int = 0
     """Updates of an interrupted fit that this one goes on with."""
     epochs_before: int = 0

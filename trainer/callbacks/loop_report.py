@@ -63,6 +63,7 @@ class LoopReport:
         broadcast_object: Callable[[Any], Any],
         *,
         tensorboard: bool,
+        checkpoints: str = "",
     ) -> Path:
         """See `Run.record`."""
         if self._folder is not None:
@@ -72,7 +73,8 @@ class LoopReport:
             optimizers = {"optimizers": [describe_optimizer(one) for one in self.optimizers]}
             own = vars(settings) if isinstance(settings, Namespace) else settings or {}
             facts = {"settings": dict(own), **self._settings, **optimizers, **describe_run(self._world)}
-            return RunFolder(folder, facts, tensorboard=tensorboard)
+            facts["checkpoints"] = checkpoints
+            return RunFolder(folder, facts, tensorboard=tensorboard, goes_on=bool(checkpoints))
 
         path, self._folder = open_on_root(self._world, broadcast_object, make)
         self._has_use = True

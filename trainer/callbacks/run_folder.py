@@ -31,7 +31,8 @@ class RunFolder:
         tensorboard: also write TensorBoard events there.
         settings: written to settings.json.
 
-        goes_on: the folder holds this run's earlier part, which is kept.
+        goes_on: the folder may hold this run's earlier part, which is kept: one with the same folder of checkpoints in
+            its settings.
 
     Raises:
         TrainerError: it cannot be written, it holds a run, or TensorBoard is missing.
@@ -46,7 +47,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "settings.json").exists():
                 self.write("settings.json", settings)
-            elif goes_on:
+            elif goes_on and self._is_of(settings["checkpoints"]):
                 self.append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
@@ -57,6 +58,11 @@ class RunFolder:
         if writer is not None:
             self._events = writer(str(self.path), flush_secs=10)
             atexit.register(self._events.close)  # it has no exit handler of its own
+
+    def _is_of(self, checkpoints: str) -> bool:
+        """Return whether the folder's run is the one that is saved in this folder of checkpoints."""
+        found = json.loads((self.path / "settings.json").read_text())
+        return bool(found.get("checkpoints") == checkpoints)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of JSON, whole or not at all."""

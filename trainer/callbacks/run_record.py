@@ -50,12 +50,12 @@ class RunRecord(Callback):
         self.folder, self._files = open_on_root(context.world, context.broadcast_object, lambda: self._make(context))
 
     def _make(self, context: FitContext) -> RunFolder:
-        if self._earlier is None:
-            return RunFolder(self._output, _settings(context), tensorboard=self._tensorboard)
+        where: str | Path = self._output
         # That of the run's earlier part, unless it was left on another host or another one is asked for.
-        folder = Path(self._earlier["folder"]) if self._output == "auto" else Path(self._output)
-        where = folder if (folder / "settings.json").exists() else self._output
-        files = RunFolder(where, _settings(context), tensorboard=self._tensorboard, goes_on=True)
+        if self._earlier is not None and where == "auto" and Path(self._earlier["folder"], "settings.json").exists():
+            where = self._earlier["folder"]
+        settings = _settings(context)
+        files = RunFolder(where, settings, tensorboard=self._tensorboard, goes_on=bool(context.checkpoints))
         files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
         files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
         return files
@@ -106,6 +106,7 @@ def _settings(context: FitContext) -> dict[str, Any]:
         "strategy": context.strategy_name,
         "description": context.description,
         "tuning": dict(context.tuning),
+        "checkpoints": context.checkpoints,
         "optimizer": describe_optimizer(context.optimizer),
         **describe_run(context.world),
     }
