@@ -102,6 +102,8 @@ class Ours(Saver):
             setting.folder, every_updates=setting.every, resume="none", on_error="stop"
         )
         self.stalls_s, self.writes_s = checkpoints.stalls_s, checkpoints.writes_s
+        self._epochs = setting.run.epochs(1)
+        next(self._epochs)  # all blocks are one epoch to it
 
 
 class TorchSave(Saver):

@@ -117,9 +117,10 @@ def command(*arguments: str) -> tuple[str, ...]:
     ("launcher", "kind", "said"),
     [
         ("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
-        ("--mpi", "SIGTERM", "rank 1 on localhost died without a word in update 21 (SIGTERM)"),
+        # Those that test_faults.py makes of a training with checkpoints are slow here.
+        slow("--mpi", "SIGTERM", "rank 1 on localhost died without a word in update 21 (SIGTERM)"),
         ("--torchrun", "segfault", "rank 1 on localhost died without a word in update 21"),
-        ("--gloo", "memory", "rank 1 on localhost failed in update 21: MemoryError"),
+        slow("--gloo", "memory", "rank 1 on localhost failed in update 21: MemoryError"),
         slow("--mpi", "bug", "rank 1 on localhost failed in update 21: ZeroDivisionError: the user's own bug"),
         slow("--mpi", "SIGKILL", "rank 1 on localhost died without a word in update 21 (SIGKILL)"),
         slow("--torchrun", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
@@ -186,7 +187,7 @@ def test_too_few_hosts_are_waited_for_and_then_named(supervised: Supervised) -> 
     assert "1 of at least 2 slots are left: no-such-host.invalid does not answer" in ended.events[-1]["text"]
 
 
-@pytest.mark.parametrize("launcher", ["--gloo", slow("--mpi"), slow("--torchrun")])
+@pytest.mark.parametrize("launcher", [slow("--gloo"), slow("--mpi"), slow("--torchrun")])
 def test_a_preempted_job_saves_and_the_same_command_goes_on(supervised: Supervised, launcher: str) -> None:
     arguments = ("-np", "2", launcher, *command("none", "--updates", "400"))
     process = supervised.start(*arguments)
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_the_job(supervised: Supervised, launcher: str) -> None:
     assert ended.code == 130, ended.output
 
 
-@pytest.mark.parametrize("launcher", ["--gloo", slow("--mpi"), slow("--torchrun")])
+@pytest.mark.parametrize("launcher", [slow("--gloo"), slow("--mpi"), slow("--torchrun")])
 def test_the_job_of_a_killed_supervisor_is_taken_over(supervised: Supervised, launcher: str) -> None:
     process = supervised.start("-np", "2", launcher, *command("none", "--updates", "120"))
     supervised.wait_for(supervised.has_saved)

@@ -65,7 +65,8 @@ def test_a_number_that_is_not_valid_gives_one_line(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_short_run_measures_every_way_of_saving(tmp_path: Path, ranks: int) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.checkpoints", "--dataset", "digits", "--network", "tutorial"]
