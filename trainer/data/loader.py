@@ -109,15 +109,14 @@ class ShardedLoader(Loader):
         """Samples in the dataset, of which an epoch may take others."""
         shuffle = training if shuffle is None else shuffle
         self._order = EpochOrder(self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, group=group)
-        plan = ShardPlan(
+        self._drop_last, self._whole_plan = drop_last, ShardPlan(
             samples=self._order.samples,
             world_size=self.world.size,
             batch_size=1 if batch_size is None else batch_size,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
-        self.plan = plan.full_steps() if drop_last else plan
-        self._whole_plan, self._drop_last = plan, drop_last
+        self.plan = self._plan_from(0)
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
         self.seed, self.num_workers, self._options = seed, num_workers, options
 
@@ -152,13 +151,16 @@ class ShardedLoader(Loader):
     def _holds_for(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
 
+    def _plan_from(self, start: int) -> ShardPlan:
+        plan = replace(self._whole_plan, start=start)
+        return plan.full_steps() if self._drop_last else plan
+
     def updates_before(self, taken: int) -> int:
         """Return the updates in which an epoch of this plan takes its first `taken` samples."""
         return -(-taken // (self.plan.step_size * self.plan.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
-        plan = replace(self._whole_plan, start=self.start)
-        plan = plan.full_steps() if self._drop_last else plan
+        plan = self._plan_from(self.start)
         self._begin(plan.start)
         shards = [plan.shard(step, self.world.rank) for step in range(plan.steps)]
         # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
