@@ -58,9 +58,9 @@ class Writer:
 
     def wait(self) -> None:
         """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread = self._thread  # a signal's thread waits for it as well
+        if thread is not None:
+            thread.join()
 
     def commit(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
         """Commit a snapshot now; `error` says whether it was."""
