@@ -63,7 +63,9 @@ class Writer:
             thread.join()
 
     def commit(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
-        """Commit a snapshot now; `error` says whether it was."""
+        """Commit a snapshot now; `error` says whether it was. One that another host could not write is there already."""
+        if self.committed is not None and self.committed.order == order:
+            return
         started = time.monotonic()
         # A checkpoint that cannot be loaded is found at the first one.
         check = None if self._has_checked else _load_as_data
