@@ -79,7 +79,7 @@ class Preemption:
         deadline = started + self._grace_s
         # The ranks may be about to agree, which is better: all of them save then.
         alone = started + min(_ALONE_AFTER_S, self._grace_s / 4)
-        while time.monotonic() < deadline or self._is_closed:
+        while time.monotonic() < deadline:
             if self._is_closed:
                 return
             if not self._is_handled and time.monotonic() > alone and self._save_alone():

@@ -50,8 +50,9 @@ def find_start(
     """Load what the run goes on from, if anything; return that, and the number of this start. Collective.
 
     Raises:
-        ConfigError: the checkpoint does not fit the run, or the folder is not empty and the run is to start anew.
-        TrainerError: the checkpoint that was named is damaged, or there is none.
+        ConfigError: the checkpoint does not fit the run, the one that was named is damaged or not there, or the folder
+            is not empty and the run is to start anew.
+        TrainerError: the checkpoint cannot be loaded.
     """
     orders = [order_of(path.name) for path in find(storage.folder)] if storage.is_writer else []
     attempts = strategy.all_gather_object(max((order[0] for order in orders if order), default=0))
