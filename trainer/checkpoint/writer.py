@@ -63,9 +63,9 @@ class Writer:
             thread.join()
 
     def commit(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
-        """Commit a snapshot now; `error` says whether it was. One that another host could not write is there already."""
+        """Commit a snapshot now; `error` says whether it was."""
         if self.committed is not None and self.committed.order == order:
-            return
+            return  # saved again, because another host could not write it
         started = time.monotonic()
         # A checkpoint that cannot be loaded is found at the first one.
         check = None if self._has_checked else _load_as_data

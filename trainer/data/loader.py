@@ -109,16 +109,16 @@ class ShardedLoader(Loader):
         """Samples in the dataset, of which an epoch may take others."""
         shuffle = training if shuffle is None else shuffle
         self._order = EpochOrder(self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, group=group)
-        self._drop_last, self._whole_plan = drop_last, ShardPlan(
+        self._whole_plan = ShardPlan(
             samples=self._order.samples,
             world_size=self.world.size,
             batch_size=1 if batch_size is None else batch_size,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
+        self._drop_last, self.seed, self.num_workers, self._options = drop_last, seed, num_workers, options
         self.plan = self._plan_from(0)
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
-        self.seed, self.num_workers, self._options = seed, num_workers, options
 
     @property
     def step_size(self) -> int:
