@@ -66,7 +66,7 @@ def test_a_value_that_is_not_valid_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-np", "2", "--frobnicate", "x"), "--frobnicate"),
+        (("-np", "2", "--frobnicate", "x"), "no such option: --frobnicate; see trainer run --help"),
         (("-np", "two", "x"), "argument -np: invalid int value: 'two'"),
         (("x",), "the following arguments are required: -np"),
         (("-np", "2", "--mpi", "--gloo", "x"), "argument --gloo: not allowed with argument --mpi"),
@@ -79,6 +79,7 @@ def test_an_unknown_option_is_one_line(
         main(["run", *arguments])
     assert ended.value.code == 2
     printed = capsys.readouterr().err
+    assert printed.startswith("trainer run: ")
     assert message in printed
     assert printed.count("\n") == 1
 

@@ -9,6 +9,7 @@ from trainer.supervise.judge import Verdict
 from trainer.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide
 
 A, B = Host("a", 2), Host("b", 2)
+NOW = 10_000.0
 
 
 def failed(
@@ -18,8 +19,9 @@ def failed(
     blamed: tuple[str, ...] = (),
     hosts: tuple[Host, ...] = (A, B),
     verdict: Verdict = Verdict.FAILED,
+    ended: float = NOW,
 ) -> Past:
-    return Past(verdict=verdict, hosts=hosts, blamed=blamed, first_update=first, last_update=update)
+    return Past(verdict=verdict, hosts=hosts, blamed=blamed, first_update=first, last_update=update, ended=ended)
 
 
 def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
@@ -32,27 +34,33 @@ def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
 
 def test_a_host_that_fails_three_times_in_five_is_left_out_where_the_job_can_do_without() -> None:
     history = [failed(5, blamed=("b",)), failed(6, blamed=("a",)), failed(7, blamed=("b",))]
-    assert bad_hosts(history, (A, B), 2) == ()
+    assert bad_hosts(history, (A, B), 2, NOW) == ()
     history.append(failed(8, blamed=("b",)))
-    assert bad_hosts(history, (A, B), 2) == ("b",)
-    assert bad_hosts(history, (A, B), 3) == ()
-    assert bad_hosts(history, (B,), 1) == ()
+    assert bad_hosts(history, (A, B), 2, NOW) == ("b",)
+    assert bad_hosts(history, (A, B), 3, NOW) == ()
+    assert bad_hosts(history, (B,), 1, NOW) == ()
 
 
 def test_a_host_returns_when_other_failures_have_followed() -> None:
     history = [failed(blamed=("b",))] * 3 + [failed(blamed=("a",))] * 2
-    assert bad_hosts(history, (A, B), 2) == ("b",)
-    assert bad_hosts([*history, failed()], (A, B), 2) == ()
+    assert bad_hosts(history, (A, B), 2, NOW) == ("b",)
+    assert bad_hosts([*history, failed()], (A, B), 2, NOW) == ()
+
+
+def test_failures_of_more_than_an_hour_ago_do_not_count_against_a_host() -> None:
+    history = [failed(blamed=("b",), ended=NOW - ago) for ago in (3601, 60, 1)]
+    assert bad_hosts(history, (A, B), 2, NOW) == ()
+    assert bad_hosts(history, (A, B), 2, NOW - 2) == ("b",)
 
 
 def test_of_two_bad_hosts_the_worst_goes_first() -> None:
     history = [failed(blamed=("a", "b"))] * 3 + [failed(blamed=("b",))]
-    assert bad_hosts(history, (A, B), 2) == ("b",)
+    assert bad_hosts(history, (A, B), 2, NOW) == ("b",)
 
 
 def test_a_preemption_is_no_failure_of_a_host() -> None:
     history = [failed(blamed=("b",), verdict=Verdict.PREEMPTED)] * 3
-    assert bad_hosts(history, (A, B), 2) == ()
+    assert bad_hosts(history, (A, B), 2, NOW) == ()
 
 
 @pytest.mark.parametrize(("update", "where"), [(None, "before the first update"), (7, "after update 7")])

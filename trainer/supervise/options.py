@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts, slots_of
@@ -53,8 +54,16 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        # A subcommand would leave an unknown option to the command above it, whose --help does not tell of it.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"no such option: {' '.join(unknown)}")
+        return parsed, unknown
+
     def error(self, message: str) -> NoReturn:
-        message = message.replace("unrecognized arguments: ", "no such option: ")
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

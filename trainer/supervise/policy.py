@@ -13,6 +13,8 @@ SAME_UPDATE = 3
 """Failures in a row at the same update that show that another start will not help."""
 BAD_HOST, LATEST = 3, 5
 """A host is left out after this many of the latest failures."""
+RECENT_S = 3600.0
+"""Older failures do not count against a host: in a job of weeks, each host fails now and then."""
 LONGEST_WAIT_S = 60.0
 _FAILURES = (Verdict.FAILED, Verdict.HUNG)
 
@@ -28,6 +30,8 @@ class Past:
     first_update: int | None = None
     """The first update that it completed; None where it completed none."""
     last_update: int | None = None
+    ended: float = 0.0
+    """On the monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,15 @@ def choose_hosts(hosts: Sequence[Host], well: Collection[str], bad: Collection[s
     return fill([host for host in hosts if host.name in well and host.name not in bad], ranks)
 
 
-def bad_hosts(history: Sequence[Past], hosts: Sequence[Host], min_ranks: int) -> tuple[str, ...]:
+def bad_hosts(history: Sequence[Past], hosts: Sequence[Host], min_ranks: int, now: float) -> tuple[str, ...]:
     """Return the hosts on which ranks fail again and again, and that the job can do without.
 
     Args:
         hosts: those that are well.
+        now: on the monotonic clock.
     """
-    failures = [past for past in history if past.verdict in _FAILURES][-LATEST:]
+    recent = [past for past in history if past.verdict in _FAILURES and now - past.ended < RECENT_S]
+    failures = recent[-LATEST:]
     counted = Counter(host for past in failures for host in past.blamed)
     bad: list[str] = []
     for name, count in counted.most_common():

@@ -107,7 +107,8 @@ class _Supervisor:
         self._attempts.append(attempt)
         first, last = attempt.updates or (None, None)
         self._history.append(Past(
-            verdict=judgement.verdict, hosts=self._hosts, blamed=judgement.hosts, first_update=first, last_update=last
+            verdict=judgement.verdict, hosts=self._hosts, blamed=judgement.hosts, first_update=first, last_update=last,
+            ended=time.monotonic(),
         ))  # fmt: skip
         self._events.say(
             judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
@@ -134,7 +135,7 @@ class _Supervisor:
         while not self._signals.has_any:
             well = [answer.host for answer in answers if answer.is_well]
             hosts_well = [host for host in options.hosts if host.name in well]
-            self._bad = bad = bad_hosts(self._history, hosts_well, options.min_ranks)
+            self._bad = bad = bad_hosts(self._history, hosts_well, options.min_ranks, time.monotonic())
             chosen = choose_hosts(options.hosts, well, bad, options.ranks)
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]
