@@ -24,7 +24,7 @@ DEADLINE_S = 200.0
 
 
 class Supervised:
-    """A call of `trainer run` on node a, with four ranks on both nodes."""
+    """A call of `trainer run` on node a."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -34,9 +34,13 @@ class Supervised:
             cluster.shell(node, f"rm -rf {FOLDER} {CHECKPOINTS} /tmp/job.log; mkdir -p {FOLDER}")
         cluster.compose("cp", str(ROOT / "benchmarks" / "chaos_job.py"), f"a:/trainer/{FOLDER}/")
 
-    def start(self, *options: str, epochs: int = 60, pause_s: float = 0.02, checkpoints: str = CHECKPOINTS) -> None:
+    def start(
+        self, *options: str, hosts: str = "a:2,b:2", epochs: int = 60, pause_s: float = 0.02,
+        checkpoints: str = CHECKPOINTS,
+    ) -> None:  # fmt: skip
         job = [*JOB, str(epochs), checkpoints, "--pause-s", str(pause_s), "--every-s", "0.5"]
-        command = ["trainer", "run", "--name", "surviving", "-np", "4", "-H", "a:2,b:2", *options, *job]
+        ranks = sum(int(host.partition(":")[2]) for host in hosts.split(","))
+        command = ["trainer", "run", "--name", "surviving", "-np", str(ranks), "-H", hosts, *options, *job]
         script = f"{' '.join(command)} > /tmp/job.log 2>&1; code=$?; cat /tmp/job.log; exit $code"
         call = self.cluster.run
 
@@ -104,7 +108,7 @@ def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_
 def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Path, launcher: str) -> None:
     supervised.start(launcher)
     supervised.wait_for("epoch 5/")
-    supervised.cluster.shell("b", f"pkill -KILL -o -f 'python.* {FOLDER}/chaos_job.py'")
+    supervised.cluster.shell("b", f"pkill -KILL -o -f '^python {FOLDER}/chaos_job.py'")
     outcome = supervised.end()
     assert outcome.code == 0, outcome.output
     first = next(line for line in said(outcome) if "attempt 1: " in line)
@@ -172,6 +176,19 @@ def test_too_few_nodes_are_waited_for_and_then_named(supervised: Supervised) -> 
     outcome = supervised.end()
     assert outcome.code == 1, outcome.output
     assert said(outcome)[-1].startswith("trainer run: given up: 2 of at least 4 slots are left: b does not answer (")
+
+
+def test_all_nodes_are_lost_but_the_supervisors(supervised: Supervised, tmp_path: Path) -> None:
+    victim = supervised.cluster.container("b")
+    supervised.start(hosts="b:2")
+    supervised.wait_for("epoch 5/")
+    succeed(["docker", "kill", victim])
+    supervised.wait_for("0 of at least 2 slots are left: b does not answer .*waiting up to 600 s for hosts")
+    succeed(["docker", "start", victim])
+    outcome = supervised.end()
+    assert outcome.code == 0, outcome.output
+    assert "going on from checkpoint attempt-0001" in outcome.output
+    assert len(supervised.result(tmp_path).lineage) == 2
 
 
 @pytest.fixture
