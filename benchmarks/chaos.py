@@ -1,7 +1,7 @@
 """Kills ranks and a node at random while `trainer run` trains on two containers, and checks what comes of it.
 
     docker compose up --build -d
-    python benchmarks/chaos.py                # with MNIST in the nodes' data/; about ten minutes
+    python benchmarks/chaos.py                # with MNIST in the nodes' data/; fifteen minutes
 
 Every 40 to 70 seconds a rank on one of the nodes a and b is killed, or node b, which is started again some seconds
 later. At the end the test accuracy has to be at least 99 %, each sample has to be in each epoch of the result exactly
@@ -208,7 +208,7 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--epochs", type=int, default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=75, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("chaos"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--file", action="append", default=[], help="of docker compose, as often as needed")

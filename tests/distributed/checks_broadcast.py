@@ -56,3 +56,11 @@ def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> N
         for root in range(size):
             assert strategy.broadcast_object("x" * 999 + str(rank), root=root) == "x" * 999 + str(root)
         assert strategy.all_gather_object("x" * 999 + str(rank)) == ["x" * 999 + str(one) for one in range(size)]
+
+
+def check_values_of_any_size_are_gathered(strategy: Strategy) -> None:
+    rank, size = strategy.world.rank, strategy.world.size
+    with mock.patch.object(horovod_broadcast, "_SMALL_BYTES", 64):
+        for lengths in ([0] * size, range(30, 70), [10, *[500] * size], [500, *[10] * size]):
+            expected = [["x"] * length for length in lengths][:size]
+            assert strategy.all_gather_object(expected[rank]) == expected

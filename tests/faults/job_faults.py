@@ -167,6 +167,6 @@ FAULTS: dict[str, Callable[[Plan], None]] = {
 }
 """By name, what is done at the planned update or, after a preparation, some updates later."""
 PREPARATIONS: dict[str, tuple[Callable[[Plan], None], int]] = {
-    "disk full, then killed": (_fill_disk, 7),
+    "disk full, then killed": (_fill_disk, 20),  # a failed save is told of within half a second
     "clock jumps a day, then killed": (_jump, 5),
 }

@@ -23,6 +23,7 @@ def test_what_is_committed_already_is_no_error_when_it_is_asked_for_again(tmp_pa
         writer.start((1, 0, 3), {"weight": torch.ones(2)}, {}, None)
         writer.wait()
         assert writer.error is None
+        writer.close()
     (path,) = find(tmp_path)
     assert read_state(path)["weight"].tolist() == [1.0, 1.0]
 
@@ -43,6 +44,7 @@ def test_two_threads_may_wait_for_the_same_commit(tmp_path: Path, monkeypatch: p
     for thread in threads:
         thread.join()
     assert waited == [True] * 4
+    writer.close()
 
 
 def test_an_error_that_is_not_ours_is_told_as_well(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is being written, and leave the signals and the folder to others."""
-        self._saver.wait()
+        self._saver.close()
         self.preemption.close()
         self._storage.close()
 

@@ -110,6 +110,10 @@ class Saver:
         """Return when nothing is being written."""
         self.writer.wait()
 
+    def close(self) -> None:
+        """Return when nothing is being written, and no thread is left."""
+        self.writer.close()
+
     def take_standby(self, state: Mapping[str, Any]) -> None:
         """Copy the state, so that `commit_standby` can write it later."""
         if self._storage.is_writer:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ class Writer:
 
     def __init__(self, folder: Path, keep: int, damaged: Collection[Path], kept: Collection[Path]) -> None:
         self._folder, self._keep, self._damaged, self._kept = folder, keep, frozenset(damaged), kept
-        self._thread: threading.Thread | None = None
+        # One thread for all: a new one for each snapshot would keep the training waiting until it runs. Python waits
+        # for it, so that a script that ends lets it finish.
+        self._pool = _make_pool()
+        self._writing: Future[None] | None = None
         self._has_checked = False
         self.committed: Committed | None = None
         """The newest that this job has committed."""
@@ -40,7 +43,7 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing is not None and not self._writing.done()
 
     def start(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
         """Commit a snapshot in a thread; the caller must not change it before `wait` has returned.
@@ -51,16 +54,18 @@ class Writer:
             best: the name of one to keep as well.
         """
         self.wait()
-        self._thread = threading.Thread(
-            target=self.commit, args=(order, state, facts, best), name="trainer-checkpoint"
-        )  # no daemon: a script that ends lets it finish
-        self._thread.start()
+        self._writing = self._pool.submit(self.commit, order, state, facts, best)
 
     def wait(self) -> None:
         """Return when nothing is being written."""
-        thread = self._thread  # a signal's thread waits for it as well
-        if thread is not None:
-            thread.join()
+        writing = self._writing  # a signal's thread waits for it as well
+        if writing is not None:
+            wait([writing])
+
+    def close(self) -> None:
+        """End the thread, once nothing is being written; `start` makes another one."""
+        self._pool.shutdown()
+        self._pool = _make_pool()
 
     def commit(self, order: Order, state: Mapping[str, Any], facts: Mapping[str, Any], best: str | None) -> None:
         """Commit a snapshot now; `error` says whether it was."""
@@ -84,6 +89,10 @@ class Writer:
     def _prune(self, best: str | None) -> None:
         valid = [path for path in find(self._folder) if path not in self._damaged]
         prune(self._folder, [*valid[: self._keep], *self._kept, *([self._folder / best] if best else [])])
+
+
+def _make_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
 
 
 def _load_as_data(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 2**30
+_SMALL_BYTES = 2**16
 
 
 def broadcast_tensors(hvd: Any, tensors: Iterable[Tensor], root: int = 0) -> None:
@@ -41,13 +43,20 @@ def broadcast_object(hvd: Any, value: Any, root: int) -> Any:
 
 
 def all_gather_object(hvd: Any, value: Any) -> list[Any]:
-    """Return every rank's value, in the order of the ranks."""
+    """Return every rank's value, in the order of the ranks. One all-gather is enough where no value is large."""
     data = _pickled(value)
-    lengths = hvd.allgather(torch.tensor([len(data)]), name="trainer.lengths").tolist()
+    length = torch.tensor([len(data)]).view(torch.uint8)
+    small = hvd.allgather(torch.cat([length, data[:_SMALL_BYTES]]), name="trainer.objects")
+    lengths, parts = [], []
+    while len(small):
+        lengths.append(int.from_bytes(small[: len(length)].numpy().tobytes(), sys.byteorder))
+        parts.append(small[len(length) :][: min(lengths[-1], _SMALL_BYTES)])
+        small = small[len(length) + len(parts[-1]) :]
     if sum(lengths) > PIECE_BYTES:
         return [broadcast_object(hvd, value, root) for root in range(len(lengths))]
-    together = hvd.allgather(data, name="trainer.objects")
-    return [_unpickled(part) for part in together.split(lengths)]
+    if max(lengths) > _SMALL_BYTES:
+        parts = hvd.allgather(data, name="trainer.large_objects").split(lengths)
+    return [_unpickled(part) for part in parts]
 
 
 def _pickled(value: Any) -> Tensor:
