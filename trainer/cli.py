@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from trainer.doctor import options as doctor
+from trainer.doctor.examine import examine
 from trainer.errors import ConfigError, TrainerError
 from trainer.supervise.options import add_parser, make_parser, to_options
 from trainer.supervise.supervisor import supervise
@@ -15,9 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("trainer")
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     add_parser(subparsers)
+    doctor.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
-        return supervise(to_options(parsed))
+        return examine(doctor.to_options(parsed)) if parsed.subcommand == "doctor" else supervise(to_options(parsed))
     except TrainerError as error:
         print(f"trainer {parsed.subcommand}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

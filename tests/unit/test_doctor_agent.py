@@ -1,0 +1,186 @@
+"""Agents of `trainer doctor`, as processes on this host: the way in, what they read, and the exchange of bytes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.doctor.agent import exchange
+from trainer.doctor.connection import AgentError, Connection
+from trainer.supervise.hosts import Host
+
+HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
+TOKEN = "0" * exchange.TOKEN_BYTES
+SOURCES = sorted(Path(exchange.__file__).parent.glob("*.py"))
+
+
+@pytest.fixture
+def agent() -> Iterator[Connection]:
+    connection = Connection(HERE, timeout_s=20)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Connection]]:
+    """Start an agent through a program named ssh, which is this shell script; $command is what a host would run."""
+    started: list[Connection] = []
+
+    def connect(script: str, timeout_s: float = 20) -> Connection:
+        program = tmp_path / "ssh"
+        program.write_text(f"#!/bin/sh\nfor command; do :; done\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        started.append(Connection(ELSEWHERE, timeout_s))
+        return started[-1]
+
+    yield connect
+    for connection in started:
+        connection.close()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_the_source_is_python_3_8_and_needs_the_standard_library_only(source: Path) -> None:
+    tree = ast.parse(source.read_text(), feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+def test_an_agent_logs_in_answers_and_is_gone_after_its_connection(agent: Connection) -> None:
+    login = agent.login()
+    assert (login.error, login.printed) == ("", "")
+    assert abs(agent.call("clock", 5) - time.time()) < 2
+    process = agent._process.pid
+    agent.close()
+    assert not Path(f"/proc/{process}").exists()
+    with pytest.raises(AgentError, match="has ended"):
+        agent.call("clock", 5)
+
+
+def test_an_error_of_an_agent_is_one_of_its_host(agent: Connection) -> None:
+    with pytest.raises(AgentError, match="localhost: TypeError"):
+        agent.call("resolve", 5, unknown=1)
+
+
+def test_what_an_agent_reads_of_a_host(agent: Connection, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "train.py").write_text("print()\n")
+    machine = agent.call("machine", 5, folder=str(tmp_path))
+    assert machine["host_name"] == socket.gethostname()
+    assert machine["cores"] <= len(os.sched_getaffinity(0))
+    assert machine["memory_free"]["machine"] > 0
+    assert machine["outputs"] | {"free": 0} == {"path": str(tmp_path), "free": 0, "is_writable": True}
+    software = agent.call("software", 10, folder=str(tmp_path), script="train.py", python_path="")
+    assert software["executable"] == sys.executable
+    assert software["versions"]["Python"] == sys.version.split()[0]
+    assert software["versions"]["PyTorch"].startswith("2.")
+    assert len(software["script"]) == len(software["library"]) == 12
+    assert software["shadows"] == [str(tmp_path / "torch.py")]
+    assert agent.call("software", 10, folder=str(tmp_path), script="x.py", python_path="")["script"] == "missing"
+
+
+def test_the_library_on_the_jobs_own_path_is_the_one_that_is_read(agent: Connection, tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").touch()
+    asked = {"folder": str(tmp_path), "script": ""}
+    installed, own = (agent.call("software", 10, python_path=path, **asked)["library"] for path in ("", str(tmp_path)))
+    assert installed != own
+
+
+def test_names_and_interfaces(agent: Connection) -> None:
+    assert agent.call("interfaces", 5)["lo"]["addresses"] == ["127.0.0.1"]
+    found = agent.call("resolve", 5, names=["localhost", "no-such-host.invalid"])
+    assert found["localhost"]["own"] == "127.0.0.1"
+    assert found["localhost"]["interface"] == "lo"
+    assert found["localhost"]["in_hosts_file"]
+    assert found["no-such-host.invalid"]["error"]
+    assert agent.call("owns", 5, addresses=["127.0.0.1", "192.0.2.1"]) == {"127.0.0.1": True, "192.0.2.1": False}
+
+
+def test_two_agents_exchange_bytes(agent: Connection) -> None:
+    other = Connection(HERE, timeout_s=20)
+    try:
+        ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
+        found = other.call("probe", 10, address="127.0.0.1", ports=ports, token=TOKEN, wait_s=3)
+        assert found | {"latency_s": 0} == {
+            "errors": {str(port): "" for port in ports}, "latency_s": 0, "large": "", "segment": 0,
+        }  # fmt: skip
+        assert 0 < found["latency_s"] < 0.1
+        assert other.call("bandwidth", 10, address="127.0.0.1", port=ports[0], token=TOKEN, seconds=0.1) > 1e6
+    finally:
+        other.close()
+
+
+def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
+    ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
+    assert ports[1] in exchange._CHOSEN_PORTS
+    for port in ports:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._HEAD.pack(b"P", 0))
+            assert _end(stranger) == b""
+    found = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
+    assert all(found["errors"].values())
+
+
+def _end(connection: socket.socket) -> bytes:
+    """Return what comes before the connection is closed, or reset because something was not read."""
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_port_that_nobody_listens_on_is_refused() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        assert exchange.probe("127.0.0.1", [port], TOKEN, 3)["errors"] == {str(port): "connection refused"}
+
+
+def test_messages_that_are_larger_than_what_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener takes small messages, and forgets what comes after a large one's head."""
+    monkeypatch.setattr(exchange, "_discard", lambda connection, size: time.sleep(1.0))
+    monkeypatch.setattr(exchange, "_SEGMENT_S", 0.1)
+    monkeypatch.setattr(exchange, "_LISTEN_S", 1.0)
+    ports = exchange.listen("127.0.0.1", TOKEN)
+    found = exchange.probe("127.0.0.1", ports, TOKEN, 0.3)
+    assert (found["large"], found["segment"]) == ("to", 0)
+
+
+def test_ssh_runs_the_agent(through_ssh: Callable[[str], Connection]) -> None:
+    connection = through_ssh('exec sh -c "$command"')
+    assert connection.login().error == ""
+    assert connection.call("owns", 5, addresses=[]) == {}
+
+
+def test_what_a_login_shell_prints_is_told(through_ssh: Callable[[str], Connection]) -> None:
+    assert through_ssh('echo; echo Welcome; printf "to b"; exec sh -c "$command"').login().printed == "Welcome"
+
+
+def test_what_ssh_says_when_it_fails(through_ssh: Callable[[str], Connection]) -> None:
+    login = through_ssh("echo 'Permission denied (publickey).' >&2; exit 255").login()
+    assert login.error == "Permission denied (publickey)."
+
+
+def test_a_host_without_python(
+    through_ssh: Callable[[str], Connection], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
+    login = through_ssh(f'PATH={tmp_path}/bin exec /bin/sh -c "$command"').login()
+    assert login.error == "no python3 on the PATH"
+
+
+def test_a_login_that_hangs_is_given_up(through_ssh: Callable[..., Connection]) -> None:
+    assert through_ssh("exec sleep 60", timeout_s=0.3).login().error == "no answer in time"

@@ -1,0 +1,248 @@
+"""The checks of `trainer doctor`: which facts become which finding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, pair, software, the_only, way
+from trainer.doctor.checks.host import GIB, MIB
+from trainer.doctor.facts import Facts, Login, Name
+from trainer.doctor.finding import Level
+
+
+def of_machine(name: str = "b", **changes: Any) -> Facts:
+    return healthy(machines={"a": machine("a"), "b": machine("b")} | {name: machine(name, **changes)})
+
+
+def of_software(**changes: Any) -> Facts:
+    return healthy(software={"a": software(), "b": software(**changes)})
+
+
+def of_name(here: str, there: str, **changes: Any) -> Facts:
+    facts = healthy()
+    names = {host: dict(seen) for host, seen in facts.names.items()}
+    names[here][there] = way("a", "b", **changes) if there else Name(**changes)
+    return replace(facts, names=names)
+
+
+def refused(error: str, **changes: Any) -> Facts:
+    """Return the facts where ssh to b has ended with these lines."""
+    facts = healthy(logins={"a": Login(), "b": login(error=error)}, **changes)
+    return replace(facts, machines={"a": machine("a")}, software={"a": software()}, pairs={}, names={}, owned={})
+
+
+def test_healthy_hosts_have_no_finding() -> None:
+    assert found(healthy(), "python", "train.py") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("ssh: connect to host b port 2222: Connection refused",
+         "no ssh server answers on b (10.0.0.2, port 2222): connection refused"),
+        ("ssh: connect to host b port 2222: Connection timed out", "b (10.0.0.2, port 2222) does not answer: "),
+        ("ssh: connect to host b port 2222: No route to host", "b (10.0.0.2, port 2222) does not answer: "),
+        ("@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
+         "b (10.0.0.2, port 2222) shows another host key than the one that a knows; if b was set up anew, "
+         "`ssh-keygen -R '[b]:2222'` on a"),
+        ("No ED25519 host key is known for [b]:2222\nHost key verification failed.",
+         "b (10.0.0.2, port 2222) shows a host key that a does not know"),
+        ("trainer@b: Permission denied (publickey).", "b (10.0.0.2, port 2222) refuses the login of user trainer with "
+         "the key /home/trainer/.ssh/id_ed25519; `ssh-copy-id trainer@b`"),
+        ("@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\ntrainer@b: Permission denied (publickey).",
+         "other users can read the private key /home/trainer/.ssh/id_ed25519 on a, and ssh refuses it; `chmod 600 "),
+        ("Bad owner or permissions on /home/trainer/.ssh/config", "others can write /home/trainer/.ssh/config; `chmod"),
+        ("kex_exchange_identification: Connection closed by remote host", "ends the connection before the login"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "a cannot resolve the name b; add the line"),
+        ("no answer in time", "the login to b (10.0.0.2, port 2222) has not ended in 0 s"),
+        ("no python3 on the PATH", "b has no Python on the PATH"),
+        ("sh: 1: Syntax error", "a command cannot be run on b: sh: 1: Syntax error"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_is_the_only_line(error: str, line: str) -> None:
+    said = the_only(refused(error))
+    assert said.startswith("PROBLEM: ")
+    assert line in said
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", ADDRESS["a"]])
+def test_a_login_that_fails_because_the_name_leads_to_this_host(address: str) -> None:
+    seen = Name(addresses=(address,), in_hosts_file=True)
+    said = the_only(refused("Host key verification failed.", names_here={"b": seen}))
+    assert f"on a, b leads to {address}, which is a itself" in said
+    assert "correct the line of b in /etc/hosts on a" in said
+
+
+def test_an_address_of_the_hosts_file_is_told_as_such() -> None:
+    seen = Name(addresses=("10.9.9.9",), in_hosts_file=True)
+    assert "b (10.9.9.9 of /etc/hosts, port 2222) does not answer" in the_only(
+        refused("ssh: connect to host b port 2222: Connection timed out", names_here={"b": seen})
+    )
+
+
+def test_a_login_that_prints_or_is_slow() -> None:
+    assert "prints 'Welcome' before" in the_only(healthy(logins={"a": Login(), "b": login(printed="Welcome")}))
+    assert the_only(healthy(logins={"a": Login(), "b": login(seconds=6.2)})).startswith(
+        "WARNING: the login to b takes 6 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "changes", "line"),
+    [
+        ("a", "b", {"addresses": ("127.0.1.1",)}, "PROBLEM: on a, b leads to 127.0.1.1, which is a itself"),
+        ("a", "b", {"addresses": ("10.9.9.9",)}, "PROBLEM: on a, b leads to 10.9.9.9, and b has no such address (it "
+         "has 10.0.0.2 on eth0)"),
+        ("a", "b", {"addresses": (), "error": "unknown"}, "PROBLEM: a cannot resolve the name b (unknown); add the "
+         "line `10.0.0.2 b` to /etc/hosts on a"),
+        ("a", "b", {"addresses": ("fd00::2",)}, "PROBLEM: on a, b has IPv6 addresses only"),
+        ("a", "b", {"addresses": ("fd00::9", "10.0.0.2")}, "WARNING: on a, b leads first to the IPv6 address fd00::9"),
+        ("b", "", {"addresses": ("127.0.1.1",)}, "WARNING: on b, its own host name leads to 127.0.1.1"),
+    ],
+)  # fmt: skip
+def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> None:
+    facts = of_name(here, there, **changes)
+    owned = {
+        "a": {"10.9.9.9": False, **facts.owned["a"]},
+        "b": {"10.9.9.9": False, "fd00::9": False, ADDRESS["b"]: True},
+    }
+    assert line in the_only(replace(facts, owned=owned))
+
+
+def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
+    assert "a and b are one and the same host" in the_only(of_machine(identity="kernel of a"))
+    assert "both have the host name 'a'" in the_only(of_machine(host_name="a"))
+
+
+def lost(there: dict[int, str], back: dict[int, str], **changes: Any) -> Facts:
+    pairs = {("a", "b"): pair("b", errors=there), ("b", "a"): pair("a", errors=back)}
+    return healthy(pairs=pairs, **changes)
+
+
+WELL = {40001: "", 20001: ""}
+LOST = {40001: "timed out", 20001: "timed out"}
+
+
+def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
+    one_way = the_only(lost(LOST, WELL))
+    assert "a cannot connect to b (10.0.0.2 port 40001: timed out), while b connects to a" in one_way
+    assert "on b, let all TCP from 10.0.0.1 through: `sudo iptables -I INPUT -p tcp -s 10.0.0.1 -j ACCEPT`" in one_way
+    other_way = the_only(lost(WELL, LOST))
+    assert "b cannot connect to a" in other_way
+    assert "on a, let all TCP from 10.0.0.2 through" in other_way
+    assert "a and b cannot connect to each other" in the_only(lost(LOST, LOST))
+    assert "port 20001: connection refused, but port 40001 answers" in the_only(
+        lost({40001: "", 20001: "connection refused"}, WELL)
+    )
+
+
+def test_a_bridge_or_a_tunnel_on_the_way() -> None:
+    names = {**healthy().names, "b": {"a": way("b", "a", interface="docker0", own="172.17.0.1")}}
+    assert "the way from b to a (10.0.0.1) leads into docker0 (172.17.0.1), a bridge" in the_only(
+        lost(LOST, LOST, names=names)
+    )
+    assert found(healthy(names=names)) == []
+    tunnel = {**names, "b": {"a": way("b", "a", interface="wg0")}}
+    assert the_only(healthy(names=tunnel)).startswith("WARNING: the way from b to a leads through the tunnel wg0")
+
+
+def test_two_hosts_with_one_address_on_a_bridge() -> None:
+    interfaces = {
+        name: {**entry, "docker0": {"addresses": ["172.17.0.1"], "mtu": 1500, "speed": 0}}
+        for name, entry in healthy().interfaces.items()
+    }
+    said = the_only(healthy(interfaces=interfaces))
+    assert said.startswith("WARNING: a and b both have the address 172.17.0.1 (on docker0 and docker0)")
+    assert "btl_tcp_if_include 10.0.0.0/24" in said
+
+
+def test_large_packets_that_vanish() -> None:
+    pairs = {("a", "b"): pair("b"), ("b", "a"): pair("a", large="from", segment=1328)}
+    said = the_only(healthy(pairs=pairs))
+    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through; 1380 bytes do)" in said
+    assert "`sudo ip link set dev eth0 mtu 1380` on both" in said
+
+
+def test_a_slow_or_far_pair() -> None:
+    slow = {("a", "b"): pair("b", bytes_per_s=5e6), ("b", "a"): pair("a", bytes_per_s=None)}
+    assert "WARNING: from b to a come 40 Mbit/s of the link's 10 Gbit/s" in the_only(healthy(pairs=slow))
+    far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
+    assert "WARNING: a round trip between a and b takes 40 ms" in the_only(healthy(pairs=far))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"versions": {"Python": "3.12.1"}}, "Python is 3.11.2 on a and 3.12.1 on b"),
+        ({"versions": {"PyTorch": "2.13.0", "CUDA": "12.8"}}, "PyTorch is 2.14.1 on a and 2.13.0 on b; `pip install "
+         "torch==2.14.1` on b"),
+        ({"versions": {"CUDA": ""}}, "PyTorch's CUDA is 13.0 on a and missing on b"),
+        ({"versions": {"NCCL": "2.27.5"}}, "PyTorch's NCCL is 2.30.7 on a and 2.27.5 on b"),
+        ({"versions": {"Horovod": ""}}, "Horovod is 0.28.1 on a and missing on b"),
+        ({"versions": {"Open MPI": "5.0.1"}}, "Open MPI is 4.1.8 on a and 5.0.1 on b"),
+        ({"versions": {"trainer": "0.2.0"}, "library": "x"}, "trainer is 0.1.0 on a and 0.2.0 on b"),
+        ({"library": "x"}, "the code of trainer differs between a and b"),
+        ({"horovod_build": "x"}, "WARNING: Horovod 0.28.1 was built differently on a and b"),
+        ({"script": "x"}, "the training script differs between a and b"),
+        ({"script": "missing"}, "there is no train.py in /job on b"),
+        ({"shadows": ["/job/trainer.py"]}, "/job/trainer.py on b is imported in place of the package"),
+        ({"programs": {"orted": ""}, "path": "/usr/bin"}, "without a terminal finds no orted of Open MPI on its PATH"),
+        ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "OPAL_PREFIX is /x for a login to b"),
+        ({"executable": "/usr/bin/python3", "versions": {"PyTorch": ""}}, "the job's Python on a"),
+    ],
+)  # fmt: skip
+def test_software_that_differs(changes: dict[str, Any], line: str) -> None:
+    assert line in the_only(of_software(**changes), "python", "train.py")
+
+
+def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in_it() -> None:
+    assert found(of_software(versions={"Python": "3.11.9"})) == []
+    facts = of_machine(folder_exists=False, outputs={"path": "/job", "free": 0, "is_writable": False})
+    facts = replace(facts, software={"a": software(), "b": software(script="missing", library="")})
+    assert "b has no folder /job" in the_only(facts, "python", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"shm_free": 64 * MIB}, "PROBLEM: on b, /dev/shm has 64 MiB free for 2 ranks"),
+        ({"memory_free": {"machine": 8 * GIB, "cgroup": 600 * MIB}}, "cgroup leaves 600 MiB for 2 ranks"),
+        ({"memory_free": {"machine": 600 * MIB, "cgroup": 500 * MIB}}, "cgroup leaves 500 MiB for 2 ranks"),
+        ({"memory_free": {"machine": 600 * MIB, "cgroup": GIB}}, "PROBLEM: on b, there are 600 MiB for 2 ranks"),
+        ({"cores": 1.5}, "WARNING: b has 1.5 cores for 2 ranks; name fewer slots (-H b:1)"),
+        ({"open_files": 256}, "PROBLEM: on b, a process may have 256 open files"),
+        ({"has_rdma": True}, "on b, RDMA (/dev/infiniband) needs locked memory, of which a process may have 64 KiB"),
+        ({"reads_memory": False}, "WARNING: b refuses process_vm_readv"),
+        ({"outputs": {"path": "/job/runs", "free": 30 * MIB, "is_writable": True}}, "/job/runs has 30 MiB free"),
+        ({"outputs": {"path": "/job", "free": GIB, "is_writable": False}}, "WARNING: on b, /job cannot be written"),
+        ({"user": "eve", "user_id": 1001}, "WARNING: the job is user trainer (1000) on a and eve (1001) on b"),
+    ],
+)  # fmt: skip
+def test_a_host_that_lacks_something(changes: dict[str, Any], line: str) -> None:
+    assert line in the_only(of_machine(**changes))
+
+
+def test_what_is_not_needed_is_not_missed() -> None:
+    assert found(of_machine(reads_memory=False, single_copy_is_off=True)) == []
+    assert found(of_machine(has_rdma=True, locked_memory=1 << 60)) == []
+
+
+@pytest.mark.parametrize(("ahead", "way"), [(3600.5, "ahead of"), (-3600.5, "behind")])
+def test_clocks_apart(ahead: float, way: str) -> None:
+    assert f"the clock of b is 3,600 s {way} that of a" in the_only(healthy(clocks={"a": 0.0, "b": ahead}))
+    assert found(healthy(clocks={"a": 0.0, "b": ahead / 3600})) == []
+
+
+def test_problems_come_before_warnings_and_causes_before_what_they_explain() -> None:
+    facts = of_name("a", "b", addresses=("127.0.1.1",))
+    facts = replace(
+        facts, clocks={"a": 0.0, "b": 9.0}, pairs={("a", "b"): pair("b", errors=LOST), ("b", "a"): pair("a")},
+        machines={"a": machine("a"), "b": machine("b", shm_free=0)},
+    )  # fmt: skip
+    findings = found(facts)
+    assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM, Level.WARNING]
+    assert "b leads to 127.0.1.1" in str(findings[0])
+    assert "has 0 MiB free for 2 ranks" in str(findings[1])

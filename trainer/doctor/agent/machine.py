@@ -1,0 +1,213 @@
+"""What an agent reads of its host: memory, cores, limits, disk, clock."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+_GPU_QUERY = (
+    "index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total,"
+    "clocks_event_reasons.hw_thermal_slowdown,clocks_event_reasons.hw_power_brake_slowdown"
+)
+
+
+def clock() -> float:
+    """Return the seconds since 1970."""
+    return time.time()
+
+
+def machine(folder: str) -> dict[str, Any]:
+    """Return what a job's ranks will find on this host.
+
+    Args:
+        folder: where the job is started.
+    """
+    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_lock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "host_name": socket.gethostname(),
+        "user": _user(),
+        "user_id": os.getuid(),
+        "identity": _identity(),
+        "shm_free": _free("/dev/shm"),  # noqa: S108 (only looked at)
+        "memory_free": _memory_free(),
+        "cores": _cores(),
+        "open_files": _unlimited(soft_files),
+        "locked_memory": _unlimited(soft_lock),
+        "has_rdma": any(Path("/dev/infiniband").glob("uverbs*")),
+        "folder": folder,
+        "folder_exists": Path(folder).is_dir(),
+        "outputs": _outputs(folder),
+        "reads_memory": _reads_memory(),
+        "single_copy_is_off": _single_copy_is_off(),
+        "ssh": os.environ.get("SSH_CONNECTION", ""),
+    }
+
+
+def gpus() -> dict[str, str]:
+    """Return what nvidia-smi says; empty texts where there is none."""
+    return {
+        "query": _output(["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]),
+        "topology": _output(["nvidia-smi", "topo", "-m"]),
+        "peer_memory": _output(["sh", "-c", "cut -d' ' -f1 /proc/modules | grep -E 'nv(idia_)?_?peer_?mem'"]),
+    }
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10).stdout.decode()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _identity() -> str:
+    """Return what two agents have in common only where they are on one host: kernel, network and host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "uts"))])  # noqa: PTH115 (3.9)
+    except OSError:
+        return ""
+
+
+def _unlimited(value: int) -> int:
+    return _NO_LIMIT if value == resource.RLIM_INFINITY else value
+
+
+def _free(path: str) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def _memory_free() -> dict[str, int]:
+    """Return the free memory of the machine and of this process's cgroup, in bytes."""
+    free = _NO_LIMIT
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return {"machine": free, "cgroup": _cgroup_memory_free()}
+
+
+def _cgroup_memory_free() -> int:
+    folders = (*_own_cgroups(""), *_own_cgroups("memory"))
+    free = _NO_LIMIT
+    for folder in folders:
+        for limit, usage in (
+            ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):  # fmt: skip
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is not None and used is not None and most < _NO_LIMIT:
+                free = min(free, most - used + _cache(folder))
+    return free
+
+
+def _cache(folder: Path) -> int:
+    """Return the bytes of a cgroup that the kernel gives up for others: files that it keeps in memory."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split() for line in lines)
+    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+
+
+def _own_cgroups(controller: str) -> list[Path]:
+    """Return this process's cgroup and those above it; of version 2 where `controller` is empty."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    base = _CGROUPS / controller
+    folders = [base]  # in a container, the path is often that of the machine, and its own cgroup is the root
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            place = base / path.lstrip("/")
+            folders += [one for one in (place, *place.parents) if base in one.parents]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # version 2 says "max" where there is no limit
+        return None
+
+
+def _cores() -> float:
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _own_cgroups(""):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    for folder in _own_cgroups("cpu"):
+        quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota_us and period_us and quota_us > 0:
+            cores = min(cores, quota_us / period_us)
+    return cores
+
+
+def _outputs(folder: str) -> dict[str, Any]:
+    """Return the folder that checkpoints and records go to by default, its free bytes, and whether it is writable."""
+    runs = Path(folder, "runs")
+    place = runs if runs.is_dir() else Path(folder)
+    return {"path": str(place), "free": _free(str(place)), "is_writable": os.access(str(place), os.W_OK)}
+
+
+def _reads_memory() -> bool:
+    """Return whether process_vm_readv is allowed, which Open MPI copies with; tried on this process itself."""
+
+    class IoVec(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    here, there = IoVec(ctypes.addressof(target), 1), IoVec(ctypes.addressof(source), 1)
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    return call is not None and call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 1
+
+
+def _single_copy_is_off() -> bool:
+    """Return whether Open MPI has been told not to copy so."""
+    name = "btl_vader_single_copy_mechanism"
+    prefix = os.environ.get("OPAL_PREFIX")
+    mpirun = shutil.which("mpirun")
+    if not prefix and mpirun:
+        prefix = str(Path(mpirun).resolve().parent.parent)
+    files = [Path.home() / ".openmpi" / "mca-params.conf", Path(prefix or "/usr", "etc", "openmpi-mca-params.conf")]
+    settings = {"env": os.environ.get(f"OMPI_MCA_{name}", "")}
+    for file in files:
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition("#")[0].partition("=")
+            if key.strip() == name:
+                settings[str(file)] = value.strip()
+    return "none" in settings.values()
+
+
+OPERATIONS = {"clock": clock, "machine": machine, "gpus": gpus}

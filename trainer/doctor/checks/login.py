@@ -1,0 +1,103 @@
+"""The way in: ssh's own words, and what they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+from trainer.doctor.checks.names import bridge, bridge_remedy, correction, into_bridge
+from trainer.doctor.facts import Facts, Login, Name
+from trainer.doctor.finding import Cause, Finding, problem, warning
+from trainer.supervise.hosts import Host
+
+SLOW_S = 5.0
+# In this order, because ssh says several of them at once.
+_REFUSALS = (
+    (r"UNPROTECTED PRIVATE KEY FILE", "other users can read the private key {key} on {here}, and ssh refuses it",
+     "`chmod 600 {key}` on {here}"),
+    (r"Bad owner or permissions on (?P<file>\S+)", "ssh refuses its settings on {here}: others can write {file}",
+     "`chmod go-w {file}` on {here}"),
+    (r"IDENTIFICATION HAS CHANGED|host key .*has changed", "{host} ({address}) shows another host key than the one "
+     "that {here} knows", "if {host} was set up anew, `ssh-keygen -R '{known}'` on {here}, and log in once"),
+    (r"Host key verification failed|host key is known", "{host} ({address}) shows a host key that {here} does not "
+     "know", "compare it and log in once: `ssh {host}` on {here}"),
+    (r"Permission denied", "{host} ({address}) refuses the login of user {user} with the key {key}",
+     "`ssh-copy-id {user}@{host}`; where the key is there already, `chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys` on "
+     "{host}, and the owner has to be {user}"),
+    (r"Connection refused", "no ssh server answers on {host} ({address}): connection refused",
+     "start it on {host}: `sudo systemctl start ssh`, or name its port in ~/.ssh/config on {here}"),
+    (r"timed out|No route to host|Network is unreachable", "{host} ({address}) does not answer: {last}",
+     "see that it runs and that {address} is right; a firewall has to let this port through"),
+    (r"Connection (closed|reset)|kex_exchange_identification", "{host} ({address}) ends the connection before the "
+     "login", "look at sshd's log on {host}: `sudo journalctl -u ssh -n 20`"),
+    (r"no answer in time", "the login to {host} ({address}) has not ended in {seconds:.0f} s",
+     "try `ssh {host} true` on {here}; look at ~/.bashrc and ~/.profile on {host} for what waits"),
+    (r"no python3 on the PATH", "{host} has no Python on the PATH of a login without a terminal",
+     "install the job's environment on {host}"),
+)  # fmt: skip
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Yield what keeps a job from logging in, or disturbs it."""
+    for host in facts.hosts:
+        login = facts.logins.get(host.name, Login())
+        if login.error:
+            yield _failed(facts, host, login)
+            continue
+        if login.printed:
+            yield problem(
+                Cause.LOGIN, (host.name,),
+                f"the login shell on {host.name} prints {login.printed[:60]!r} before the output of a command, which "
+                "launchers take for the command's",
+                f"in ~/.bashrc on {host.name}, put `[[ $- == *i* ]] || return` above what prints",
+            )  # fmt: skip
+        if login.seconds > SLOW_S and not host.is_here:
+            yield warning(
+                Cause.LOGIN, (host.name,), f"the login to {host.name} takes {login.seconds:.0f} s",
+                f"look at ~/.bashrc on {host.name}; in /etc/ssh/sshd_config there, set `UseDNS no` and "
+                "`GSSAPIAuthentication no`",
+            )  # fmt: skip
+
+
+def _failed(facts: Facts, host: Host, login: Login) -> Finding:
+    seen = facts.names_here.get(host.name, Name())
+    if "Could not resolve hostname" in login.error:
+        return problem(
+            Cause.NAME, (host.name,), f"{facts.here} cannot resolve the name {host.name}",
+            f"add the line `ADDRESS {host.name}` to /etc/hosts on {facts.here}, or correct the name in -H",
+        )  # fmt: skip
+    last = login.error.splitlines()[-1].strip()
+    address = next(iter(seen.addresses), "")
+    if address and (ip_address(address.partition("%")[0]).is_loopback or address in facts.own_addresses):
+        return problem(
+            Cause.NAME, (host.name,),
+            f"on {facts.here}, {host.name} leads to {address}, which is {facts.here} itself, and the login fails "
+            f"({last})", correction(facts.here, host.name, seen),
+        )  # fmt: skip
+    if bridge(seen.interface):
+        return problem(
+            Cause.INTERFACE, (host.name,), f"{into_bridge(facts.here, host.name, seen)}, and the login fails ({last})",
+            bridge_remedy(facts.here, host.name, seen),
+        )  # fmt: skip
+    port = login.address.rpartition(" ")[2]
+    words = {
+        "host": host.name, "here": facts.here, "user": login.user, "key": login.key, "last": last,
+        "address": _place(login, seen), "seconds": login.seconds,
+        "known": host.name if port in ("", "22") else f"[{host.name}]:{port}",
+    }  # fmt: skip
+    for pattern, text, remedy in _REFUSALS:
+        if match := re.search(pattern, login.error):
+            words |= match.groupdict()
+            return problem(Cause.LOGIN, (host.name,), text.format(**words), remedy.format(**words))
+    return problem(
+        Cause.AGENT, (host.name,), f"a command cannot be run on {host.name}: {last}",
+        f"try `ssh {host.name} true` on {facts.here}",
+    )  # fmt: skip
+
+
+def _place(login: Login, seen: Name) -> str:
+    """Return the address and port that ssh connects to, and where the address is written."""
+    name, _, rest = login.address.partition(" ")
+    address = next(iter(seen.addresses), name)
+    return f"{address}{' of /etc/hosts' if seen.in_hosts_file else ''}, {rest or 'port 22'}"

@@ -1,0 +1,130 @@
+"""Finds the facts out: starts an agent on each host and asks them all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.doctor.agent import exchange
+from trainer.doctor.connection import AgentError, Connection, ssh_settings
+from trainer.doctor.facts import Facts, Login, to_name
+from trainer.doctor.options import Options
+from trainer.doctor.pairs import Meeting, look_at_pairs
+from trainer.doctor.progress import Progress
+from trainer.errors import ConfigError
+from trainer.supervise.hosts import Host
+
+_LOGIN_PART = 0.45
+"""Share of the time that logins may take."""
+_FACTS_S = 5.0
+_CLOCK_READINGS = 3
+
+T = TypeVar("T")
+
+
+def look(options: Options, progress: Progress) -> Facts:
+    """Return what was found out within the time that was given.
+
+    Raises:
+        ConfigError: ssh is not installed.
+    """
+    deadline = time.monotonic() + options.timeout_s
+    others = [host for host in options.hosts if not host.is_here]
+    if others and shutil.which("ssh") is None:
+        raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
+    progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
+    with ExitStack() as stack:
+        connections = {host.name: Connection(host, _LOGIN_PART * options.timeout_s) for host in options.hosts}
+        for connection in connections.values():
+            stack.callback(connection.close)
+        names_here = exchange.resolve([host.name for host in options.hosts])
+        logins = on_all(connections, _login)
+        connections = {name: one for name, one in connections.items() if not logins[name].error}
+        facts = Facts(
+            hosts=options.hosts, here=socket.gethostname(), logins=logins,
+            names_here={name: to_name(entry) for name, entry in names_here.items()},
+            own_addresses=_own_addresses(names_here),
+        )  # fmt: skip
+        progress.show("reading versions and limits")
+        facts = _ask(facts, options, connections)
+        meeting = Meeting(connections, {name: peer_name(connections[name].host) for name in connections})
+        return look_at_pairs(facts, meeting, deadline, progress)
+
+
+def on_all(connections: Mapping[str, Connection], ask: Callable[[Connection], T]) -> dict[str, T]:
+    """Ask all agents at the same time; return the answers by host."""
+    with ThreadPoolExecutor(max_workers=max(1, len(connections))) as pool:
+        return dict(zip(connections, pool.map(ask, connections.values()), strict=True))
+
+
+def peer_name(host: Host) -> str:
+    """Return the name by which other hosts know this one."""
+    return socket.gethostname() if host.is_here else host.name
+
+
+def _login(connection: Connection) -> Login:
+    login = connection.login()
+    if connection.host.is_here:
+        return replace(login, printed="")
+    settings = ssh_settings(connection.host)
+    return replace(
+        login, user=settings.get("user", ""), key=settings.get("identityfile", ""),
+        address=f"{settings.get('hostname', connection.host.name)} port {settings.get('port', '22')}",
+    )  # fmt: skip
+
+
+def _ask(facts: Facts, options: Options, connections: Mapping[str, Connection]) -> Facts:
+    folder = str(Path.cwd())
+    about = {"folder": folder, "script": options.script, "python_path": os.environ.get("PYTHONPATH", "")}
+    questions: dict[str, tuple[str, dict[str, Any]]] = {
+        "machines": ("machine", {"folder": folder}),
+        "software": ("software", about),
+        "interfaces": ("interfaces", {}),
+    }
+    if options.with_gpus:
+        questions["gpus"] = ("gpus", {})
+    failures: list[str] = []
+
+    def ask(connection: Connection) -> dict[str, Any]:
+        answers: dict[str, Any] = {"ahead": _ahead(connection)}
+        for name, (operation, arguments) in questions.items():
+            try:
+                answers[name] = connection.call(operation, _FACTS_S, **arguments)
+            except AgentError as error:
+                failures.append(str(error))
+        return answers
+
+    found = on_all(connections, ask)
+    by_question = {name: {host: one[name] for host, one in found.items() if name in one} for name in questions}
+    return replace(
+        facts, clocks={host: answers["ahead"] for host, answers in found.items()}, incomplete=tuple(failures),
+        machines=by_question["machines"], software=by_question["software"], interfaces=by_question["interfaces"],
+        gpus=by_question.get("gpus", {}),
+    )  # fmt: skip
+
+
+def _ahead(connection: Connection) -> float:
+    """Return by how many seconds the host's clock is ahead of ours, from the fastest of some readings."""
+    readings = []
+    for _ in range(_CLOCK_READINGS):
+        before = time.time()
+        try:
+            there = connection.call("clock", _FACTS_S)
+        except AgentError:
+            return 0.0
+        after = time.time()
+        readings.append((after - before, there - (before + after) / 2))
+    return float(min(readings)[1])
+
+
+def _own_addresses(found: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    addresses: Sequence[str] = [address for entry in found.values() for address in entry["addresses"]]
+    return frozenset(address for address, is_own in exchange.owns(list(addresses)).items() if is_own)
