@@ -82,6 +82,7 @@ HERE = {
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
     "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
+    "trainer doctor": Run(append="|| test $? = 1", prints="trainer doctor: "),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
         append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
@@ -120,6 +121,10 @@ ON_NODE_A = {
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
     "trainer run -np 4 -H a:2,b:2 --min-np 2 python examples/mnist.py": _MNIST,
+    "trainer doctor -H a:2,b:2": Run(prints="trainer doctor: ok: "),
+    "trainer doctor -H a:2,b:2 python train.py": Run(
+        replace=("train.py", "examples/mnist.py"), prints="trainer doctor: ok: "
+    ),
     "OMP_NUM_THREADS=1 python examples/mnist.py": _MNIST,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": _BENCH,
@@ -218,6 +223,8 @@ UNTESTED = {
     "make lock": "resolves all versions anew from the package index",
     "python benchmarks/faults.py --trials 39": "takes a quarter of an hour; tests/distributed/test_faults.py",
     "python benchmarks/chaos.py --epochs 75": "takes fifteen minutes; tests/docker/test_surviving.py",
+    "python benchmarks/doctor_faults.py": "makes 55 causes in containers; tests/docker/test_doctor.py has a short form",
+    "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
 }
 

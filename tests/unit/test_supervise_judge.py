@@ -8,7 +8,8 @@ import pytest
 
 from trainer.launch.status import LOST_PEER, MISTAKE, RankStatus
 from trainer.supervise.attempt import find_dead
-from trainer.supervise.judge import Facts, Judgement, Verdict, judge
+from trainer.supervise.hosts import Host
+from trainer.supervise.judge import Facts, Judgement, Verdict, hint, judge
 
 
 def rank(number: int, **reported: Any) -> RankStatus:
@@ -58,13 +59,27 @@ def test_a_rank_that_dies_after_another_has_ended_may_not_be_the_cause() -> None
 
 def test_a_lost_host_comes_before_what_its_ranks_did() -> None:
     told = judged(rank(0, error="HorovodInternalError"), codes=[1], lost={"b": "does not answer in time"})
-    assert told == Judgement(Verdict.FAILED, "host b is lost: does not answer in time", ("b",))
+    assert told == Judgement(Verdict.FAILED, "host b is lost: does not answer in time", ("b",), may_be_network=True)
 
 
 def test_without_a_rank_the_launcher_s_end_is_told() -> None:
     assert judged(codes=[-9]).text == "horovodrun was ended by SIGKILL"
     assert judged(codes=[1]).text == "horovodrun has ended with code 1, before a rank had joined"
     assert judged(rank(0, phase="done"), codes=[0, 3], dead=[0]).text == "horovodrun has ended with code 3"
+
+
+def test_what_may_be_the_network_points_to_the_doctor() -> None:
+    hosts = (Host("a", 2), Host("b", 2))
+    line = "`trainer doctor -H a:2,b:2` looks for the cause on these hosts and between them"
+    for told in (
+        judged(rank(0), lost={"b": "does not answer"}), judged(codes=[1]), judged(rank(0), rank(1), idle_s=600.0),
+    ):  # fmt: skip
+        assert hint(told, hosts) == line
+        assert hint(told, (Host("localhost", 4),)) == ""
+    for told in (
+        judged(rank(0), rank(1, error="KeyError")), judged(codes=[-9]), judged(rank(0), rank(1, update=8), idle_s=9.0),
+    ):  # fmt: skip
+        assert hint(told, hosts) == ""
 
 
 def test_a_hang_names_the_ranks_that_are_furthest_behind() -> None:

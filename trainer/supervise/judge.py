@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trainer.launch.status import DONE, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
+from trainer.supervise.hosts import Host, names
 
 PREEMPTED_CODE, MISTAKE_CODE = 75, 78
 """EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
@@ -63,6 +64,8 @@ class Judgement:
     """Exit code of `trainer run` where this attempt is the last."""
     is_last: bool = False
     """Whether there is nothing to start again."""
+    may_be_network: bool = False
+    """Whether a host, or the network between hosts, may be the cause."""
 
 
 def judge(facts: Facts) -> Judgement:
@@ -91,19 +94,28 @@ def judge(facts: Facts) -> Judgement:
     return _blame(facts)
 
 
+def hint(judgement: Judgement, hosts: Sequence[Host]) -> str:
+    """Return which command looks for the cause; empty where it would find none."""
+    if not judgement.may_be_network or all(host.is_here for host in hosts):
+        return ""
+    return f"`trainer doctor -H {names(hosts)}` looks for the cause on these hosts and between them"
+
+
 def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
     oldest = min((rank.update, rank.reports) for rank in facts.ranks.values())
     behind = [number for number, rank in sorted(facts.ranks.items()) if (rank.update, rank.reports) == oldest]
     who = ", ".join(f"{_name(facts, number)} ({facts.ranks[number].phase})" for number in behind[:8])
     hosts = tuple(sorted({facts.host_of[number] for number in behind}))
     text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest[0] + 1}"
-    return Judgement(Verdict.HUNG, text, hosts if len(behind) < len(facts.ranks) else ())
+    if len(behind) < len(facts.ranks):
+        return Judgement(Verdict.HUNG, text, hosts)
+    return Judgement(Verdict.HUNG, text, may_be_network=True)
 
 
 def _blame(facts: Facts) -> Judgement:
     if facts.lost:
         text = "; ".join(f"host {host} is lost: {why}" for host, why in facts.lost.items())
-        return Judgement(Verdict.FAILED, text, tuple(facts.lost))
+        return Judgement(Verdict.FAILED, text, tuple(facts.lost), may_be_network=True)
     failed = [number for number, rank in sorted(facts.ranks.items()) if rank.error not in ("", LOST_PEER)]
     if failed:
         rank = facts.ranks[failed[0]]
@@ -122,7 +134,8 @@ def _blame(facts: Facts) -> Judgement:
         return Judgement(Verdict.FAILED, f"{facts.launcher} was ended by {signal.Signals(killed[0]).name}")
     code = next((code for code in facts.codes if code), 1)
     joined = "" if facts.ranks else ", before a rank had joined"
-    return Judgement(Verdict.FAILED, f"{facts.launcher} has ended with code {code}{_signal(facts.codes)}{joined}")
+    text = f"{facts.launcher} has ended with code {code}{_signal(facts.codes)}{joined}"
+    return Judgement(Verdict.FAILED, text, may_be_network=True)
 
 
 def _name(facts: Facts, number: int) -> str:

@@ -12,7 +12,7 @@ from trainer.supervise.attempt import Attempt, Running, Times
 from trainer.supervise.events import Events
 from trainer.supervise.folder import locked, read_former, write_job
 from trainer.supervise.hosts import names, slots_of
-from trainer.supervise.judge import PREEMPTED_CODE, Judgement
+from trainer.supervise.judge import PREEMPTED_CODE, Judgement, hint
 from trainer.supervise.launchers import environment_for
 from trainer.supervise.options import Options
 from trainer.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
@@ -72,6 +72,8 @@ class _Supervisor:
             if self._signals.has_any:
                 return self._end("ended by a signal", self._code(PREEMPTED_CODE))
             if refusal is not None:
+                if text := hint(judgement, self._options.hosts):
+                    self._events.say("hint", text)
                 return self._end(refusal.text, refusal.code)
 
     def _code(self, code: int) -> int:
