@@ -22,9 +22,8 @@ def _offloads(node: str) -> Step:
 
 
 def _bridge(node: str, address: str, link: str = "") -> Step:
-    add = "ip link add docker0 type bridge; ip link add d0 type dummy; ip link set d0 master docker0 up; "
-    return Step("net", node, f"{add}ip addr add {address} dev docker0; ip link set docker0 up{link}",
-                "ip link del docker0; ip link del d0")  # fmt: skip
+    add = "ip link add docker0 type bridge; ip link set docker0 up"
+    return Step("net", node, f"{add}; ip addr add {address} dev docker0{link}", "ip link del docker0")
 
 
 def _tunnel(node: str, other: str, number: int) -> tuple[Step, ...]:
@@ -154,7 +153,7 @@ VERSIONS = (
           r"OPAL_PREFIX is /opt/openmpi for a login to b"),
     Cause("versions", "another Python on b", (Step("shell", "b", "cd /opt/venv/bin; for p in python*; "
           "do mv $p x-$p; done", "cd /opt/venv/bin; for p in x-python*; do mv $p ${{p#x-}}; done"),),
-          r"b has no /opt/venv/bin/python\S*, the job's Python on a"),
+          r"b has no /opt/venv/bin/python\S*, the job's Python"),
 )  # fmt: skip
 
 HOST = (

@@ -15,10 +15,9 @@ from tests.distributed.harness import ROOT
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
-_PROGRAMS = (
-    "python|trainer(?! run:)|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
-)
-IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) \S")
+_PROGRAMS = "python|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
+_OURS = "trainer(?! (?:run|doctor):)"  # with a colon it is what the command prints
+IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}|{_OURS}) \S")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def machine(name: str, **changes: Any) -> dict[str, Any]:
         "memory_free": {"machine": 8 * GIB, "cgroup": NO_LIMIT}, "cores": 2.0, "open_files": 1024,
         "locked_memory": 65536, "has_rdma": False, "folder": "/job", "folder_exists": True,
         "outputs": {"path": "/job/runs", "free": 20 * GIB, "is_writable": True}, "reads_memory": True,
-        "single_copy_is_off": False, "ssh": "",
+        "single_copy_is_off": False,
     } | changes  # fmt: skip
 
 

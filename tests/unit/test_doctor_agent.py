@@ -23,7 +23,7 @@ SOURCES = sorted(Path(exchange.__file__).parent.glob("*.py"))
 
 @pytest.fixture
 def agent() -> Iterator[Connection]:
-    connection = Connection(HERE, timeout_s=20)
+    connection = Connection(HERE, 20, 60)
     try:
         yield connection
     finally:
@@ -35,12 +35,12 @@ def through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     """Start an agent through a program named ssh, which is this shell script; $command is what a host would run."""
     started: list[Connection] = []
 
-    def connect(script: str, timeout_s: float = 20) -> Connection:
+    def connect(script: str, start_s: float = 20) -> Connection:
         program = tmp_path / "ssh"
         program.write_text(f"#!/bin/sh\nfor command; do :; done\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        started.append(Connection(ELSEWHERE, timeout_s))
+        started.append(Connection(ELSEWHERE, start_s, 60))
         return started[-1]
 
     yield connect
@@ -65,6 +65,16 @@ def test_an_agent_logs_in_answers_and_is_gone_after_its_connection(agent: Connec
     assert not Path(f"/proc/{process}").exists()
     with pytest.raises(AgentError, match="has ended"):
         agent.call("clock", 5)
+
+
+def test_no_answer_is_waited_for_after_the_end_of_the_time() -> None:
+    connection = Connection(HERE, 20, 0.2)
+    try:
+        time.sleep(0.2)
+        with pytest.raises(AgentError, match="did not answer to 'bandwidth' in 0 s"):
+            connection.call("bandwidth", 30, address="127.0.0.1", port=1, token="", seconds=1)
+    finally:
+        connection.close()
 
 
 def test_an_error_of_an_agent_is_one_of_its_host(agent: Connection) -> None:
@@ -108,7 +118,7 @@ def test_names_and_interfaces(agent: Connection) -> None:
 
 
 def test_two_agents_exchange_bytes(agent: Connection) -> None:
-    other = Connection(HERE, timeout_s=20)
+    other = Connection(HERE, 20, 60)
     try:
         ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
         found = other.call("probe", 10, address="127.0.0.1", ports=ports, token=TOKEN, wait_s=3)
@@ -183,4 +193,4 @@ def test_a_host_without_python(
 
 
 def test_a_login_that_hangs_is_given_up(through_ssh: Callable[..., Connection]) -> None:
-    assert through_ssh("exec sleep 60", timeout_s=0.3).login().error == "no answer in time"
+    assert through_ssh("exec sleep 60", start_s=0.3).login().error == "no answer in time"

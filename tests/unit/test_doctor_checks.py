@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_a_slow_or_far_pair() -> None:
         ({"shadows": ["/job/trainer.py"]}, "/job/trainer.py on b is imported in place of the package"),
         ({"programs": {"orted": ""}, "path": "/usr/bin"}, "without a terminal finds no orted of Open MPI on its PATH"),
         ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "OPAL_PREFIX is /x for a login to b"),
-        ({"executable": "/usr/bin/python3", "versions": {"PyTorch": ""}}, "the job's Python on a"),
+        ({"executable": "/bin/python3", "versions": {"PyTorch": ""}}, f"b has no {sys.executable}, the job's Python"),
     ],
 )  # fmt: skip
 def test_software_that_differs(changes: dict[str, Any], line: str) -> None:

@@ -44,13 +44,14 @@ class Connection:
     """An agent on a host; ends with `close`.
 
     Args:
-        timeout_s: for the start.
+        start_s: seconds for the start.
+        all_s: seconds after which no answer is waited for any more.
     """
 
-    def __init__(self, host: Host, timeout_s: float) -> None:
+    def __init__(self, host: Host, start_s: float, all_s: float) -> None:
         self.host = host
         self._began = time.monotonic()
-        self._deadline = self._began + timeout_s
+        self._start_until, self._until = self._began + start_s, self._began + all_s
         self._process = subprocess.Popen(
             _command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
@@ -70,7 +71,7 @@ class Connection:
         printed: list[str] = []
         while True:
             try:
-                line = self._lines.get(timeout=max(0.05, self._deadline - time.monotonic()))
+                line = self._lines.get(timeout=max(0.05, self._start_until - time.monotonic()))
             except queue.Empty:
                 return self._failed("no answer in time", printed)
             if not line:
@@ -83,7 +84,7 @@ class Connection:
                 break
             printed.append(text)
         try:
-            self.call("clock", timeout_s=max(0.05, self._deadline - time.monotonic()))
+            self.call("clock", max(0.05, self._start_until - time.monotonic()))
         except AgentError:
             return self._failed("no answer in time", printed)
         return Login(seconds=time.monotonic() - self._began, printed=_first(printed))
@@ -101,6 +102,7 @@ class Connection:
             number = len(self._waiting)
             self._waiting[number] = future
         self._send({"id": number, "operation": operation, "arguments": arguments})
+        timeout_s = max(0.0, min(timeout_s, self._until - time.monotonic()))
         try:
             return future.result(timeout=timeout_s)
         except TimeoutError:
@@ -136,7 +138,7 @@ class Connection:
         stream = self._process.stdout
         is_started = False
         for line in stream or ():
-            if is_started and line.startswith(b'{"id": '):
+            if is_started and line.startswith(b'{"id": ') and line.endswith(b"\n"):
                 self._take(json.loads(line))
             else:
                 self._lines.put(line)

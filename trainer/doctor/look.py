@@ -42,7 +42,8 @@ def look(options: Options, progress: Progress) -> Facts:
         raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
     progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
     with ExitStack() as stack:
-        connections = {host.name: Connection(host, _LOGIN_PART * options.timeout_s) for host in options.hosts}
+        start_s = _LOGIN_PART * options.timeout_s
+        connections = {host.name: Connection(host, start_s, options.timeout_s) for host in options.hosts}
         for connection in connections.values():
             stack.callback(connection.close)
         names_here = exchange.resolve([host.name for host in options.hosts])

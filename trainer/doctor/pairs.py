@@ -38,8 +38,8 @@ def look_at_pairs(facts: Facts, meeting: Meeting, deadline: float, progress: Pro
     if len(meeting.connections) < 2:
         return facts
     progress.show(f"connecting {len(meeting.connections)} hosts with one another")
-    facts = _with_names(facts, meeting)
     failures: list[str] = []
+    facts = _with_names(facts, meeting, failures)
     pairs = _probe(facts, meeting, failures)
     if deadline - time.monotonic() > _LEAST_BANDWIDTH_S:
         progress.show("measuring bandwidths")
@@ -48,13 +48,14 @@ def look_at_pairs(facts: Facts, meeting: Meeting, deadline: float, progress: Pro
                    incomplete=(*facts.incomplete, *failures))  # fmt: skip
 
 
-def _with_names(facts: Facts, meeting: Meeting) -> Facts:
+def _with_names(facts: Facts, meeting: Meeting, failures: list[str]) -> Facts:
     def resolve(name: str) -> tuple[str, dict[str, Name]]:
         own = facts.machines.get(name, {}).get("host_name", "")
         asked = [*meeting.peers.values(), own]
         try:
             answer = meeting.connections[name].call("resolve", _CALL_S + 5, names=asked)
-        except AgentError:
+        except AgentError as error:
+            failures.append(str(error))
             return name, {}
         seen = {title: to_name(entry) for title, entry in answer.items()}
         by_host = {host: seen[peer] for host, peer in meeting.peers.items()}
@@ -67,8 +68,8 @@ def _with_names(facts: Facts, meeting: Meeting) -> Facts:
         asked = sorted({address for seen in names.values() if host in seen for address in seen[host].addresses})
         try:
             owned[host] = connection.call("owns", _CALL_S, addresses=asked)
-        except AgentError:
-            owned[host] = {}
+        except AgentError as error:
+            failures.append(str(error))
     return replace(facts, names=names, owned=owned)
 
 

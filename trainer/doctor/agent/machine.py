@@ -50,7 +50,6 @@ def machine(folder: str) -> dict[str, Any]:
         "outputs": _outputs(folder),
         "reads_memory": _reads_memory(),
         "single_copy_is_off": _single_copy_is_off(),
-        "ssh": os.environ.get("SSH_CONNECTION", ""),
     }
 
 

@@ -26,20 +26,8 @@ def check(facts: Facts, options: Options) -> Iterator[Finding]:
     first = hosts[0]
     for host in hosts[1:]:
         mine, theirs = facts.software[first.name], facts.software[host.name]
-        if not facts.machines[host.name]["folder_exists"]:
-            continue
-        if mine["executable"] != theirs["executable"]:
-            yield problem(
-                Cause.VERSION, (host.name,),
-                f"{host.name} has no {_wanted(mine, theirs)}, the job's Python on {first.name}",
-                f"install the same environment at the same path on {host.name}, or the same image",
-            )  # fmt: skip
-        else:
+        if mine["executable"] == theirs["executable"] and facts.machines[host.name]["folder_exists"]:
             yield from _differences(first, host, mine, theirs)
-
-
-def _wanted(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    return str(next(found["executable"] for found in (mine, theirs) if found["executable"] == sys.executable))
 
 
 def _differences(
@@ -103,6 +91,11 @@ def _alone(facts: Facts, host: Host, options: Options) -> Iterator[Finding]:
             f"copy the project to the same place on {host.name}, or start the job where all hosts have it",
         )  # fmt: skip
         return
+    if found["executable"] != sys.executable:
+        yield problem(
+            Cause.VERSION, (host.name,), f"{host.name} has no {sys.executable}, the job's Python",
+            f"install the same environment at the same path on {host.name}, or the same image",
+        )  # fmt: skip
     if found["script"] == "missing":
         yield problem(
             Cause.VERSION, (host.name,), f"there is no {options.script} in {machine['folder']} on {host.name}",
