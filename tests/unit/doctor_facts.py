@@ -76,8 +76,11 @@ def healthy(**changes: Any) -> Facts:
 def login(**changes: Any) -> Login:
     """Return how ssh got to b."""
     return replace(
-        Login(seconds=0.3, user="trainer", address="b port 2222", key="/home/trainer/.ssh/id_ed25519"), **changes
-    )
+        Login(
+            seconds=0.3, user="trainer", address="b", port="2222", key="/home/trainer/.ssh/id_ed25519",
+            known_hosts="/cluster/known_hosts",
+        ), **changes
+    )  # fmt: skip
 
 
 def found(facts: Facts, *command: str) -> list[Finding]:

@@ -48,7 +48,7 @@ def test_healthy_hosts_have_no_finding() -> None:
         ("ssh: connect to host b port 2222: No route to host", "b (10.0.0.2, port 2222) does not answer: "),
         ("@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
          "b (10.0.0.2, port 2222) shows another host key than the one that a knows; if b was set up anew, "
-         "`ssh-keygen -R '[b]:2222'` on a"),
+         "`ssh-keygen -f /cluster/known_hosts -R '[b]:2222'` on a"),
         ("No ED25519 host key is known for [b]:2222\nHost key verification failed.",
          "b (10.0.0.2, port 2222) shows a host key that a does not know"),
         ("trainer@b: Permission denied (publickey).", "b (10.0.0.2, port 2222) refuses the login of user trainer with "
@@ -82,6 +82,17 @@ def test_an_address_of_the_hosts_file_is_told_as_such() -> None:
     assert "b (10.9.9.9 of /etc/hosts, port 2222) does not answer" in the_only(
         refused("ssh: connect to host b port 2222: Connection timed out", names_here={"b": seen})
     )
+
+
+def test_an_address_of_the_settings_of_ssh_is_told_instead() -> None:
+    facts = refused("Connection refused", names_here={"b": Name(addresses=("127.0.1.1",))})
+    facts = replace(facts, logins={"b": login(error="Connection refused", address="10.9.9.8")})
+    assert "no ssh server answers on b (10.9.9.8, port 2222)" in the_only(facts)
+
+
+def test_this_host_by_another_name_may_just_have_no_server() -> None:
+    facts = refused("Connection refused", names_here={"b": Name(addresses=(ADDRESS["a"],))})
+    assert "no ssh server answers on b (10.0.0.1, port 2222)" in the_only(facts)
 
 
 def test_a_login_that_prints_or_is_slow() -> None:

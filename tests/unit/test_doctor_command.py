@@ -16,6 +16,7 @@ from tests.docker.test_doctor import SHORT
 from tests.unit.doctor_facts import found, healthy, pair
 from trainer.cli import main
 from trainer.doctor.options import Options, add_parser, to_options
+from trainer.doctor.progress import Progress
 from trainer.doctor.report import as_json, as_text, exit_code
 from trainer.supervise.hosts import Host
 from trainer.supervise.options import make_parser
@@ -63,6 +64,17 @@ def test_this_host_is_looked_at_without_pytorch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "login localhost" in done.stdout
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_gone_afterwards(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with Progress() as progress:
+        progress.show("logging in to b")
+    shown = "\r\033[Ktrainer doctor: logging in to b …\r\033[K"
+    assert capsys.readouterr().err == (shown if is_terminal else "")
 
 
 def test_what_is_well_is_one_line() -> None:

@@ -21,7 +21,10 @@ class Login:
     user: str = ""
     """Whom ssh logs in as."""
     address: str = ""
-    """The name or address, and the port, that ssh connects to."""
+    """The name or address that ssh connects to, from -H or its settings."""
+    port: str = "22"
+    known_hosts: str = ""
+    """The file of the host keys that ssh knows."""
     key: str = ""
     """The private key that ssh shows."""
 

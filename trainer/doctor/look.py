@@ -77,8 +77,9 @@ def _login(connection: Connection) -> Login:
         return replace(login, printed="")
     settings = ssh_settings(connection.host)
     return replace(
-        login, user=settings.get("user", ""), key=settings.get("identityfile", ""),
-        address=f"{settings.get('hostname', connection.host.name)} port {settings.get('port', '22')}",
+        login, user=settings.get("user", ""), key=settings.get("identityfile", ""), port=settings.get("port", "22"),
+        address=settings.get("hostname", connection.host.name),
+        known_hosts=settings.get("userknownhostsfile", "").partition(" ")[0],
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 
 from trainer.doctor.checks.names import bridge, bridge_remedy, correction, into_bridge
@@ -19,7 +20,8 @@ _REFUSALS = (
     (r"Bad owner or permissions on (?P<file>\S+)", "ssh refuses its settings on {here}: others can write {file}",
      "`chmod go-w {file}` on {here}"),
     (r"IDENTIFICATION HAS CHANGED|host key .*has changed", "{host} ({address}) shows another host key than the one "
-     "that {here} knows", "if {host} was set up anew, `ssh-keygen -R '{known}'` on {here}, and log in once"),
+     "that {here} knows", "if {host} was set up anew, `ssh-keygen -f {known_hosts} -R '{known}'` on {here}, and "
+     "log in once"),
     (r"Host key verification failed|host key is known", "{host} ({address}) shows a host key that {here} does not "
      "know", "compare it and log in once: `ssh {host}` on {here}"),
     (r"Permission denied", "{host} ({address}) refuses the login of user {user} with the key {key}",
@@ -68,8 +70,8 @@ def _failed(facts: Facts, host: Host, login: Login) -> Finding:
             f"add the line `ADDRESS {host.name}` to /etc/hosts on {facts.here}, or correct the name in -H",
         )  # fmt: skip
     last = login.error.splitlines()[-1].strip()
-    address = next(iter(seen.addresses), "")
-    if address and (ip_address(address.partition("%")[0]).is_loopback or address in facts.own_addresses):
+    address = _address(host, login, seen)
+    if _is_wrong(facts, address, login):
         return problem(
             Cause.NAME, (host.name,),
             f"on {facts.here}, {host.name} leads to {address}, which is {facts.here} itself, and the login fails "
@@ -80,11 +82,12 @@ def _failed(facts: Facts, host: Host, login: Login) -> Finding:
             Cause.INTERFACE, (host.name,), f"{into_bridge(facts.here, host.name, seen)}, and the login fails ({last})",
             bridge_remedy(facts.here, host.name, seen),
         )  # fmt: skip
-    port = login.address.rpartition(" ")[2]
+    is_from_file = seen.in_hosts_file and address in seen.addresses
     words = {
         "host": host.name, "here": facts.here, "user": login.user, "key": login.key, "last": last,
-        "address": _place(login, seen), "seconds": login.seconds,
-        "known": host.name if port in ("", "22") else f"[{host.name}]:{port}",
+        "address": f"{address}{' of /etc/hosts' if is_from_file else ''}, port {login.port}",
+        "seconds": login.seconds, "known_hosts": login.known_hosts,
+        "known": host.name if login.port == "22" else f"[{host.name}]:{login.port}",
     }  # fmt: skip
     for pattern, text, remedy in _REFUSALS:
         if match := re.search(pattern, login.error):
@@ -96,8 +99,16 @@ def _failed(facts: Facts, host: Host, login: Login) -> Finding:
     )  # fmt: skip
 
 
-def _place(login: Login, seen: Name) -> str:
-    """Return the address and port that ssh connects to, and where the address is written."""
-    name, _, rest = login.address.partition(" ")
-    address = next(iter(seen.addresses), name)
-    return f"{address}{' of /etc/hosts' if seen.in_hosts_file else ''}, {rest or 'port 22'}"
+def _address(host: Host, login: Login, seen: Name) -> str:
+    """Return the address that ssh connects to, or the name where it has none."""
+    if login.address not in ("", host.name):
+        return login.address
+    return next(iter(seen.addresses), host.name)
+
+
+def _is_wrong(facts: Facts, address: str, login: Login) -> bool:
+    """Return whether the address is this host's own, and not because -H names this host."""
+    with suppress(ValueError):  # a name
+        if ip_address(address.partition("%")[0]).is_loopback:
+            return True
+    return address in facts.own_addresses and re.search("host key|HOST IDENTIFICATION", login.error, re.I) is not None
