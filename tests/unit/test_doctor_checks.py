@@ -181,6 +181,10 @@ def test_large_packets_that_vanish() -> None:
 def test_a_slow_or_far_pair() -> None:
     slow = {("a", "b"): pair("b", bytes_per_s=5e6), ("b", "a"): pair("a", bytes_per_s=None)}
     assert "WARNING: from b to a come 40 Mbit/s of the link's 10 Gbit/s" in the_only(healthy(pairs=slow))
+    interfaces = {
+        name: {"eth0": {"addresses": [address], "mtu": 1500, "speed": 400_000}} for name, address in ADDRESS.items()
+    }
+    assert found(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
     far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
     assert "WARNING: a round trip between a and b takes 40 ms" in the_only(healthy(pairs=far))
 

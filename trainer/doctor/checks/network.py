@@ -15,6 +15,8 @@ SLOW_BYTES_PER_S = 12.5e6
 """100 Mbit/s: the gradients of a model with 25 million parameters take 8 s a step."""
 SLOW_SHARE = 0.1
 """Of the interface's own speed."""
+ONE_CONNECTION_BYTES_PER_S = 5e9
+"""A faster interface is not filled by one connection."""
 FAR_S = 0.01
 _HEADERS = 52
 """Bytes of an IP packet that are not the TCP segment's: 40, and 12 of the time stamps."""
@@ -120,7 +122,7 @@ def _slow(facts: Facts, one: str, other: str, there: Pair, back: Pair) -> Iterat
         )  # fmt: skip
     for here, far, pair in ((one, other, there), (other, one, back)):
         speed = link_speed(facts, here, far)
-        least = max(SLOW_BYTES_PER_S, SLOW_SHARE * speed)
+        least = max(SLOW_BYTES_PER_S, SLOW_SHARE * min(speed, ONE_CONNECTION_BYTES_PER_S))
         if pair.bytes_per_s is not None and pair.bytes_per_s < least:
             of = f" of the link's {8 * speed / 1e9:g} Gbit/s" if speed else ""
             yield warning(
