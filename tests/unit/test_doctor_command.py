@@ -59,6 +59,15 @@ def test_other_hosts_without_ssh(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "there is no ssh to reach it" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.doctor.examine.look", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "trainer doctor: interrupted\n"
+
+
 def test_this_host_is_looked_at_without_pytorch() -> None:
     program = "import sys; from trainer.cli import main; main(['doctor']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

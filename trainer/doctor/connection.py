@@ -86,6 +86,7 @@ class Connection:
         try:
             self.call("clock", max(0.05, self._start_until - time.monotonic()))
         except AgentError:
+            self._threads[1].join(timeout=0.5)
             return self._failed("no answer in time", printed)
         return Login(seconds=time.monotonic() - self._began, printed=_first(printed))
 

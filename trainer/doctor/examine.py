@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 
 from trainer.doctor.checks import gpus, host, login, names, network, versions
@@ -10,7 +12,7 @@ from trainer.doctor.finding import Cause, Finding, Level, in_order
 from trainer.doctor.look import look
 from trainer.doctor.options import Options
 from trainer.doctor.progress import Progress
-from trainer.doctor.report import as_json, as_text, exit_code
+from trainer.doctor.report import PREFIX, as_json, as_text, exit_code
 
 # A cause of these kinds explains the later ones of them between the same hosts.
 _BETWEEN_HOSTS = (Cause.SAME_HOST, Cause.NAME, Cause.INTERFACE, Cause.REACH, Cause.MTU, Cause.SPEED)
@@ -23,8 +25,12 @@ def examine(options: Options) -> int:
         ConfigError: ssh is not installed.
     """
     began = time.monotonic()
-    with Progress() as progress:
-        facts = look(options, progress)
+    try:
+        with Progress() as progress:
+            facts = look(options, progress)
+    except KeyboardInterrupt:
+        print(f"{PREFIX}interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     findings = judge(facts, options)
     seconds = time.monotonic() - began
     print((as_json if options.as_json else as_text)(facts, findings, seconds))

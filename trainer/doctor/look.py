@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,14 +40,12 @@ def look(options: Options, progress: Progress) -> Facts:
     if others and shutil.which("ssh") is None:
         raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
     progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
-    with ExitStack() as stack:
-        start_s = _LOGIN_PART * options.timeout_s
-        connections = {host.name: Connection(host, start_s, options.timeout_s) for host in options.hosts}
-        for connection in connections.values():
-            stack.callback(connection.close)
+    start_s = _LOGIN_PART * options.timeout_s
+    started = {host.name: Connection(host, start_s, options.timeout_s) for host in options.hosts}
+    try:
         names_here = exchange.resolve([host.name for host in options.hosts])
-        logins = on_all(connections, _login)
-        connections = {name: one for name, one in connections.items() if not logins[name].error}
+        logins = on_all(started, _login)
+        connections = {name: one for name, one in started.items() if not logins[name].error}
         facts = Facts(
             hosts=options.hosts, here=socket.gethostname(), logins=logins,
             names_here={name: to_name(entry) for name, entry in names_here.items()},
@@ -58,6 +55,8 @@ def look(options: Options, progress: Progress) -> Facts:
         facts = _ask(facts, options, connections)
         meeting = Meeting(connections, {name: peer_name(connections[name].host) for name in connections})
         return look_at_pairs(facts, meeting, deadline, progress)
+    finally:
+        on_all(started, Connection.close)
 
 
 def on_all(connections: Mapping[str, Connection], ask: Callable[[Connection], T]) -> dict[str, T]:
