@@ -162,9 +162,9 @@ HOST = (
     Cause("host", "a memory limit of 800 MB on b", (Step("settings", "b", settings={"mem_limit": "800m"}),),
           r"on b, the memory limit of its container or cgroup leaves \d+ MiB for 2 ranks"),
     Cause("host", "one core for b's two ranks (--cpuset-cpus 0)", (Step("settings", "b", settings={"cpuset": "0"}),),
-          r"b has 1 cores? for 2 ranks"),
+          r"b has 1 of the 2 cores that its ranks need"),
     Cause("host", "--cpus 1 for b's two ranks", (Step("settings", "b", settings={"cpus": 1}),),
-          r"b has 1 cores? for 2 ranks"),
+          r"b has 1 of the 2 cores that its ranks need"),
     Cause("host", "ulimit -n 256 on b", (Step("settings", "b", settings={"ulimits": {"nofile": 256}}),),
           r"on b, a process may have 256 open files"),
     Cause("host", "RDMA on b with little locked memory", (Step("shell", "b", "mkdir /dev/infiniband; "

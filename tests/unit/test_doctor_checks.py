@@ -228,7 +228,7 @@ def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in
         ({"memory_free": {"machine": 8 * GIB, "cgroup": 600 * MIB}}, "cgroup leaves 600 MiB for 2 ranks"),
         ({"memory_free": {"machine": 600 * MIB, "cgroup": 500 * MIB}}, "cgroup leaves 500 MiB for 2 ranks"),
         ({"memory_free": {"machine": 600 * MIB, "cgroup": GIB}}, "PROBLEM: on b, there are 600 MiB for 2 ranks"),
-        ({"cores": 1.5}, "WARNING: b has 1.5 cores for 2 ranks; name fewer slots (-H b:1)"),
+        ({"cores": 1.5}, "WARNING: b has 1.5 of the 2 cores that its ranks need; name fewer slots (-H b:1)"),
         ({"open_files": 256}, "PROBLEM: on b, a process may have 256 open files"),
         ({"has_rdma": True}, "on b, RDMA (/dev/infiniband) needs locked memory, of which a process may have 64 KiB"),
         ({"reads_memory": False}, "WARNING: b refuses process_vm_readv"),

@@ -54,7 +54,7 @@ def _limits(host: Host, machine: Mapping[str, Any]) -> Iterator[Finding]:
     name = host.name
     if machine["cores"] < host.slots:
         yield warning(
-            Cause.HOST, (name,), f"{name} has {machine['cores']:g} cores for {host.slots} ranks",
+            Cause.HOST, (name,), f"{name} has {machine['cores']:g} of the {host.slots} cores that its ranks need",
             f"name fewer slots (-H {name}:{max(1, int(machine['cores']))}), or give the container more (--cpus, "
             "--cpuset-cpus)",
         )  # fmt: skip
