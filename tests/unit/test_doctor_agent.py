@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from trainer.doctor.agent import exchange
-from trainer.doctor.connection import AgentError, Connection
+from trainer.doctor.connection import AgentError, Connection, _command
+from trainer.doctor.relay import SEGMENT
 from trainer.supervise.hosts import Host
 
 HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
@@ -190,6 +192,30 @@ def test_a_host_without_python(
     (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
     login = through_ssh(f'PATH={tmp_path}/bin exec /bin/sh -c "$command"').login()
     assert login.error == "no python3 on the PATH"
+
+
+def test_a_login_in_small_segments_goes_through_the_relay() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        relay = [sys.executable, str(Path(exchange.__file__).parent.parent / "relay.py")]
+        process = subprocess.Popen(
+            [*relay, "127.0.0.1", str(server.getsockname()[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        with process, server.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= SEGMENT
+            assert process.stdin is not None
+            process.stdin.write(b"question")
+            process.stdin.close()
+            assert connection.recv(100) == b"question"
+            assert connection.recv(100) == b""
+            connection.sendall(b"answer")
+            connection.shutdown(socket.SHUT_WR)
+            assert process.stdout is not None
+            assert process.stdout.read() == b"answer"
+    assert process.returncode == 0
+    command = _command(ELSEWHERE, in_small_segments=True)
+    assert f"ProxyCommand={' '.join(relay)} %h %p" in command
 
 
 def test_a_login_that_hangs_is_given_up(through_ssh: Callable[..., Connection]) -> None:

@@ -178,6 +178,13 @@ def test_large_packets_that_vanish() -> None:
     assert "`sudo ip link set dev eth0 mtu 1380` on both" in said
 
 
+def test_a_login_that_needs_small_packets_is_explained_by_a_pair() -> None:
+    logins = {"a": Login(), "b": login(in_small_segments=True)}
+    pairs = {("a", "b"): pair("b", large="to", segment=1148), ("b", "a"): pair("a")}
+    assert "large packets from a to b get lost" in the_only(healthy(logins=logins, pairs=pairs))
+    assert "large packets between a and b get lost (login hangs)" in the_only(healthy(logins=logins))
+
+
 def test_a_slow_or_far_pair() -> None:
     slow = {("a", "b"): pair("b", bytes_per_s=5e6), ("b", "a"): pair("a", bytes_per_s=None)}
     assert "WARNING: from b to a come 40 Mbit/s of the link's 10 Gbit/s" in the_only(healthy(pairs=slow))

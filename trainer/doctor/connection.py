@@ -21,7 +21,9 @@ from trainer.supervise.hosts import Host
 from trainer.supervise.sweep import SSH
 
 MARK = "trainer-doctor-agent"
+NO_ANSWER = "no answer in time"
 _SOURCES = Path(__file__).with_name("agent")
+_RELAY = Path(__file__).with_name("relay.py")
 # The current folder may hold a file that Python would import in place of one of its own modules.
 _BOOT = "import sys; sys.path[:1] = []; import json; exec(json.loads(sys.stdin.buffer.readline()))"
 # `command -v` finds the job's own Python by its path. A host without it is looked at with another one.
@@ -46,15 +48,16 @@ class Connection:
     Args:
         start_s: seconds for the start.
         all_s: seconds after which no answer is waited for any more.
+        in_small_segments: whether ssh is to send and get small packets only.
     """
 
-    def __init__(self, host: Host, start_s: float, all_s: float) -> None:
+    def __init__(self, host: Host, start_s: float, all_s: float, *, in_small_segments: bool = False) -> None:
         self.host = host
         self._began = time.monotonic()
         self._start_until, self._until = self._began + start_s, self._began + all_s
         self._process = subprocess.Popen(
-            _command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
+            _command(host, in_small_segments=in_small_segments), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._waiting: dict[int, Future[Any]] = {}
         self._has_ended = False
@@ -73,7 +76,7 @@ class Connection:
             try:
                 line = self._lines.get(timeout=max(0.05, self._start_until - time.monotonic()))
             except queue.Empty:
-                return self._failed("no answer in time", printed)
+                return self._failed(NO_ANSWER, printed)
             if not line:
                 self._process.wait()
                 self._threads[1].join(timeout=1.0)
@@ -87,7 +90,7 @@ class Connection:
             self.call("clock", max(0.05, self._start_until - time.monotonic()))
         except AgentError:
             self._threads[1].join(timeout=0.5)
-            return self._failed("no answer in time", printed)
+            return self._failed(NO_ANSWER, printed)
         return Login(seconds=time.monotonic() - self._began, printed=_first(printed))
 
     def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
@@ -115,7 +118,7 @@ class Connection:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         try:
-            self._process.wait(timeout=2.0)
+            self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -164,11 +167,14 @@ class Connection:
             self._errors = (self._errors + line)[-_ERROR_CHARACTERS:]
 
 
-def _command(host: Host) -> list[str]:
+def _command(host: Host, *, in_small_segments: bool) -> list[str]:
     pythons = dict.fromkeys((sys.executable, "python3", "python"))
     script = _START.format(mark=MARK, pythons=shlex.join(pythons), boot=shlex.quote(_BOOT))
     start = ["sh", "-c", script]
-    return start if host.is_here else [*SSH, host.name, shlex.join(start)]
+    if host.is_here:
+        return start
+    relay = ["-o", f"ProxyCommand={shlex.quote(sys.executable)} {shlex.quote(str(_RELAY))} %h %p"]
+    return [*SSH, *(relay if in_small_segments else []), host.name, shlex.join(start)]
 
 
 def _source(name: str) -> str:

@@ -16,6 +16,8 @@ class Login:
     seconds: float = 0.0
     error: str = ""
     """The last lines of ssh; empty where the agent answers."""
+    in_small_segments: bool = False
+    """Whether it hung until ssh sent and got small packets only."""
     printed: str = ""
     """What the login shell printed before the command ran."""
     user: str = ""

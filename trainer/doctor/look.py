@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.doctor.agent import exchange
-from trainer.doctor.connection import AgentError, Connection, ssh_settings
+from trainer.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
 from trainer.doctor.facts import Facts, Login, to_name
 from trainer.doctor.options import Options
 from trainer.doctor.pairs import Meeting, look_at_pairs
@@ -23,6 +23,7 @@ from trainer.supervise.hosts import Host
 
 _LOGIN_PART = 0.45
 """Share of the time that logins may take."""
+_RETRY_S = 4.0
 _FACTS_S = 5.0
 _CLOCK_READINGS = 3
 
@@ -40,12 +41,12 @@ def look(options: Options, progress: Progress) -> Facts:
     if others and shutil.which("ssh") is None:
         raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
     progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
-    start_s = _LOGIN_PART * options.timeout_s
-    started = {host.name: Connection(host, start_s, options.timeout_s) for host in options.hosts}
+    entered = _enter(options)
+    started = {name: connection for name, (_, connection) in entered.items()}
     try:
+        logins = {name: login for name, (login, _) in entered.items()}
+        connections = {name: connection for name, connection in started.items() if not logins[name].error}
         names_here = exchange.resolve([host.name for host in options.hosts])
-        logins = on_all(started, _login)
-        connections = {name: one for name, one in started.items() if not logins[name].error}
         facts = Facts(
             hosts=options.hosts, here=socket.gethostname(), logins=logins,
             names_here={name: to_name(entry) for name, entry in names_here.items()},
@@ -70,14 +71,30 @@ def peer_name(host: Host) -> str:
     return socket.gethostname() if host.is_here else host.name
 
 
-def _login(connection: Connection) -> Login:
-    login = connection.login()
-    if connection.host.is_here:
+def _enter(options: Options) -> dict[str, tuple[Login, Connection]]:
+    """Start an agent on each host; return how that went, and the connections."""
+
+    def enter(host: Host) -> tuple[Login, Connection]:
+        connection = Connection(host, _LOGIN_PART * options.timeout_s, options.timeout_s)
+        login = connection.login()
+        if login.error == NO_ANSWER and not host.is_here:
+            connection.close()
+            connection = Connection(host, _RETRY_S, options.timeout_s, in_small_segments=True)
+            again = connection.login()
+            login = login if again.error else replace(again, in_small_segments=True)
+        return _with_settings(login, host), connection
+
+    with ThreadPoolExecutor(max_workers=len(options.hosts)) as pool:
+        return dict(zip((host.name for host in options.hosts), pool.map(enter, options.hosts), strict=True))
+
+
+def _with_settings(login: Login, host: Host) -> Login:
+    if host.is_here:
         return replace(login, printed="")
-    settings = ssh_settings(connection.host)
+    settings = ssh_settings(host)
     return replace(
         login, user=settings.get("user", ""), key=settings.get("identityfile", ""), port=settings.get("port", "22"),
-        address=settings.get("hostname", connection.host.name),
+        address=settings.get("hostname", host.name),
         known_hosts=settings.get("userknownhostsfile", "").partition(" ")[0],
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ _REFUSALS = (
     (r"Connection refused", "no ssh server answers on {host} ({address}): connection refused",
      "start it on {host}: `sudo systemctl start ssh`, or name its port in ~/.ssh/config on {here}"),
     (r"timed out|No route to host|Network is unreachable", "{host} ({address}) does not answer: {last}",
-     "see that it runs and that {address} is right; a firewall has to let this port through"),
+     "see that it runs, and that {ip} is its address; a firewall has to let this port through"),
     (r"Connection (closed|reset)|kex_exchange_identification", "{host} ({address}) ends the connection before the "
      "login", "look at sshd's log on {host}: `sudo journalctl -u ssh -n 20`"),
     (r"no answer in time", "the login to {host} ({address}) has not ended in {seconds:.0f} s",
@@ -47,6 +47,12 @@ def check(facts: Facts) -> Iterator[Finding]:
         if login.error:
             yield _failed(facts, host, login)
             continue
+        if login.in_small_segments and not any(host.name in ends and pair.large for ends, pair in facts.pairs.items()):
+            yield problem(
+                Cause.MTU, (host.name,), f"large packets between {facts.here} and {host.name} get lost (login hangs)",
+                f"`ping -M do -s 1472 {host.name}` on {facts.here}, with smaller numbers until it answers; set the MTU "
+                "to 28 more on both hosts: `sudo ip link set dev INTERFACE mtu MTU`",
+            )  # fmt: skip
         if login.printed:
             yield problem(
                 Cause.LOGIN, (host.name,),
@@ -84,7 +90,7 @@ def _failed(facts: Facts, host: Host, login: Login) -> Finding:
         )  # fmt: skip
     is_from_file = seen.in_hosts_file and address in seen.addresses
     words = {
-        "host": host.name, "here": facts.here, "user": login.user, "key": login.key, "last": last,
+        "ip": address, "host": host.name, "here": facts.here, "user": login.user, "key": login.key, "last": last,
         "address": f"{address}{' of /etc/hosts' if is_from_file else ''}, port {login.port}",
         "seconds": login.seconds, "known_hosts": login.known_hosts,
         "known": host.name if login.port == "22" else f"[{host.name}]:{login.port}",
