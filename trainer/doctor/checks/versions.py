@@ -47,7 +47,7 @@ def _differences(
             yield problem(
                 Cause.VERSION, ends,
                 f"{title} is {left[title] or 'missing'} on {first.name} and {right[title] or 'missing'} on "
-                f"{host.name}", f"`pip install {package}=={newer}` on {where}, or the same image on both",
+                f"{host.name}", _remedy(package, newer, where),
             )  # fmt: skip
     for title in _PARTS:
         if left["PyTorch"] == right["PyTorch"] and left[title] != right[title]:
@@ -57,6 +57,12 @@ def _differences(
                 f"{host.name}", "install the same wheels on both",
             )  # fmt: skip
     yield from _code(first, host, mine, theirs)
+
+
+def _remedy(package: str, version: str, where: str) -> str:
+    if package == "horovod":  # the package index has no build of it for this PyTorch
+        return f"install the other host's wheel on {where} (`make wheels`), or the same image on both"
+    return f"`pip install {package}=={version}` on {where}, or the same image on both"
 
 
 def _code(first: Host, host: Host, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:
