@@ -157,16 +157,17 @@ VERSIONS = (
 )  # fmt: skip
 
 HOST = (
-    Cause("host", "--shm-size 64m on b", (Step("settings", "b", settings={"shm_size": "64m"}),),
-          r"on b, /dev/shm has 6\d MiB free for 2 ranks"),
-    Cause("host", "a memory limit of 800 MB on b", (Step("settings", "b", settings={"mem_limit": "800m"}),),
-          r"on b, the memory limit of its container or cgroup leaves \d+ MiB for 2 ranks"),
-    Cause("host", "one core for b's two ranks (--cpuset-cpus 0)", (Step("settings", "b", settings={"cpuset": "0"}),),
-          r"b has 1 of the 2 cores that its ranks need"),
-    Cause("host", "--cpus 1 for b's two ranks", (Step("settings", "b", settings={"cpus": 1}),),
-          r"b has 1 of the 2 cores that its ranks need"),
-    Cause("host", "ulimit -n 256 on b", (Step("settings", "b", settings={"ulimits": {"nofile": 256}}),),
-          r"on b, a process may have 256 open files"),
+    Cause("host", "--shm-size 64m on b", (),
+          r"on b, /dev/shm has 6\d MiB free, and its 2 ranks need 128", settings={"shm_size": "64m"}),
+    Cause("host", "a memory limit of 800 MB on b", (),
+          r"on b, the memory limit of its container or cgroup leaves \d+ MiB for 2 ranks",
+          settings={"mem_limit": "800m"}),
+    Cause("host", "one core for b's two ranks (--cpuset-cpus 0)", (),
+          r"b has 1 of the 2 cores that its ranks need", settings={"cpuset": "0"}),
+    Cause("host", "--cpus 1 for b's two ranks", (),
+          r"b has 1 of the 2 cores that its ranks need", settings={"cpus": 1}),
+    Cause("host", "ulimit -n 256 on b", (),
+          r"on b, a process may have 256 open files", settings={"ulimits": {"nofile": 256}}),
     Cause("host", "RDMA on b with little locked memory", (Step("shell", "b", "mkdir /dev/infiniband; "
           "touch /dev/infiniband/uverbs0", "rm -r /dev/infiniband"),),
           r"on b, RDMA \(/dev/infiniband\) needs locked memory"),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmarks.doctor_nodes import Nodes
 
-Place = Literal["shell", "user", "net", "mount", "uts", "machine", "settings"]
+Place = Literal["shell", "user", "net", "mount", "uts", "machine"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,7 +19,7 @@ class Step:
     """A script, and the script that undoes it.
 
     They run on the node as root ("shell") or as its user, in one of the node's namespaces ("net", "mount", "uts") with
-    this machine's programs, or on this machine. With "settings", node b is made anew with these settings of compose.
+    this machine's programs, or on this machine.
     `{a}` and `{b}` stand for the nodes' addresses, `{container}` for the node's name, `{process}` for its first
     process, `{root}` for the checkout.
     """
@@ -28,7 +28,6 @@ class Step:
     node: str
     do: str = ""
     undo: str = ""
-    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ class Cause:
     node: str = "a"
     command: tuple[str, ...] = ()
     folder: str = "/trainer"
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Node b's in compose, for which it is made anew."""
 
 
 def hosts_line(node: str, *lines: str) -> Step:
@@ -85,6 +86,7 @@ def edited(path: str, change: str) -> Step:
 @contextmanager
 def made(nodes: Nodes, cause: Cause) -> Iterator[None]:
     """Make the cause, and undo it afterwards."""
+    nodes.up(cause.settings)
     done: list[Step] = []
     try:
         for step in cause.steps:
@@ -93,13 +95,10 @@ def made(nodes: Nodes, cause: Cause) -> Iterator[None]:
         yield
     finally:
         for step in reversed(done):
-            _run(nodes, step, step.undo, undo=True)
+            _run(nodes, step, step.undo)
 
 
-def _run(nodes: Nodes, step: Step, script: str, *, undo: bool = False) -> None:
-    if step.place == "settings":
-        nodes.up({} if undo else dict(step.settings))
-        return
+def _run(nodes: Nodes, step: Step, script: str) -> None:
     if not script:
         return
     script = script.format(

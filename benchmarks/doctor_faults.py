@@ -51,7 +51,6 @@ def main() -> int:
     report_failures()
     options = _parse_options()
     nodes = Nodes(options.project, options.file)
-    nodes.up()
     try:
         return _check_healthy(nodes, options.healthy) if options.healthy else _check_causes(nodes, options.only)
     finally:
@@ -110,6 +109,7 @@ def render(trials: list[Trial]) -> str:
 
 
 def _check_healthy(nodes: Nodes, number: int) -> int:
+    nodes.up({})
     found, seconds = [], []
     for _ in range(number):
         began = time.monotonic()

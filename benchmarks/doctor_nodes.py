@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import TrainerError
@@ -23,16 +23,21 @@ class Nodes:
 
     def __init__(self, project: str, files: Sequence[str]) -> None:
         self.project, self._files = project, list(files) or ["docker-compose.yml"]
+        self._settings: Mapping[str, object] | None = None
 
-    def up(self, settings: dict[str, object] | None = None) -> None:
-        """Start the nodes, node b with these settings of compose."""
+    def up(self, settings: Mapping[str, object]) -> None:
+        """Start the nodes, node b with these settings of compose, unless they run so."""
+        if settings == self._settings:
+            return
+        services = {"a": {"stop_grace_period": "1s"}, "b": {"stop_grace_period": "1s", **settings}}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump({"services": {"b": settings or {}}}, file)
+            json.dump({"services": services}, file)
             file.flush()
             files = [*self._files, file.name]
             command = ["docker", "compose", "--project-directory", str(ROOT), "--project-name", self.project]
             command += [word for name in files for word in ("--file", name)]
             self._succeed([*command, "up", "--no-build", "--detach", "--wait"], _UP_TIMEOUT_S)
+        self._settings = settings
 
     def down(self) -> None:
         """Remove nodes, network and volumes."""

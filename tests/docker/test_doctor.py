@@ -37,7 +37,6 @@ LOOK = ("trainer", "doctor", "-H", "a:2,b:2")
 def nodes(image: str) -> Iterator[Nodes]:
     nodes = Nodes(f"trainer-test-doctor-{os.getpid()}", [])
     try:
-        nodes.up()
         yield nodes
     finally:
         nodes.down()

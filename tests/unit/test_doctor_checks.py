@@ -231,7 +231,7 @@ def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"shm_free": 64 * MIB}, "PROBLEM: on b, /dev/shm has 64 MiB free for 2 ranks"),
+        ({"shm_free": 64 * MIB}, "PROBLEM: on b, /dev/shm has 64 MiB free, and its 2 ranks need 128"),
         ({"memory_free": {"machine": 8 * GIB, "cgroup": 600 * MIB}}, "cgroup leaves 600 MiB for 2 ranks"),
         ({"memory_free": {"machine": 600 * MIB, "cgroup": 500 * MIB}}, "cgroup leaves 500 MiB for 2 ranks"),
         ({"memory_free": {"machine": 600 * MIB, "cgroup": GIB}}, "PROBLEM: on b, there are 600 MiB for 2 ranks"),
@@ -268,4 +268,4 @@ def test_problems_come_before_warnings_and_causes_before_what_they_explain() -> 
     findings = found(facts)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM, Level.WARNING]
     assert "b leads to 127.0.1.1" in str(findings[0])
-    assert "has 0 MiB free for 2 ranks" in str(findings[1])
+    assert "has 0 MiB free, and its 2 ranks need 128" in str(findings[1])

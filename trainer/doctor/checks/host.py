@@ -34,8 +34,8 @@ def _memory(host: Host, machine: Mapping[str, Any]) -> Iterator[Finding]:
     if machine["shm_free"] < host.slots * SHM_PER_RANK:
         yield problem(
             Cause.HOST, (host.name,),
-            f"on {host.name}, /dev/shm has {machine['shm_free'] / MIB:.0f} MiB free for {host.slots} ranks, which "
-            "share memory there",
+            f"on {host.name}, /dev/shm has {machine['shm_free'] / MIB:.0f} MiB free, and its {host.slots} ranks "
+            f"need {host.slots * SHM_PER_RANK // MIB} for what they share",
             "`docker run --shm-size 1g`, shm_size in compose, or `sudo mount -o remount,size=1g /dev/shm`",
         )  # fmt: skip
     free = machine["memory_free"]
