@@ -248,6 +248,14 @@ def test_a_host_that_lacks_something(changes: dict[str, Any], line: str) -> None
     assert line in the_only(of_machine(**changes))
 
 
+def test_the_remedy_for_too_little_memory_depends_on_what_limits_it() -> None:
+    for limits, remedy in (
+        ({"machine": 8 * GIB, "cgroup": 0}, "raise the limit"),
+        ({"machine": 0, "cgroup": 8 * GIB}, "end other programs there"),
+    ):
+        assert remedy in the_only(of_machine(memory_free=limits))
+
+
 def test_what_is_not_needed_is_not_missed() -> None:
     assert found(of_machine(reads_memory=False, single_copy_is_off=True)) == []
     assert found(of_machine(has_rdma=True, locked_memory=1 << 60)) == []
