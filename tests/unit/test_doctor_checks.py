@@ -145,7 +145,11 @@ def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
     other_way = the_only(lost(WELL, LOST))
     assert "b cannot connect to a" in other_way
     assert "on a, let all TCP from 10.0.0.2 through" in other_way
-    assert "a and b cannot connect to each other" in the_only(lost(LOST, LOST))
+    both = the_only(lost(LOST, LOST))
+    assert (
+        "(10.0.0.2 port 40001: timed out, and 10.0.0.1 port 40001: timed out), though ssh works: a firewall; " in both
+    )
+    assert both.startswith("PROBLEM: a and b cannot connect to each other ")
     assert "port 20001: connection refused, but port 40001 answers" in the_only(
         lost({40001: "", 20001: "connection refused"}, WELL)
     )
@@ -174,7 +178,7 @@ def test_two_hosts_with_one_address_on_a_bridge() -> None:
 def test_large_packets_that_vanish() -> None:
     pairs = {("a", "b"): pair("b"), ("b", "a"): pair("a", large="from", segment=1328)}
     said = the_only(healthy(pairs=pairs))
-    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through; 1380 bytes do)" in said
+    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through: 1380 bytes do)" in said
     assert "`sudo ip link set dev eth0 mtu 1380` on both" in said
 
 

@@ -79,7 +79,8 @@ def _by_address(facts: Facts, host: str) -> dict[str, str]:
 
 def _unreachable(facts: Facts, one: str, other: str, there: Pair, back: Pair) -> Finding:
     if there.error and back.error:
-        text = f"{one} and {other} cannot connect to each other ({_failure(there)}; {_failure(back)}), though ssh works"
+        failures = f"{_failure(there)}, and {_failure(back)}"
+        text = f"{one} and {other} cannot connect to each other ({failures}), though ssh works"
         remedy = f"{_let_through(other, back.address)}, and {_let_through(one, there.address)}"
     else:
         here, far, failed, well = (one, other, there, back) if there.error else (other, one, back, there)
@@ -104,7 +105,7 @@ def _too_large(facts: Facts, one: str, other: str, pair: Pair) -> Finding:
     begin, end = (here, there) if pair.large == "to" else (there, here)
     interface = _way(facts, begin, end).interface or "INTERFACE"
     mtu = facts.interfaces.get(begin, {}).get(interface, {}).get("mtu", "unknown")
-    fits = f"; {pair.segment + _HEADERS} bytes do" if pair.segment else ""
+    fits = f": {pair.segment + _HEADERS} bytes do" if pair.segment else ""
     remedy = f"`sudo ip link set dev {interface} mtu {pair.segment + _HEADERS if pair.segment else 576}` on both"
     return problem(
         Cause.MTU, (one, other),
