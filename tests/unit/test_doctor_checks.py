@@ -124,6 +124,17 @@ def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> Non
     assert line in the_only(replace(facts, owned=owned))
 
 
+def test_a_wrong_name_is_corrected_where_it_is_written() -> None:
+    for in_hosts_file, place in ((True, "in /etc/hosts on a: `"), (False, "in the DNS, or in /etc/hosts on a: `")):
+        facts = of_name("a", "b", addresses=("127.0.1.1",), in_hosts_file=in_hosts_file)
+        assert f"correct the line of b {place}10.0.0.2 b`" in the_only(facts)
+
+
+def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
+    facts = healthy()
+    assert found(replace(facts, names={**facts.names, "a": {}})) == []
+
+
 def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
     assert "a and b are one and the same host" in the_only(of_machine(identity="kernel of a"))
     assert "both have the host name 'a'" in the_only(of_machine(host_name="a"))

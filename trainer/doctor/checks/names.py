@@ -118,14 +118,9 @@ def _first(seen: Name) -> str:
 
 
 def _known(facts: Facts, host: str) -> str:
-    """Return the address by which others know a host best."""
-    for other, seen in facts.names.items():
-        if other != host and host in seen:
-            for address in seen[host].addresses:
-                if ":" not in address and facts.owned.get(host, {}).get(address) and address[:4] != "127.":
-                    return address
-    mine = [name.own for name in facts.names.get(host, {}).values() if name.own and name.own[:4] != "127."]
-    return mine[0] if mine else "ADDRESS"
+    """Return the address that a host has on the way to others."""
+    own = (way.own for way in facts.names.get(host, {}).values())
+    return next((address for address in own if address and not ip_address(address).is_loopback), "ADDRESS")
 
 
 def _addresses(facts: Facts, host: str) -> str:
