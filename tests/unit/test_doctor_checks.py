@@ -130,6 +130,14 @@ def test_a_wrong_name_is_corrected_where_it_is_written() -> None:
         assert f"correct the line of b {place}10.0.0.2 b`" in the_only(facts)
 
 
+def test_a_wrong_address_that_is_this_hosts_own_or_behind_a_bridge_is_told_so() -> None:
+    facts = of_name("a", "b", addresses=("10.9.9.9",), interface="docker0")
+    owned = {"a": {"10.9.9.9": True}, "b": {"10.9.9.9": False}}
+    assert "b leads to 10.9.9.9, which is its own (docker0), and b has no such address" in the_only(
+        replace(facts, owned=owned)
+    )
+
+
 def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
     facts = healthy()
     assert found(replace(facts, names={**facts.names, "a": {}})) == []
