@@ -199,6 +199,16 @@ def test_large_packets_that_vanish() -> None:
     said = the_only(healthy(pairs=pairs))
     assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through: 1380 bytes do)" in said
     assert "`sudo ip link set dev eth0 mtu 1380` on both" in said
+    none = {("a", "b"): pair("b", large="to"), ("b", "a"): pair("a")}
+    said = the_only(healthy(pairs=none))
+    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through)" in said
+    assert "mtu 576` on both" in said
+    back = {("a", "b"): pair("b", large="from"), ("b", "a"): pair("a", large="to")}
+    assert "large packets from b to a get lost" in the_only(healthy(pairs=back))
+
+
+def test_a_pair_of_which_one_direction_could_not_be_tried_has_no_finding_of_it() -> None:
+    assert found(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
 
 
 def test_a_login_that_needs_small_packets_is_explained_by_a_pair() -> None:
@@ -215,6 +225,8 @@ def test_a_slow_or_far_pair() -> None:
         name: {"eth0": {"addresses": [address], "mtu": 1500, "speed": 400_000}} for name, address in ADDRESS.items()
     }
     assert found(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
+    unknown = {name: {"eth0": {**entry["eth0"], "speed": 0}} for name, entry in interfaces.items()}
+    assert "from b to a come 40 Mbit/s; " in the_only(healthy(pairs=slow, interfaces=unknown))
     far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
     assert "WARNING: a round trip between a and b takes 40 ms" in the_only(healthy(pairs=far))
 
@@ -236,7 +248,7 @@ def test_a_slow_or_far_pair() -> None:
         ({"script": "missing"}, "there is no train.py in /job on b"),
         ({"shadows": ["/job/trainer.py"]}, "/job/trainer.py on b is imported in place of the package"),
         ({"programs": {"orted": ""}, "path": "/usr/bin"}, "without a terminal finds no orted of Open MPI on its PATH"),
-        ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "OPAL_PREFIX is /x for a login to b"),
+        ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "WARNING: OPAL_PREFIX is /x for a login to b"),
         ({"executable": "/bin/python3", "versions": {"PyTorch": ""}}, f"b has no {sys.executable}, the job's Python"),
     ],
 )  # fmt: skip

@@ -121,8 +121,8 @@ def _alone(facts: Facts, host: Host, options: Options) -> Iterator[Finding]:
             f"put the folder of mpirun on the PATH at the top of ~/.bashrc on {host.name}, above the line that "
             "returns where there is no terminal",
         )  # fmt: skip
-    if not found["opal_prefix_is_right"]:
-        yield problem(
+    if not found["opal_prefix_is_right"]:  # a launcher with one of its own sends that along
+        yield warning(
             Cause.VERSION, (host.name,),
             f"OPAL_PREFIX is {found['opal_prefix']} for a login to {host.name}, and there is no Open MPI",
             "set it to the folder above the bin of mpirun, or take it away",
