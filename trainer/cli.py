@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from trainer.errors import ConfigError, TrainerError
+from trainer.submit.options import add_parser as add_submit_parser
+from trainer.submit.submit import run as submit
 from trainer.supervise.options import add_parser, make_parser, to_options
 from trainer.supervise.supervisor import supervise
 
@@ -15,8 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("trainer")
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     add_parser(subparsers)
+    add_submit_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
+        if parsed.subcommand == "submit":
+            return submit(parsed.arguments)
         return supervise(to_options(parsed))
     except TrainerError as error:
         print(f"trainer {parsed.subcommand}: {error}", file=sys.stderr)
