@@ -35,6 +35,8 @@ class Job:
     image: str = ""
     array: str = ""
     """Numbers as in "0-3,7", one job for each; empty for a single job."""
+    claim: str = ""
+    """A PersistentVolumeClaim for runs/, on Kubernetes."""
     made_by: str = ""
     """The command that writes this job's file."""
     directives: tuple[str, ...] = ()

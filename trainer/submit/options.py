@@ -112,6 +112,7 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument("--cpus-per-rank", metavar="N", help="cores of each rank (the scheduler's default)")
     group.add_argument("--memory", metavar="16GB", help="memory of each node (the scheduler's default)")
     group.add_argument("--image", metavar="IMAGE", help="the container image in which the ranks run (none)")
+    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim of Kubernetes for runs/ (none)")
     group = parser.add_argument_group("the job")
     group.add_argument("--name", help="of the job and its file (the script's)")
     group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
@@ -148,7 +149,7 @@ def _read(
         launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
         memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.amount("time", _UNITS_S, "2h"),
         grace_s=reader.amount("grace", _UNITS_S, "120s") or 1, image=parsed.image or "", array=parsed.array or "",
-        directives=tuple(parsed.directive),
+        directives=tuple(parsed.directive), claim=parsed.claim or "",
     )  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def _check_command(job: Job) -> list[str]:
         f"the command has {word}, whose value would be written into the job file; set it in the environment of the job"
         for word in secrets_in(job.command)
     ]
-    if any(not word.isprintable() for word in (*job.command, *job.directives, job.image)):
+    if any(not word.isprintable() for word in (*job.command, *job.directives, job.image, job.claim)):
         problems.append("the command has a line break or another character that is not printable; put it into a script")
     return problems
 
@@ -200,9 +201,9 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
         problems.append(f"--name is {job.name!r}; valid are up to 63 letters, digits, '.', '_' and '-', a letter first")
     if job.launcher not in scheduler.launchers:
         problems.append(f"--launcher is {job.launcher!r}; {scheduler.name} has {', '.join(scheduler.launchers)}")
-    for option in ("array", "directives", "gpus_per_node", "image", "cpus_per_rank", "memory_gib", "time_s"):
-        if getattr(job, option) and option in scheduler.lacks:
-            problems.append(f"{scheduler.name} has no {_OPTION_OF[option]}; {scheduler.lacks[option]}")
+    for field, instead in scheduler.lacks.items():
+        if getattr(job, field):
+            problems.append(f"{scheduler.name} has no --{field.removesuffix('s')}; {instead}")
     if job.gpus_per_node and job.gpus_per_node != job.ranks_per_node:
         problems.append(
             f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has a GPU"
@@ -216,12 +217,6 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
             f"--array and {INDEX} in the command go together, as in --array 0-3 -- python a.py --seed {INDEX}"
         )
     return problems
-
-
-_OPTION_OF = {
-    "array": "--array", "directives": "--directive", "gpus_per_node": "--gpus-per-node", "image": "--image",
-    "cpus_per_rank": "--cpus-per-rank", "memory_gib": "--memory", "time_s": "--time",
-}  # fmt: skip
 
 
 def _name_of(command: tuple[str, ...]) -> str:

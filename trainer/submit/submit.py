@@ -60,7 +60,7 @@ class _Follower:
 
     def __init__(self, options: Options, job_id: str) -> None:
         self._options, self._job_id = options, job_id
-        self._offsets: dict[Path, int] = {}
+        self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
 
@@ -68,7 +68,8 @@ class _Follower:
         """Print what is new; return the exit code of a job that has ended."""
         try:
             state = self._options.scheduler.state(self._job_id)
-            self._print_logs()
+            sys.stdout.write(self._options.scheduler.new_output(self._options.job, self._job_id, self._seen))
+            sys.stdout.flush()
         except TrainerError:
             self._unanswered += 1
             if self._unanswered >= _UNANSWERED:
@@ -79,17 +80,6 @@ class _Follower:
             self._state = state.name
             _say(f"job {self._job_id}: {state.name}")
         return state.code
-
-    def _print_logs(self) -> None:
-        for path in self._options.scheduler.logs(self._options.job, self._job_id):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                new = file.read()
-            # A line that is not complete yet comes next time.
-            whole = new[: new.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            sys.stdout.write(whole.decode(errors="replace"))
-        sys.stdout.flush()
 
 
 def _say(text: str) -> None:

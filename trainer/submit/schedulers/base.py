@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.submit.job import Job
+
+CLAIM: Mapping[str, str] = {"claim": "its nodes share a file system"}
+"""What schedulers other than Kubernetes lack."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,12 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def logs(self, job: Job, job_id: str) -> list[Path]:
-        """Return the files that a job has written so far, in the order in which they are shown."""
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Return what a job has printed since the last call, in whole lines.
+
+        Args:
+            seen: how much of each log has been returned; this call adds to it.
+        """
 
     @abstractmethod
     def cancel_command(self, job_id: str) -> Sequence[str]:
@@ -86,3 +93,17 @@ def call(*command: str) -> str:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise TrainerError(f"{command[0]} refuses: {words}")
     return done.stdout.strip()
+
+
+def read_new(paths: Iterable[Path], seen: dict[str, int]) -> str:
+    """Return the whole lines that have been appended to these files; a file may not be there yet."""
+    found = ""
+    for path in paths:
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(seen.get(str(path), 0))
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            seen[str(path)] = seen.get(str(path), 0) + len(whole)
+            found += whole.decode(errors="replace")
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
-from trainer.submit.schedulers.base import Scheduler, State, call
+from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, read_new
 
 _PROOF = "Not run."
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -79,6 +79,7 @@ class Slurm(Scheduler):
     summary = "Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer)"
     suffix = ".sbatch"
     launchers = ("srun", "torchrun")
+    lacks = CLAIM
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
@@ -115,17 +116,15 @@ class Slurm(Scheduler):
         worst = max(range(len(jobs)), key=lambda number: codes[number])
         return State(jobs[worst]["JobState"], codes[worst])
 
-    def logs(self, job: Job, job_id: str) -> list[Path]:
-        """Return the script's own log, then the ranks'."""
-        # Each job of an array has an id of its own, of which squeue knows more than the files' names say.
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Read the script's own log, then the ranks'."""
+        # Each job of an array has an id of its own, which its files' names have.
         ids = re.findall(r"JobId=(\d+)", call("scontrol", "-o", "show", "job", job_id)) if job.array else [job_id]
-        found = []
-        for one in ids:
-            found += [
-                Path("runs", f"{job.name}-{one}.log"),
-                *sorted(Path("runs", f"{job.name}-{one}").glob("rank-*.log")),
-            ]
-        return [path for path in found if path.exists()]
+        paths: list[Path] = []
+        for one in sorted(ids, key=int):
+            folder = Path("runs", f"{job.name}-{one}")
+            paths += [folder.with_name(f"{folder.name}.log"), *sorted(folder.glob("rank-*.log"), key=_rank)]
+        return read_new(paths, seen)
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
@@ -195,3 +194,7 @@ def _code(state: str, exit_code: str) -> int:
     if state == "COMPLETED":
         return 0
     return 78 if code == "78" else 1
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))

@@ -1,0 +1,9 @@
+# Starts munge with the key that all nodes share, which the controller makes, and then the daemon that was named.
+set -eu
+key=/keys/munge.key
+if [ "$(hostname)" = ctl ] && [ ! -s "$key" ]; then
+    (umask 077 && head -c 128 /dev/urandom > "$key.new" && mv "$key.new" "$key")
+fi
+until [ -s "$key" ]; do sleep 0.1; done
+munged --force --key-file "$key"
+exec "$@"
