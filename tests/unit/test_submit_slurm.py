@@ -63,6 +63,14 @@ def test_usr2_is_handed_on_to_the_step(tmp_path: Path, code: int, again: bool) -
     assert batch.is_requeued == again
 
 
+def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
+    stand_in(tmp_path, "mkdir", "kill -USR2 $PPID; sleep 0.2")
+    batch = Batch(tmp_path, "exit 0")
+    assert batch.code() == 0
+    assert batch.is_requeued
+    assert not (tmp_path / "srun-runs").exists()
+
+
 def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path) -> None:
     batch = Batch(tmp_path, "trap 'sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
     batch.signal(signal.SIGUSR2)

@@ -37,10 +37,18 @@ _KEEPING = """\
 #SBATCH --output=runs/%x-%j.log
 """
 _BODY = """
+# First of all, because a signal may come before the ranks have been started.
+step= asked= cancelled=
+trap 'woken=yes asked=yes; [ ! "$step" ] || kill -USR2 "$step"' USR2
+# scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
+trap 'woken=yes cancelled=yes' TERM
+
 # What the ranks print is written at once.
 export PYTHONUNBUFFERED=1
 logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
+[ ! "$asked" ] || exec scontrol requeue "$SLURM_JOB_ID"
+
 """
 _TORCHRUN = """\
 # The ranks find one another as under torchrun, by its variables. There is no agent of torchrun's between srun and a
@@ -52,10 +60,6 @@ _WAIT = """\
 step=$!
 
 # bash runs a trap only between two commands or in wait, so the step is in the background. wait returns at a signal too.
-asked= cancelled=
-trap 'woken=yes asked=yes; kill -USR2 "$step"' USR2
-# scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
-trap 'woken=yes cancelled=yes' TERM
 while woken=; wait "$step"; code=$?; [ "$woken" ]; do :; done
 
 # 75 says that the ranks have saved. After USR2, a rank that was still starting, or that srun has ended with the others,
