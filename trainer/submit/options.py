@@ -23,9 +23,9 @@ schedulers:
 {{schedulers}}
 
 examples:
-  trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py --checkpoint runs/train
+  trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py --checkpoint runs/checkpoints
   trainer submit slurm --nodes 2 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 12 --time 1d --follow \\
-      --directive=--partition=gpu -- python train.py --checkpoint runs/train
+      --directive=--partition=gpu -- python train.py --checkpoint runs/checkpoints
   trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX}
   trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --dry-run -- python train.py
 
