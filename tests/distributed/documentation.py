@@ -212,6 +212,9 @@ UNTESTED = {
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --follow -- python train.py --checkpoint "
     "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
     "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
+    "trainer submit gridengine --nodes 2 --ranks-per-node 2 --time 2h --directive='-pe mpi 4' -- python train.py": (
+        "needs a Grid Engine; tests/unit/test_submit_batch.py"
+    ),
     "docker push registry.example/trainer:1": "needs a registry",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",

@@ -203,7 +203,7 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
         problems.append(f"--launcher is {job.launcher!r}; {scheduler.name} has {', '.join(scheduler.launchers)}")
     for field, instead in scheduler.lacks.items():
         if getattr(job, field):
-            problems.append(f"{scheduler.name} has no --{field.removesuffix('s')}; {instead}")
+            problems.append(f"{scheduler.name} has no {_option(field)}; {instead}")
     if job.gpus_per_node and job.gpus_per_node != job.ranks_per_node:
         problems.append(
             f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has a GPU"
@@ -217,6 +217,11 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
             f"--array and {INDEX} in the command go together, as in --array 0-3 -- python a.py --seed {INDEX}"
         )
     return problems
+
+
+def _option(field: str) -> str:
+    names = {"directives": "directive", "memory_gib": "memory"}
+    return "--" + names.get(field, field).replace("_", "-")
 
 
 def _name_of(command: tuple[str, ...]) -> str:

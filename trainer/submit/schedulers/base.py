@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import ClassVar
 
 from trainer.errors import ConfigError, TrainerError
@@ -79,8 +81,11 @@ class Scheduler(ABC):
         """Return the command that ends a job."""
 
 
-def call(*command: str) -> str:
+def call(*command: str, stdin: Path | None = None) -> str:
     """Run a scheduler's command; return what it prints.
+
+    Args:
+        stdin: a file that it reads.
 
     Raises:
         ConfigError: it is not installed here.
@@ -88,7 +93,8 @@ def call(*command: str) -> str:
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not installed here; submit where it is, or print the file with --dry-run")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = stdin.read_text() if stdin else ""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise TrainerError(f"{command[0]} refuses: {words}")
@@ -107,3 +113,15 @@ def read_new(paths: Iterable[Path], seen: dict[str, int]) -> str:
             seen[str(path)] = seen.get(str(path), 0) + len(whole)
             found += whole.decode(errors="replace")
     return found
+
+
+def fill(template: str, **parts: object) -> str:
+    """Return a template with `{name}` replaced; where it is a line of its own, by whole lines at its depth."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found["block"] or found["word"]
+        if name not in parts:
+            return found[0]
+        return indent(str(parts[name]), found["depth"]) if found["block"] else str(parts[name])
+
+    return re.sub(r"^(?P<depth> *)\{(?P<block>\w+)\}\n|\{(?P<word>\w+)\}", part, template, flags=re.MULTILINE)

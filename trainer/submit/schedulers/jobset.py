@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.kubernetes import (
-    CONTAINER,
-    RESTARTS,
-    Kubernetes,
-    arguments,
-    fill,
-    pod,
-    quoted,
-    resources,
-)
+from trainer.submit.schedulers.base import fill
+from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
 
 _TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2

@@ -94,18 +94,6 @@ class Kubernetes(Scheduler):
         return ("kubectl", "delete", job_id)
 
 
-def fill(template: str, **parts: object) -> str:
-    """Return a template with `{name}` replaced; where it is a line of its own, by whole lines at its depth."""
-
-    def part(found: re.Match[str]) -> str:
-        name = found["block"] or found["word"]
-        if name not in parts:
-            return found[0]
-        return indent(str(parts[name]), found["depth"]) if found["block"] else str(parts[name])
-
-    return re.sub(r"^(?P<depth> *)\{(?P<block>\w+)\}\n|\{(?P<word>\w+)\}", part, template, flags=re.MULTILINE)
-
-
 def quoted(text: str) -> str:
     """Return a string for YAML, which takes JSON's."""
     return json.dumps(text, ensure_ascii=False)

@@ -10,7 +10,17 @@ from trainer.submit.job import Job, duration, shell_command
 from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, read_new
 
 _PROOF = "Not run."
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+}
 
 _HEAD = """\
 #!/bin/bash

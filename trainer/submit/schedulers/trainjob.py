@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.kubernetes import (
-    CONTAINER,
-    RESTARTS,
-    Kubernetes,
-    arguments,
-    fill,
-    pod,
-    quoted,
-    resources,
-)
+from trainer.submit.schedulers.base import fill
+from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
 
 _TEMPLATE = """\
 # What the pods are like: volumes, user, restarts. Several TrainJobs may use one runtime.
