@@ -71,7 +71,11 @@ def check(outcome: Outcome, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "words"),
-    [("mpi", "Horovod over MPI, rank 0 of 4"), ("gloo", "Horovod over Gloo"), ("torchrun", "rank 0 of 4")],
+    [
+        ("mpi", "Horovod over MPI, rank 0 of 4"),
+        pytest.param("gloo", "Horovod over Gloo, rank 0 of 4", marks=pytest.mark.slow),
+        pytest.param("torchrun", "rank 0 of 4", marks=pytest.mark.slow),
+    ],
 )
 def test_an_mpijobs_containers_train(pods: Pods, image: str, launcher: str, words: str) -> None:
     (job,) = documents("mpijob", image, "--launcher", launcher)

@@ -125,7 +125,7 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
     job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "90s", *training(name, 8))

@@ -96,13 +96,13 @@ def test_the_step_gets_the_command_and_a_log_for_each_rank(tmp_path: Path) -> No
 
 
 def test_torchruns_variables_are_set_for_each_rank(tmp_path: Path) -> None:
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT"
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT PYTHONUNBUFFERED"
     stand_in(
         tmp_path, "python", f'for name in {names}; do echo $name=${{!name}}; done > variables; echo "$@" >> variables'
     )
     Batch(tmp_path, 'shift 5; SLURM_PROCID=3 SLURM_LOCALID=1 exec "$@"', "--launcher", "torchrun").code()
     assert (tmp_path / "variables").read_text().splitlines() == [
-        "RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=20017",
+        "RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=20017", "PYTHONUNBUFFERED=1",
         "train.py --checkpoint runs/a b",
     ]  # fmt: skip
 
@@ -175,6 +175,26 @@ def test_a_job_is_submitted_and_followed_to_its_end(
     assert "job 17: RUNNING" in shown.err
     assert "job 17: FAILED" in shown.err
     assert (tmp_path / "submitted").read_text() == render(*SLURM, "--follow", *COMMAND)
+
+
+def test_a_state_is_told_once_and_a_line_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
+    state = f'echo "{RECORD.format(id=17, state="$state", code="0:0")}"'
+    stand_in(
+        tmp_path, "scontrol", f"echo >> asked; state=RUNNING; [ $(wc -l < asked) -lt 4 ] || state=COMPLETED; {state}"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/train-17").mkdir(parents=True)
+    (tmp_path / "runs/train-17/rank-10.log").write_text("last\nnot whole")
+    (tmp_path / "runs/train-17/rank-2.log").write_text("first\n")
+    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "first\nlast\n"
+    assert shown.err.count("RUNNING") == 1
 
 
 def test_a_job_that_slurm_refuses_is_one_line(
