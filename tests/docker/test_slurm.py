@@ -97,7 +97,6 @@ def slurm(image: str) -> Iterator[SlurmCluster]:
 def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
     yield
     slurm.root("scancel", "--user", "trainer")
-    slurm.root("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
     wait_for("the end of all jobs", lambda: not slurm.root("squeue", "-h"))
     left = "".join(slurm.left_over(node) for node in ("n1", "n2"))
     assert not left, f"the test left processes:\n{left}"
@@ -128,7 +127,7 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "90s", *training(name, 8))
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "90s", *training(name, 4))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "back into the queue" in outcome.output
@@ -161,8 +160,10 @@ def test_a_node_that_is_down_is_waited_for(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "down", *training("down", 3), "--checkpoint-every", "1s")
     job.wait_until_it_trains()
     slurm.root("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    wait_for("the end on the lost node", lambda: slurm.ask(job.job, "JobState") == "PENDING", job.describe)
-    slurm.root("scontrol", "update", "NodeName=n2", "State=RESUME")
+    try:
+        wait_for("the end on the lost node", lambda: slurm.ask(job.job, "JobState") == "PENDING", job.describe)
+    finally:
+        slurm.root("scontrol", "update", "NodeName=n2", "State=RESUME")
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "going on from checkpoint" in outcome.output

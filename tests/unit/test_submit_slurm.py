@@ -63,6 +63,14 @@ def test_usr2_is_handed_on_to_the_step(tmp_path: Path, code: int, again: bool) -
     assert batch.is_requeued == again
 
 
+@pytest.mark.parametrize(("own", "code", "again"), [(75, 0, True), (78, 78, False), (3, 143, False)])
+def test_the_code_of_the_rank_that_ended_first_counts(tmp_path: Path, own: int, code: int, again: bool) -> None:
+    killed = "echo 'srun: error: n2: task 2: Terminated' >&2; exit 143"
+    batch = Batch(tmp_path, f"echo 'srun: error: n1: task 0: Exited with exit code {own}' >&2; {killed}")
+    assert batch.code() == code
+    assert batch.is_requeued == again
+
+
 def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
     stand_in(tmp_path, "mkdir", "kill -USR2 $PPID; sleep 0.2")
     batch = Batch(tmp_path, "exit 0")
@@ -117,7 +125,7 @@ def test_options_become_directives() -> None:
         "job-name=it", "nodes=2", "ntasks-per-node=2", "cpus-per-task=4", "gpus-per-node=2", "mem=16G", "time=24:00:00",
         "array=0-3", "partition=gpu", "signal=B:USR2@90", "requeue", "open-mode=append", "output=runs/%x-%j.log",
     }  # fmt: skip
-    assert 'python a.py "$SLURM_ARRAY_TASK_ID" &' in script
+    assert 'python a.py "$SLURM_ARRAY_TASK_ID" 2> "$errors" &' in script
     assert "--cpus-per-task=4 \\" in script  # srun does not take it over from sbatch
 
 

@@ -57,6 +57,7 @@ trap 'woken=yes cancelled=yes' TERM
 export PYTHONUNBUFFERED=1
 logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
+errors=$logs/srun.log
 [ ! "$asked" ] || exec scontrol requeue "$SLURM_JOB_ID"
 
 """
@@ -72,8 +73,13 @@ step=$!
 # bash runs a trap only between two commands or in wait, so the step is in the background. wait returns at a signal too.
 while woken=; wait "$step"; code=$?; [ "$woken" ]; do :; done
 
-# 75 says that the ranks have saved. After USR2, a rank that was still starting, or that srun has ended with the others,
-# has another code. 78 is a mistake of the user's, which another start would repeat.
+# srun's exit code is the largest, which may be that of a rank it has killed because of another one. Its messages have
+# them all: 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
+cat "$errors"
+for own in 78 75; do
+    if grep -qx ".* exit code $own" "$errors"; then code=$own; break; fi
+done
+# After USR2, ranks that were still starting have other codes.
 case $asked$code in
     75 | yes[1-9]*) again=yes ;;
     *) again= ;;
@@ -199,7 +205,7 @@ def _step(job: Job) -> str:
         "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
         "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
     )
-    return f"{comments}srun {' '.join(options)} \\\n    {prefix}{command} &\n"
+    return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
 
 def _code(state: str, exit_code: str) -> int:
