@@ -23,7 +23,8 @@ class Batch:
 
     def __init__(self, folder: Path, srun: str, *options: str) -> None:
         self.folder = folder
-        stand_in(folder, "srun", f'touch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
+        probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
+        stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
         stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
         (folder / "job.sbatch").write_text(render(*SLURM, *options, *COMMAND))
         env = dict(
@@ -69,6 +70,19 @@ def test_the_code_of_the_rank_that_ended_first_counts(tmp_path: Path, own: int, 
     batch = Batch(tmp_path, f"echo 'srun: error: n1: task 0: Exited with exit code {own}' >&2; {killed}")
     assert batch.code() == code
     assert batch.is_requeued == again
+
+
+def test_a_job_that_has_lost_a_node_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "node-is-lost").touch()
+    batch = Batch(tmp_path, "exit 1")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
+def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "echo 'srun: error: task 2 launch failed: Unspecified error' >&2; exit 137")
+    assert batch.code() == 0
+    assert batch.is_requeued
 
 
 def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
