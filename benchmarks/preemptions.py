@@ -106,9 +106,9 @@ def report(starts: Sequence[Start], preemptions: int, took_s: float, problems: l
     else:
         problems.append("there is no result")
     lost = Counter(lost_updates(starts))
-    print(f"\n| preemptions | starts that trained | {' | '.join(f'lost {number}' for number in sorted(lost))} |")
-    print("|" + "---|" * (2 + len(lost)))
-    print(f"| {preemptions} | {len(starts)} | {' | '.join(str(lost[number]) for number in sorted(lost))} |\n")
+    head = ["preemptions", "starts that trained", *(f"lost {number}" for number in sorted(lost))]
+    cells = [preemptions, len(starts), *(lost[number] for number in sorted(lost))]
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}\n| {' | '.join(map(str, cells))} |\n")
     if any(number > 1 for number in lost):
         problems.append("a preemption has lost more than one update")
     if any(number < 0 for number in lost):
@@ -124,7 +124,7 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, metavar="N", help="preemptions (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     parser.add_argument(
-        "--longest-s", type=float, default=25.0, metavar="S",
+        "--longest-s", type=float, default=60.0, metavar="S",
         help="from a start to the signal, at most (default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(arguments)
