@@ -5,7 +5,7 @@ if [ "$(hostname)" = ctl ] && [ ! -s "$key" ]; then
     (umask 077 && head -c 128 /dev/urandom > "$key.new" && mv "$key.new" "$key")
 fi
 until [ -s "$key" ]; do sleep 0.1; done
-# What a killed node had left: PMIx refuses a step whose socket is there already.
-rm -rf /var/spool/slurmd/*
+# What a killed node has left: PMIx refuses a step whose folders are there already.
+rm -rf /var/spool/slurmd/* /tmp/spmix_appdir_*
 munged --force --key-file "$key"
 exec "$@"
