@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from trainer.doctor import options as doctor
 from trainer.doctor.examine import examine
 from trainer.errors import ConfigError, TrainerError
+from trainer.submit.options import add_parser as add_submit_parser
+from trainer.submit.submit import run as submit
 from trainer.supervise.options import add_parser, make_parser, to_options
 from trainer.supervise.supervisor import supervise
 
@@ -18,9 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     add_parser(subparsers)
     doctor.add_parser(subparsers)
+    add_submit_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
-        return examine(doctor.to_options(parsed)) if parsed.subcommand == "doctor" else supervise(to_options(parsed))
+        return _run(parsed)
     except TrainerError as error:
         print(f"trainer {parsed.subcommand}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.subcommand == "doctor":
+        return examine(doctor.to_options(parsed))
+    if parsed.subcommand == "submit":
+        return submit(parsed.arguments)
+    return supervise(to_options(parsed))

@@ -82,6 +82,8 @@ HERE = {
     ),
     "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
     "trainer doctor": Run(append="|| test $? = 1", prints="trainer doctor: "),
+    "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
+    "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
         append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
@@ -211,6 +213,16 @@ ELSEWHERE |= {
 
 # Commands that no test runs, with the reason.
 UNTESTED = {
+    "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --follow -- python train.py --checkpoint "
+    "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
+    "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
+    "trainer submit gridengine --nodes 2 --ranks-per-node 2 --time 2h --directive='-pe mpi 4' -- python train.py": (
+        "needs a Grid Engine; tests/unit/test_submit_batch.py"
+    ),
+    "docker push registry.example/trainer:1": "needs a registry",
+    "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
+    "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
+    "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
     "make test-fast": "is a part of `make test`",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
@@ -230,7 +242,7 @@ UNTESTED = {
 # Names of commands in running text, which are no whole commands.
 MENTIONED = (
     *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
-    *("trainer run", "pip install", "pip list", "pip check"),
+    *("trainer run", "trainer submit", "pip install", "pip list", "pip check"),
 )
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)

@@ -80,3 +80,13 @@ def test_a_child_ends_by_the_signal_and_tells_the_parent_nothing(preemption: Pre
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     time.sleep(0.2)
     assert preemption.received is None
+
+
+def test_a_child_is_not_ended_by_the_signal_of_a_preemption(preemption: Preemption) -> None:
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert preemption.received is None

@@ -90,10 +90,14 @@ class Preemption:
 
 
 def _leave_signals() -> None:
-    """Handle the signals as any process does, in a child such as a loader's worker: the flag and the pipe are ours."""
-    for number in SIGNALS:
+    """Leave saving to the rank, in a child such as a loader's worker: the flag and the pipe are the rank's.
+
+    A loader ends its workers by SIGTERM. But Slurm sends SIGUSR2 to all processes of a rank, and the rank would fail
+    without its workers before it has saved.
+    """
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGUSR2, signal.SIG_IGN)):
         if isinstance(getattr(signal.getsignal(number), "__self__", None), Preemption):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
 
 

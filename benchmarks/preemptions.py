@@ -1,0 +1,134 @@
+"""Preempts a training on Slurm at random moments, and counts what is lost.
+
+    python benchmarks/preemptions.py --count 100      # where sbatch is, in a folder that the nodes share
+
+`trainer submit slurm` starts the training on two nodes with two ranks each. Again and again its batch script gets the
+signal that Slurm sends before the time limit, at a random moment after a start, and the job goes back into the queue.
+A checkpoint is only made when the ranks are told to save. At the end each sample has to be in each epoch exactly once,
+and no preemption may have lost more than one update. The exit code is 1 when it is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.chaos_records import Start, problems_of, read_result, read_starts
+from trainer.errors import TrainerError
+from trainer.launch.failure import report_failures
+from trainer.submit.schedulers import SCHEDULERS
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path("runs/preemptions")
+EPOCHS_EACH = 6
+"""Epochs for each preemption, about as many as a start comes to."""
+PAUSE_S = 0.1
+_POLL_S = 0.5
+_RUNNING_WITHIN_S = 600.0
+
+
+def main() -> int:
+    report_failures()
+    options = _parse_args()
+    if FOLDER.exists():
+        raise TrainerError(f"{FOLDER} is there already; remove it, or rename it")
+    FOLDER.mkdir(parents=True)
+    began = time.monotonic()
+    job = submit(options.count * EPOCHS_EACH)
+    done = preempt(job, options.count, options.longest_s, random.Random(options.seed))  # noqa: S311 (no secret)
+    while SCHEDULERS["slurm"].state(job).code is None:
+        time.sleep(_POLL_S)
+    took_s = time.monotonic() - began
+    state = SCHEDULERS["slurm"].state(job)
+    problems = [] if state.code == 0 else [f"job {job} has ended as {state.name}"]
+    return report(read_starts(FOLDER), done, took_s, problems)
+
+
+def submit(epochs: int) -> str:
+    """Submit the training; return the job's id."""
+    training = [FOLDER, epochs, FOLDER / "checkpoints", "--dataset", "digits", "--every-s", 86400, "--pause-s", PAUSE_S]
+    command = [
+        *["trainer", "submit", "slurm", "--nodes", "2", "--ranks-per-node", "2", "--name", "preemptions", "--"],
+        *["python", "-m", "benchmarks.chaos_job", *map(str, training)],
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r" is job (\d+);", done.stderr)
+    if done.returncode or not found:
+        raise TrainerError(f"the training cannot be submitted: {done.stderr.strip()}")
+    return found[1]
+
+
+def preempt(job: str, count: int, longest_s: float, choice: random.Random) -> int:
+    """Preempt a job so many times; return how often it was running still."""
+    for number in range(count):
+        if not _wait_for_start(job, number):
+            return number
+        time.sleep(choice.uniform(0.0, longest_s))
+        subprocess.run(["scancel", "--batch", "--signal=USR2", job], capture_output=True, check=False)
+        print(f"{time.strftime('%H:%M:%S')} preemption {number + 1} of {count}", flush=True)
+    return count
+
+
+def _wait_for_start(job: str, restarts: int) -> bool:
+    """Wait until a job has been started again so often; return whether it has, or has ended before."""
+    deadline = time.monotonic() + _RUNNING_WITHIN_S
+    while time.monotonic() < deadline:
+        shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
+        found = re.search(r"JobState=(\w+).* Restarts=(\d+)", shown.stdout)
+        if found and found[1] == "RUNNING" and int(found[2]) >= restarts:
+            return True
+        if found and SCHEDULERS["slurm"].state(job).code is not None:
+            return False
+        time.sleep(_POLL_S)
+    raise TrainerError(f"job {job} has not been started again within {_RUNNING_WITHIN_S:.0f} s")
+
+
+def lost_updates(starts: Sequence[Start]) -> list[int]:
+    """Return for each start but the last how many of its updates the next one has done again."""
+    firsts = [int(start.records[0]["update"][0]) for start in starts]
+    lasts = [max(int(records["update"][-1]) for records in start.records if len(records)) for start in starts]
+    return [last - (first - 1) for last, first in zip(lasts[:-1], firsts[1:], strict=True)]
+
+
+def report(starts: Sequence[Start], preemptions: int, took_s: float, problems: list[str]) -> int:
+    """Print what has come of it; return the exit code."""
+    if (FOLDER / "result.json").exists():
+        result = read_result(FOLDER)
+        problems += problems_of(result, starts)
+        print(f"\ntest accuracy {result.accuracy:.2f} % after {result.epochs} epochs, {took_s:.0f} s")
+    else:
+        problems.append("there is no result")
+    lost = Counter(lost_updates(starts))
+    head = ["preemptions", "starts that trained", *(f"lost {number}" for number in sorted(lost))]
+    cells = [preemptions, len(starts), *(lost[number] for number in sorted(lost))]
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}\n| {' | '.join(map(str, cells))} |\n")
+    if any(number > 1 for number in lost):
+        problems.append("a preemption has lost more than one update")
+    if any(number < 0 for number in lost):
+        problems.append("a start has left updates out")
+    print("\n".join(problems) if problems else "each sample once in each epoch")
+    return int(bool(problems))
+
+
+def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--count", type=int, default=100, metavar="N", help="preemptions (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
+    parser.add_argument(
+        "--longest-s", type=float, default=60.0, metavar="S",
+        help="from a start to the signal, at most (default: %(default)s)",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""`trainer submit slurm` on a real Slurm of two nodes: a controller and two nodes in containers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir, succeed
+
+# A job that was put back waits for some seconds each time, and signals come once a minute.
+pytestmark = pytest.mark.timeout(600)
+
+FOLDER = ROOT / "tests/docker/slurm"
+SLURM_IMAGE = "trainer-slurm:test"
+_WAIT_S = 120.0
+
+
+class SlurmCluster(Cluster):
+    """The containers, and a user on the controller."""
+
+    def __init__(self) -> None:
+        super().__init__(f"trainer-test-slurm-{os.getpid()}", str(FOLDER / "compose.yml"))
+
+    def exec(self, node: str) -> list[str]:
+        """As the user who submits."""
+        return [*self._command, "exec", "-T", "--user", "trainer", node]
+
+    def root(self, *command: str) -> str:
+        """The output of a command of the administrator's on the controller."""
+        return self.compose("exec", "-T", "ctl", *command)
+
+    def ask(self, job: str, field: str) -> str:
+        """A field of what Slurm knows of a job."""
+        found = re.search(rf"\b{field}=(\S*)", self.run("ctl", "scontrol", "-o", "show", "job", job).output)
+        return found[1] if found else ""
+
+    def log(self, name: str) -> str:
+        """What the ranks and the script of a job have written."""
+        return self.shell("ctl", f"cat runs/{name}-*.log runs/{name}-*/rank-*.log 2> /dev/null")
+
+
+class Submitted:
+    """A job of `trainer submit slurm --follow`, which runs beside the test."""
+
+    def __init__(self, cluster: SlurmCluster, name: str, *arguments: str) -> None:
+        self.cluster, self.name = cluster, name
+        self._outcome: list[Outcome] = []
+        self._thread = threading.Thread(target=self._run, args=arguments)
+        self._thread.start()
+        self.job = wait_for("the job's id", lambda: self._id())
+
+    def _run(self, *arguments: str) -> None:
+        options = ("--nodes", "2", "--ranks-per-node", "2", "--name", self.name, "--follow")
+        command = ("trainer", "submit", "slurm", *options, *arguments)
+        self._outcome.append(self.cluster.run("ctl", *command, timeout_s=500))
+
+    def _id(self) -> str:
+        found = self.cluster.run("ctl", "squeue", "-h", "-o", "%i", "--name", self.name).output.split()
+        return found[0] if found else ("ended" if self._outcome else "")
+
+    def wait_until_it_trains(self, text: str = "epoch 1") -> None:
+        wait_for(f"{text!r} in the log", lambda: text in self.cluster.log(self.name), self.describe)
+
+    def end(self, timeout_s: float = 500.0) -> Outcome:
+        self._thread.join(timeout_s)
+        assert self._outcome, f"the job has not ended\n{self.describe()}"
+        return self._outcome[0]
+
+    def describe(self) -> str:
+        return self.cluster.run("ctl", "scontrol", "show", "job", self.job).output + self.cluster.log(self.name)[-3000:]
+
+
+def wait_for(what: str, found: Callable[[], object], describe: Callable[[], str] = str) -> str:
+    deadline = time.monotonic() + _WAIT_S
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} does not come\n{describe()}")
+        time.sleep(0.5)
+    return str(value)
+
+
+@pytest.fixture(scope="module")
+def slurm(image: str) -> Iterator[SlurmCluster]:
+    succeed(["docker", "build", "--build-arg", f"IMAGE={image}", "-t", SLURM_IMAGE, str(FOLDER)], timeout_s=900)
+    cluster = SlurmCluster()
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.root("scancel", "--user", "trainer")
+    wait_for("the end of all jobs", lambda: not slurm.root("squeue", "-h"))
+    left = "".join(slurm.left_over(node) for node in ("n1", "n2"))
+    assert not left, f"the test left processes:\n{left}"
+
+
+def training(name: str, epochs: int) -> tuple[str, ...]:
+    """A training that lasts as long as these epochs of MNIST, or so; that of MNIST is checked at its end."""
+    mnist = ("--dataset", "mnist", "--target-accuracy", "98.5", "--epochs", str(epochs))
+    digits = ("--dataset", "digits", "--epochs", str(20 * epochs), "--lr", "0.01")
+    data = mnist if data_dir() else digits
+    return ("--", "python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
+    name = f"train-{launcher}"
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "10min", *training(name, 2))
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    assert "test accuracy" in outcome.output
+    assert f"scancel {job.job} ends it" in outcome.output
+    strategy = "Horovod over MPI" if launcher == "srun" else "DistributedDataParallel over Gloo"
+    assert f"{strategy}, rank 0 of 4" in outcome.output
+    logs = slurm.shell("ctl", f"cd runs/{name}-{job.job} && echo rank-*.log").split()
+    assert logs == [f"rank-{rank}.log" for rank in range(4)]
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
+    name = f"limit-{launcher}"
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "60s", *training(name, 4))
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    assert "back into the queue" in outcome.output
+    assert "going on from checkpoint" in outcome.output
+    assert int(slurm.ask(job.job, "Restarts")) >= 1
+
+
+def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
+    job = Submitted(slurm, "requeue", *training("requeue", 3))
+    job.wait_until_it_trains()
+    assert slurm.run("ctl", "scontrol", "requeue", job.job).code == 0
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    assert "going on from checkpoint" in outcome.output
+    assert slurm.ask(job.job, "Restarts") == "1"
+
+
+def test_a_job_that_is_cancelled_stays_ended(slurm: SlurmCluster) -> None:
+    job = Submitted(slurm, "cancel", *training("cancel", 5))
+    job.wait_until_it_trains()
+    assert slurm.run("ctl", "scancel", job.job).code == 0
+    outcome = job.end()
+    assert outcome.code == 1, outcome.output
+    assert f"job {job.job}: CANCELLED" in outcome.output
+    assert slurm.ask(job.job, "JobState") == "CANCELLED"
+    assert slurm.ask(job.job, "Restarts") == "0"
+
+
+def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -> None:
+    job = Submitted(slurm, "lost", *training("lost", 3), "--checkpoint-every", "1s")
+    job.wait_until_it_trains()
+    slurm.compose("kill", "n2")
+    try:
+        wait_for("the end on the lost node", lambda: slurm.ask(job.job, "JobState") == "PENDING", job.describe)
+    finally:
+        slurm.compose("start", "n2")
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    assert "going on from checkpoint" in outcome.output
+    assert int(slurm.ask(job.job, "Restarts")) >= 1
+
+
+def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None:
+    job = Submitted(slurm, "mistake", *training("mistake", 1), "--network", "none")
+    outcome = job.end()
+    assert outcome.code == 78, outcome.output
+    assert "network is 'none'" in outcome.output
+
+
+def test_an_array_has_a_job_for_each_number(slurm: SlurmCluster) -> None:
+    command = ("--array", "3-4", "--", "python", "-c", "import sys; print('number', sys.argv[1])", "{index}")
+    outcome = Submitted(slurm, "array", *command).end()
+    assert outcome.code == 0, outcome.output
+    assert sorted(set(re.findall(r"number \d", outcome.output))) == ["number 3", "number 4"]
+
+
+def test_a_partition_that_is_not_there_is_one_line(slurm: SlurmCluster) -> None:
+    command = ["trainer", "submit", "slurm", "--nodes", "2", "--ranks-per-node", "2", "--directive=--partition=none"]
+    done = subprocess.run([*slurm.exec("ctl"), *command, "--", "true"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("trainer submit: sbatch refuses: sbatch: error: invalid partition")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,175 @@
+"""Job files for Kubernetes: strictly valid by the published definitions, and what they start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.requirements import CRDS
+from tests.unit.crds import load, problems
+from tests.unit.job_files import render, stand_in
+from trainer.cli import main
+from trainer.errors import ConfigError
+
+NAMES = ("mpijob", "trainjob", "jobset")
+NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]
+FULL = ["--time", "2h", "--memory", "16GB", "--cpus-per-rank", "2", "--gpus-per-node", "4", "--claim", "runs"]
+COMMAND = ["--", "python", "train.py", "--text", "it's $(HOME): {image} #1"]
+needs_crds = pytest.mark.needs("crds")
+
+
+def documents(*arguments: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(*arguments)))
+
+
+@cache
+def definitions() -> list[dict[str, Any]]:
+    return [load(path) for path in sorted(CRDS.glob("*.yaml.gz"))]
+
+
+@needs_crds
+@pytest.mark.parametrize("options", [[], FULL], ids=["bare", "full"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_is_strictly_valid(name: str, options: list[str]) -> None:
+    for document in documents(name, *NODES, *options, *COMMAND):
+        assert problems(document, definitions()) == []
+
+
+@needs_crds
+def test_an_mpijob_has_what_the_operator_itself_checks() -> None:
+    (job,) = documents("mpijob", *NODES, *COMMAND)
+    spec = job["spec"]
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    assert spec["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
+    for replicas in spec["mpiReplicaSpecs"].values():
+        assert replicas["restartPolicy"] in ("Never", "OnFailure")
+        assert len(replicas["template"]["spec"]["containers"]) == 1
+
+
+@needs_crds
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("spec", "slotsPerWorkers"), 2, "spec.slotsPerWorkers is not known"),
+        (("spec", "slotsPerWorker"), "2", "not of type integer"),
+        (("spec", "mpiImplementation"), "OpenMpi", "valid are ['OpenMPI', 'Intel', 'MPICH']"),
+        (("spec", "mpiReplicaSpecs"), None, "not of type object"),
+        (("metadata", "nam"), "a", "metadata.nam is not known"),
+    ],
+)
+def test_a_fault_in_an_mpijob_is_found(path: tuple[str, str], value: object, problem: str) -> None:
+    (job,) = documents("mpijob", *NODES, *COMMAND)
+    job[path[0]][path[1]] = value
+    assert problem in "; ".join(problems(job, definitions()))
+
+
+@needs_crds
+def test_rules_are_evaluated() -> None:
+    runtime, job = documents("trainjob", *NODES, *COMMAND)
+    job["metadata"]["name"] = "Train"
+    job["spec"]["trainer"]["numProcPerNode"] = 0
+    runtime["spec"]["mlPolicy"]["jax"] = {}
+    found = "; ".join([*problems(job, definitions()), *problems(runtime, definitions())])
+    assert "metadata.name must match RFC 1035" in found
+    assert "numProcPerNode must be greater than or equal to 1" in found
+    assert ".spec.mlPolicy: " in found
+
+
+@needs_crds
+def test_a_field_deep_in_a_pod_is_checked() -> None:
+    (jobset,) = documents("jobset", *NODES, *COMMAND)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["comand"] = ["a"]
+    del pod["containers"][0]["name"]
+    found = "; ".join(problems(jobset, definitions()))
+    assert "containers[0].comand is not known" in found
+    assert "containers[0].name is missing" in found
+
+
+def containers(name: str) -> dict[str, dict[str, Any]]:
+    """The containers that a manifest starts, by name."""
+    *_, job = documents(name, *NODES, *FULL, *COMMAND)
+    spec = job["spec"]
+    if name == "mpijob":
+        pods = [replicas["template"]["spec"] for replicas in spec["mpiReplicaSpecs"].values()]
+    elif name == "jobset":
+        pods = [spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]]
+    else:
+        pods = [{"containers": [{"name": "trainer", **spec["trainer"]}]}]
+    return {container["name"]: container for pod in pods for container in pod["containers"]}
+
+
+@pytest.mark.parametrize(("name", "container"), [("mpijob", "launcher"), ("jobset", "node"), ("trainjob", "trainer")])
+def test_the_command_comes_through_as_it_was_given(name: str, container: str) -> None:
+    words = containers(name)[container]["args"]
+    assert words[-4:] == ["python", "train.py", "--text", "it's $$(HOME): {image} #1"]  # $$ is Kubernetes' $
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "field"),
+    [("mpijob", "worker", "resources"), ("jobset", "node", "resources"), ("trainjob", "trainer", "resourcesPerNode")],
+)
+def test_resources_are_those_of_a_node(name: str, container: str, field: str) -> None:
+    limits = containers(name)[container][field]["limits"]
+    assert limits == {"cpu": 8, "memory": "16Gi", "nvidia.com/gpu": 4}
+
+
+def test_the_launchers_script_pins_the_operators_key(tmp_path: Path) -> None:
+    script = containers("mpijob")["launcher"]["args"][0]
+    hostfile, keys = tmp_path / "hostfile", tmp_path / "ssh"
+    hostfile.write_text("train-worker-0.train.default.svc slots=4\ntrain-worker-1.train.default.svc slots=4\n")
+    keys.mkdir()
+    (keys / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
+    stand_in(tmp_path, "trainer", 'printf "%s\\n" "$@"')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    script = script.replace("/etc/mpi/hostfile", str(hostfile)).replace("/ssh/id_rsa", str(keys / "id_rsa"))
+    done = subprocess.run(
+        ["bash", "-c", script, "launcher", "python", "a b"], env=env, capture_output=True, text=True, check=True
+    )
+    hosts = "train-worker-0.train.default.svc:4,train-worker-1.train.default.svc:4"
+    options = ["run", "--mpi", "-np", "8", "-H", hosts, "--name", "train", "--"]
+    assert done.stdout.splitlines() == [*options, "python", "a b"]
+    assert (tmp_path / ".ssh/known_hosts").read_text() == "* ecdsa-sha2-nistp521 AAAA\n"
+    assert "Port 2222\n" in (tmp_path / ".ssh/config").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_kubernetes_has_not_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        render(name, "--nodes", "2", "--ranks-per-node", "2", "--name", "A_b", "--array", "1", *COMMAND, "{index}")
+    for problem in (f"{name} has no --array", "--image is missing", f"{name} takes up to 40 small letters"):
+        assert problem in str(error.value)
+
+
+def kubectl(folder: Path, condition: str) -> None:
+    status = {"conditions": [{"type": "Created", "status": "True"}, {"type": condition, "status": "True"}]}
+    stand_in(folder, "kubectl", f"""
+        case "$*" in
+            create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
+            "get pods"*) echo pod/train-launcher ;;
+            get*) cat <<< '{json.dumps({"status": status})}' ;;
+            logs*) printf 'epoch 1\\nepoch 2' ;;
+        esac""")  # fmt: skip
+
+
+@pytest.mark.parametrize(("condition", "code"), [("Succeeded", 0), ("Failed", 1)])
+def test_a_job_is_created_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], condition: str, code: int
+) -> None:
+    kubectl(tmp_path, condition)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "mpijob", *NODES, "--follow", *COMMAND]) == code
+    shown = capsys.readouterr()
+    assert shown.out == "epoch 1\nepoch 2\n"
+    assert "kubectl delete mpijob.kubeflow.org/train ends it" in shown.err
+    assert f"{condition}" in shown.err

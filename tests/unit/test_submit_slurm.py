@@ -1,0 +1,229 @@
+"""What Slurm's batch script does, and what is said to and read from Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.job_files import render, stand_in
+from trainer.cli import main
+from trainer.submit.schedulers.slurm import Slurm
+
+SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
+COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
+
+
+class Batch:
+    """The script, run with an srun and a scontrol of the test's own."""
+
+    def __init__(self, folder: Path, srun: str, *options: str) -> None:
+        self.folder = folder
+        probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
+        stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
+        stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
+        (folder / "job.sbatch").write_text(render(*SLURM, *options, *COMMAND))
+        env = dict(
+            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train",
+            SLURM_ARRAY_TASK_ID="3",
+        )  # fmt: skip
+        self._process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
+
+    def signal(self, number: signal.Signals) -> None:
+        deadline = time.monotonic() + 20
+        while not (self.folder / "srun-arguments").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        self._process.send_signal(number)
+
+    def code(self) -> int:
+        return self._process.wait(timeout=20)
+
+    @property
+    def is_requeued(self) -> bool:
+        asked = self.folder / "scontrol-arguments"
+        return asked.exists() and asked.read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (78, False), (75, True), (140, False)])
+def test_only_exit_code_75_puts_the_job_back(tmp_path: Path, code: int, again: bool) -> None:
+    batch = Batch(tmp_path, f"exit {code}")
+    assert batch.code() == (0 if again else code)
+    assert batch.is_requeued == again
+
+
+@pytest.mark.parametrize(("code", "again"), [(75, True), (140, True), (137, True), (1, True), (78, False), (0, False)])
+def test_usr2_is_handed_on_to_the_step(tmp_path: Path, code: int, again: bool) -> None:
+    batch = Batch(tmp_path, f"trap 'exit {code}' USR2; while :; do sleep 0.02; done")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == (0 if again else code)
+    assert batch.is_requeued == again
+
+
+@pytest.mark.parametrize(("own", "code", "again"), [(75, 0, True), (78, 78, False), (3, 143, False)])
+def test_the_code_of_the_rank_that_ended_first_counts(tmp_path: Path, own: int, code: int, again: bool) -> None:
+    killed = "echo 'srun: error: n2: task 2: Terminated' >&2; exit 143"
+    batch = Batch(tmp_path, f"echo 'srun: error: n1: task 0: Exited with exit code {own}' >&2; {killed}")
+    assert batch.code() == code
+    assert batch.is_requeued == again
+
+
+def test_a_job_that_has_lost_a_node_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "node-is-lost").touch()
+    batch = Batch(tmp_path, "exit 1")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
+def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "echo 'srun: error: task 2 launch failed: Unspecified error' >&2; exit 137")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
+def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
+    stand_in(tmp_path, "mkdir", "kill -USR2 $PPID; sleep 0.2")
+    batch = Batch(tmp_path, "exit 0")
+    assert batch.code() == 0
+    assert batch.is_requeued
+    assert not (tmp_path / "srun-runs").exists()
+
+
+def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "trap 'sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert (tmp_path / "saved").exists()
+    assert batch.is_requeued
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "sleep 0.5; exit 75")
+    batch.signal(signal.SIGTERM)
+    assert batch.code() == 75
+    assert not batch.is_requeued
+
+
+def test_the_step_gets_the_command_and_a_log_for_each_rank(tmp_path: Path) -> None:
+    Batch(tmp_path, "exit 0").code()
+    words = (tmp_path / "srun-arguments").read_text().splitlines()
+    assert words[-4:] == ["python", "train.py", "--checkpoint", "runs/a b"]
+    assert "--mpi=pmix" in words
+    assert "--output=runs/train-17/rank-%t.log" in words
+    assert (tmp_path / "runs/train-17").is_dir()
+
+
+def test_torchruns_variables_are_set_for_each_rank(tmp_path: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT PYTHONUNBUFFERED"
+    stand_in(
+        tmp_path, "python", f'for name in {names}; do echo $name=${{!name}}; done > variables; echo "$@" >> variables'
+    )
+    Batch(tmp_path, 'shift 5; SLURM_PROCID=3 SLURM_LOCALID=1 exec "$@"', "--launcher", "torchrun").code()
+    assert (tmp_path / "variables").read_text().splitlines() == [
+        "RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=20017", "PYTHONUNBUFFERED=1",
+        "train.py --checkpoint runs/a b",
+    ]  # fmt: skip
+
+
+def test_options_become_directives() -> None:
+    script = render(
+        *SLURM, "--gpus-per-node", "2", "--cpus-per-rank", "4", "--memory", "16GB", "--time", "1d", "--grace", "90s",
+        "--array", "0-3", "--directive=--partition=gpu", "--name", "it", "--", "python", "a.py", "{index}",
+    )  # fmt: skip
+    directives = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert directives == {
+        "job-name=it", "nodes=2", "ntasks-per-node=2", "cpus-per-task=4", "gpus-per-node=2", "mem=16G", "time=24:00:00",
+        "array=0-3", "partition=gpu", "signal=B:USR2@90", "requeue", "open-mode=append", "output=runs/%x-%j.log",
+    }  # fmt: skip
+    assert 'python a.py "$SLURM_ARRAY_TASK_ID" 2> "$errors" &' in script
+    assert "--cpus-per-task=4 \\" in script  # srun does not take it over from sbatch
+
+
+def test_images_go_to_the_container_runtime_that_reads_them() -> None:
+    assert "apptainer exec --bind" in render(*SLURM, "--image", "train.sif", *COMMAND)
+    assert "apptainer exec --nv --bind" in render(*SLURM, "--image", "docker://a/b", "--gpus-per-node", "2", *COMMAND)
+    assert "--container-image=nvcr.io#a/b:1" in render(*SLURM, "--image", "nvcr.io#a/b:1", *COMMAND).replace("'", "")
+
+
+RECORD = "JobId={id} JobName=train UserId=a(1) Priority=1 JobState={state} Reason=None ExitCode={code}"
+
+
+@pytest.mark.parametrize(
+    ("states", "name", "code"),
+    [
+        ([("RUNNING", "0:0")], "RUNNING", None),
+        ([("PENDING", "0:0")], "PENDING", None),
+        ([("COMPLETED", "0:0")], "COMPLETED", 0),
+        ([("FAILED", "78:0")], "FAILED", 78),
+        ([("FAILED", "3:0")], "FAILED", 1),
+        ([("CANCELLED", "0:15")], "CANCELLED", 1),
+        ([("COMPLETED", "0:0"), ("RUNNING", "0:0")], "RUNNING", None),
+        ([("COMPLETED", "0:0"), ("FAILED", "1:0")], "FAILED", 1),
+    ],
+)
+def test_slurms_states_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[tuple[str, str]], name: str, code: int | None
+) -> None:
+    lines = [RECORD.format(id=17 + number, state=state, code=code) for number, (state, code) in enumerate(states)]
+    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    state = Slurm().state("17")
+    assert (state.name, state.code) == (name, code)
+
+
+def test_a_job_is_submitted_and_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, "sbatch", 'cp "${@: -1}" submitted; mkdir -p runs/train-17; echo "17;cluster"')
+    state = f"echo '{RECORD.format(id=17, state='$state', code='78:0')}'".replace("'", '"')
+    stand_in(
+        tmp_path,
+        "scontrol",
+        f"""
+        if [ -e once ]; then state=FAILED; echo second >> runs/train-17/rank-0.log; else state=RUNNING; fi
+        [ -e once ] || printf 'first\\nhalf a line, ' > runs/train-17/rank-0.log
+        touch once; {state}""",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 78
+    shown = capsys.readouterr()
+    assert shown.out == "first\nhalf a line, second\n"
+    assert "runs/train.sbatch is job 17; scancel 17 ends it" in shown.err
+    assert "job 17: RUNNING" in shown.err
+    assert "job 17: FAILED" in shown.err
+    assert (tmp_path / "submitted").read_text() == render(*SLURM, "--follow", *COMMAND)
+
+
+def test_a_state_is_told_once_and_a_line_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
+    state = f'echo "{RECORD.format(id=17, state="$state", code="0:0")}"'
+    stand_in(
+        tmp_path, "scontrol", f"echo >> asked; state=RUNNING; [ $(wc -l < asked) -lt 4 ] || state=COMPLETED; {state}"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/train-17").mkdir(parents=True)
+    (tmp_path / "runs/train-17/rank-10.log").write_text("last\nnot whole")
+    (tmp_path / "runs/train-17/rank-2.log").write_text("first\n")
+    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "first\nlast\n"
+    assert shown.err.count("RUNNING") == 1
+
+
+def test_a_job_that_slurm_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, "sbatch", "printf 'sbatch: error: no\\nsuch partition\\n' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", *SLURM, *COMMAND]) == 1
+    assert capsys.readouterr().err == "trainer submit: sbatch refuses: sbatch: error: no such partition\n"

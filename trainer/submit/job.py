@@ -1,0 +1,77 @@
+"""What `trainer submit` was asked for, in the same terms for every scheduler."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+INDEX = "{index}"
+"""Stands in the command for the number of a job of an array."""
+# Options and variables whose values are secrets in every program that has them; `--pad-token` is none.
+_SECRET = re.compile(
+    r"(?:--?[\w-]*?(?:secret|password|api-?key|access-key|(?:api|access|auth|hub|hf)[-_]token)"
+    r"|\w*(?:secret|password|token|key)(?==))(?:=.*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training, and the machines that it shall have."""
+
+    name: str
+    command: tuple[str, ...]
+    nodes: int
+    ranks_per_node: int
+    launcher: str
+    gpus_per_node: int = 0
+    cpus_per_rank: int | None = None
+    memory_gib: int | None = None
+    """Of each node."""
+    time_s: int | None = None
+    grace_s: int = 120
+    """Time before the limit at which the ranks are told to save and end."""
+    image: str = ""
+    array: str = ""
+    """Numbers as in "0-3,7", one job for each; empty for a single job."""
+    claim: str = ""
+    """A PersistentVolumeClaim for runs/, on Kubernetes."""
+    made_by: str = ""
+    """The command that writes this job's file."""
+    directives: tuple[str, ...] = ()
+    """Further options of the scheduler, in its own words."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all nodes together."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cpus_per_node(self) -> int | None:
+        """Cores of each node; None where the scheduler's default is taken."""
+        return None if self.cpus_per_rank is None else self.cpus_per_rank * self.ranks_per_node
+
+
+def shell_command(command: tuple[str, ...], index: str = "") -> str:
+    """Return a command as a line of shell.
+
+    Args:
+        index: the shell's variable that holds the number of a job of an array, as in "$SLURM_ARRAY_TASK_ID".
+    """
+    return " ".join(
+        f'"{index}"'.join(shlex.quote(part) if part else "" for part in word.split(INDEX))
+        if INDEX in word
+        else shlex.quote(word)
+        for word in command
+    )
+
+
+def secrets_in(command: tuple[str, ...]) -> list[str]:
+    """Return the options and variables of a command that hold secrets, without their values."""
+    return [word.partition("=")[0] for word in command if _SECRET.fullmatch(word)]
+
+
+def duration(seconds: int) -> str:
+    """Return a time as H:MM:SS, which Slurm, Grid Engine and PBS all take."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

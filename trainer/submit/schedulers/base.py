@@ -1,0 +1,127 @@
+"""What a scheduler has to do for `trainer submit`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import ClassVar
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.submit.job import Job
+
+CLAIM: Mapping[str, str] = {"claim": "its nodes share a file system"}
+"""What schedulers other than Kubernetes lack."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a submitted job is."""
+
+    name: str
+    """In the scheduler's own words."""
+    code: int | None = None
+    """The exit code of a job that has ended; None while it waits or runs."""
+
+
+class Scheduler(ABC):
+    """Renders job files, and talks to a scheduler through its own commands."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """A line of the help."""
+    suffix: ClassVar[str]
+    """Of a job file."""
+    launchers: ClassVar[tuple[str, ...]]
+    """What can start the ranks; the first is the default."""
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+
+    @abstractmethod
+    def render(self, job: Job) -> str:
+        """Return the job file."""
+
+    def problems(self, job: Job) -> list[str]:
+        """Return what this scheduler cannot do for a job, a line each."""
+        del job
+        return []
+
+    @abstractmethod
+    def submit(self, path: Path) -> str:
+        """Submit a job file; return the job's id.
+
+        Raises:
+            ConfigError: the scheduler's command is not installed here.
+            TrainerError: the scheduler refuses the job.
+        """
+
+    @abstractmethod
+    def state(self, job_id: str) -> State:
+        """Ask where a job is.
+
+        Raises:
+            TrainerError: the scheduler does not know it.
+        """
+
+    @abstractmethod
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Return what a job has printed since the last call, in whole lines.
+
+        Args:
+            seen: how much of each log has been returned; this call adds to it.
+        """
+
+    @abstractmethod
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends a job."""
+
+
+def call(*command: str, stdin: Path | None = None) -> str:
+    """Run a scheduler's command; return what it prints.
+
+    Args:
+        stdin: a file that it reads.
+
+    Raises:
+        ConfigError: it is not installed here.
+        TrainerError: it fails.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]} is not installed here; submit where it is, or print the file with --dry-run")
+    text = stdin.read_text() if stdin else ""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise TrainerError(f"{command[0]} refuses: {words}")
+    return done.stdout.strip()
+
+
+def read_new(paths: Iterable[Path], seen: dict[str, int]) -> str:
+    """Return the whole lines that have been appended to these files; a file may not be there yet."""
+    found = ""
+    for path in paths:
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(seen.get(str(path), 0))
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            seen[str(path)] = seen.get(str(path), 0) + len(whole)
+            found += whole.decode(errors="replace")
+    return found
+
+
+def fill(template: str, **parts: object) -> str:
+    """Return a template with `{name}` replaced; where it is a line of its own, by whole lines at its depth."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found["block"] or found["word"]
+        if name not in parts:
+            return found[0]
+        return indent(str(parts[name]), found["depth"]) if found["block"] else str(parts[name])
+
+    return re.sub(r"^(?P<depth> *)\{(?P<block>\w+)\}\n|\{(?P<word>\w+)\}", part, template, flags=re.MULTILINE)

@@ -1,0 +1,142 @@
+"""What the job files for Kubernetes have in common, and `kubectl`."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import ClassVar
+
+from trainer.submit.job import Job
+from trainer.submit.schedulers.base import Scheduler, State, call
+
+RESTARTS = 10
+"""How often a job's pods are made again before it is given up."""
+_ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
+_NAME = re.compile(
+    r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+)  # pods' names, which are longer, have to stay below 64 characters
+
+
+class Kubernetes(Scheduler):
+    """Job files are YAML, submitted with `kubectl create`."""
+
+    suffix = ".yaml"
+    product: ClassVar[str]
+    """Its name in the head of a file."""
+    lacks: ClassVar[Mapping[str, str]] = {
+        "array": "submit a job for each, under a --name of its own",
+        "directives": "edit what --dry-run prints",
+    }
+
+    @abstractmethod
+    def template(self, job: Job) -> str:
+        """Return the job file without its head."""
+
+    @property
+    @abstractmethod
+    def proof(self) -> str:
+        """What the file was run against, and when, a line or more."""
+
+    def render(self, job: Job) -> str:
+        """Return the YAML file."""
+        proof = self.proof + (" Not run with GPUs." if job.gpus_per_node else "")
+        return (
+            f"# {job.nodes} x {job.ranks_per_node} ranks (nodes x ranks per node) for {self.product}. Written by\n"
+            f"#\n#     {job.made_by}\n#\n"
+            f"# and is submitted, where that has not done it, by: kubectl create -f {job.name}{self.suffix}\n"
+            f"{indent(proof, '# ')}\n\n{self.template(job)}"
+        )
+
+    def problems(self, job: Job) -> list[str]:
+        """Refuse names that Kubernetes would refuse, and a job without an image."""
+        problems = []
+        if not job.image:
+            problems.append(f"--image is missing; {self.name} runs the ranks in containers, as in --image trainer:cpu")
+        if not _NAME.fullmatch(job.name):
+            problems.append(
+                f"--name is {job.name!r}; {self.name} takes up to 40 small letters, digits and '-', a letter first"
+            )
+        return problems
+
+    def submit(self, path: Path) -> str:
+        """Create what the file describes; the job is the last of it."""
+        return call("kubectl", "create", "-f", str(path), "-o", "name").splitlines()[-1]
+
+    def state(self, job_id: str) -> State:
+        """Read the job's conditions."""
+        status = json.loads(call("kubectl", "get", job_id, "-o", "json")).get("status", {})
+        true = [one["type"] for one in status.get("conditions", []) if one["status"] == "True"]
+        ended = next((one for one in true if one in _ENDS), None)
+        return State(ended, _ENDS[ended]) if ended else State(true[-1] if true else "Waiting")
+
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Read the logs of the job's pods."""
+        del job_id
+        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), "-o", "name").split()
+        found = ""
+        for pod in pods:
+            log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
+            begin = seen.get(pod, 0) if seen.get(pod, 0) <= len(log) else 0  # a container that was started again
+            found += log[begin:] + "\n" * (log[begin:] != "" and log[-1:] != "\n")
+            seen[pod] = len(log)
+        return found
+
+    @abstractmethod
+    def pods_of(self, job: Job) -> str:
+        """Return the label selector of the pods whose logs are shown."""
+
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends a job."""
+        return ("kubectl", "delete", job_id)
+
+
+def quoted(text: str) -> str:
+    """Return a string for YAML, which takes JSON's."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def arguments(command: Sequence[str]) -> str:
+    """Return the items of a container's `args`, in which Kubernetes would replace $(NAME)."""
+    return "".join(f"- {quoted(word.replace('$', '$$'))}\n" for word in command)
+
+
+def resources(job: Job) -> str:
+    """Return a container's resources; empty where the namespace's defaults are taken."""
+    amounts = {"cpu": job.cpus_per_node, "memory": job.memory_gib and f"{job.memory_gib}Gi"}
+    lines = [f"    {kind}: {json.dumps(amount)}\n" for kind, amount in amounts.items() if amount]
+    if job.gpus_per_node:
+        lines.append(f"    nvidia.com/gpu: {job.gpus_per_node}\n")
+    return f"resources:\n  limits:\n{''.join(lines)}" if lines else ""
+
+
+def pod(job: Job) -> str:
+    """Return the fields that every pod has beside its containers."""
+    runs = f"persistentVolumeClaim: {{claimName: {job.claim}}}" if job.claim else "emptyDir: {}"
+    why = (
+        "The checkpoints, on a volume that all pods see."
+        if job.claim
+        else "The checkpoints go with the pod. --claim NAME puts them on a PersistentVolumeClaim."
+    )
+    return (
+        f"# SIGTERM comes first when a pod is ended; the ranks save, and are killed {job.grace_s} s later.\n"
+        f"terminationGracePeriodSeconds: {job.grace_s}\n"
+        "# The image's own user. fsGroup lets it write to volumes.\n"
+        "securityContext: {runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000, runAsNonRoot: true}\n"
+        "volumes:\n"
+        "# Ranks of a node share memory; the default of 64 MB is too small.\n"
+        "- name: shm\n  emptyDir: {medium: Memory}\n"
+        f"# {why}\n"
+        f"- name: runs\n  {runs}\n"
+    )
+
+
+CONTAINER = """\
+securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+volumeMounts:
+- {name: shm, mountPath: /dev/shm}
+- {name: runs, mountPath: /trainer/runs}
+"""

@@ -1,0 +1,64 @@
+"""LSF: `bsub` with slots spread over hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from trainer.submit.job import Job
+from trainer.submit.schedulers.base import State, call
+from trainer.submit.schedulers.batch import Batch
+
+
+class LSF(Batch):
+    """IBM Spectrum LSF 10.1."""
+
+    name = "lsf"
+    summary = "LSF: bsub and mpirun (not run)"
+    product = "LSF"
+    suffix = ".lsf"
+    submit_command = "bsub <"
+    prefix = "#BSUB"
+    id = "$LSB_JOBID"
+    index_variable = "LSB_JOBINDEX"
+    hosts = "$(printf '%s:%s\\n' $LSB_MCPU_HOSTS | paste -sd,)"
+    agent = "blaunch"
+    check_first = "# the queue allows jobs on several hosts, and blaunch is on the PATH of the nodes.\n"
+    again = "# LSF itself puts the job back into the queue at exit code 75 (-Q).\n"
+
+    lacks: ClassVar[Mapping[str, str]] = {**Batch.lacks, "memory_gib": "its unit is the site's: --directive='-M 16GB'"}
+
+    def directives(self, job: Job) -> list[str]:
+        """Return bsub's options."""
+        array = f"[{job.array}]" if job.array else ""
+        lines = [
+            f'-J "{job.name}{array}"', "# Slots, a rank each, and how many of them on a host.", f"-n {job.ranks}",
+            f'-R "span[ptile={job.ranks_per_node}]"', "# What ends with 75 has saved, and comes again.", '-Q "75"',
+            "# A job whose host is lost comes again, too.", "-r", f"-o runs/{job.name}-%J.log",
+        ]  # fmt: skip
+        if job.cpus_per_rank:
+            lines.append(f'-R "affinity[core({job.cpus_per_rank})]"')
+        if job.gpus_per_node:
+            lines += ["# Of each host.", f'-gpu "num={job.gpus_per_node}"']
+        if job.time_s:
+            minutes = -(-job.time_s // 60)
+            lines += ["# Hours and minutes.", f"-W {minutes // 60}:{minutes % 60:02}"]
+        return lines
+
+    def submit(self, path: Path) -> str:
+        """Submit with bsub, which reads the file from its input."""
+        return call("bsub", stdin=path).partition("<")[2].partition(">")[0]
+
+    def state(self, job_id: str) -> State:
+        """Ask bjobs; of an array, for the job that is worst off."""
+        lines = [line.split() for line in call("bjobs", "-noheader", "-o", "stat exit_code", job_id).splitlines()]
+        running = [state for state, _ in lines if state not in ("DONE", "EXIT")]
+        if running:
+            return State(running[0])
+        codes = [0 if state == "DONE" else 78 if code == "78" else 1 for state, code in lines]
+        return State("EXIT" if any(codes) else "DONE", max(codes, default=1))
+
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends a job."""
+        return ("bkill", job_id)

@@ -1,0 +1,222 @@
+"""Slurm: `sbatch`, with one step of `srun` for all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.submit.job import Job, duration, shell_command
+from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, read_new
+
+_PROOF = "Run on 2026-11-22 with Slurm 22.05.8, on two nodes in containers (tests/docker/test_slurm.py)."
+_ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+}
+
+_HEAD = """\
+#!/bin/bash
+# {nodes} x {ranks_per_node} ranks (nodes x ranks per node) for Slurm. It was written by
+#
+#     {made_by}
+#
+# and is submitted, where that has not done it, by: mkdir -p runs && sbatch {name}.sbatch
+# {proof}
+
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+# A task is a rank.
+#SBATCH --ntasks-per-node={ranks_per_node}
+"""
+_KEEPING = """\
+# {grace_s} s before the time limit USR2 comes to this script alone (B:), which hands it on to the ranks. It may come up
+# to 60 s earlier. It is USR2, because NCCL may use USR1. Where the site has set PreemptParameters=send_user_signal, it
+# comes before a preemption too.
+#SBATCH --signal=B:USR2@{grace_s}
+# A job that was preempted, or has lost a node, goes back into the queue, and its logs go on.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=runs/%x-%j.log
+"""
+_BODY = """
+# First of all, because a signal may come before the ranks have been started.
+step= asked= cancelled=
+trap 'woken=yes asked=yes; [ ! "$step" ] || kill -USR2 "$step"' USR2
+# scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
+trap 'woken=yes cancelled=yes' TERM
+
+# What the ranks print is written at once.
+export PYTHONUNBUFFERED=1
+logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
+mkdir -p "$logs"
+errors=$logs/srun.log
+[ ! "$asked" ] || exec scontrol requeue "$SLURM_JOB_ID"
+
+"""
+_TORCHRUN = """\
+# The ranks find one another as under torchrun, by its variables. There is no agent of torchrun's between srun and a
+# rank: it would end at USR2, and would return 1 in place of the rank's exit code 75.
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks_per_node} OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
+"""
+_WAIT = """\
+step=$!
+
+# bash runs a trap only between two commands or in wait, so the step is in the background. wait returns at a signal too.
+while woken=; wait "$step"; code=$?; [ "$woken" ]; do :; done
+
+# srun's exit code is the largest, which may be that of a rank it has killed because of another one. Its messages have
+# them all: 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
+cat "$errors"
+for own in 78 75; do
+    if grep -qx ".* exit code $own" "$errors"; then code=$own; break; fi
+done
+[ ! "$cancelled" ] || exit "$code"
+case $asked$code in
+    0 | yes0 | 78 | yes78) exit "$code" ;;
+    # After USR2, ranks that were still starting have other codes than 75.
+    75 | yes*) ;;
+    # A lost node makes ranks on others fail, minutes before Slurm notices it: a step on all nodes does not end then.
+    # One that has just come back may refuse its ranks.
+    *) ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null || grep -q " launch failed: " "$errors" ||
+        exit "$code" ;;
+esac
+echo "exit code $code: back into the queue"
+exec scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+class Slurm(Scheduler):
+    """Slurm, from 22.05 on."""
+
+    name = "slurm"
+    summary = "Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer)"
+    suffix = ".sbatch"
+    launchers = ("srun", "torchrun")
+    lacks = CLAIM
+
+    def render(self, job: Job) -> str:
+        """Return the batch script."""
+        head = _HEAD.format(
+            name=job.name, nodes=job.nodes, ranks_per_node=job.ranks_per_node, made_by=job.made_by, proof=_proof(job)
+        )
+        body = _BODY
+        if job.launcher == "torchrun":
+            body += _TORCHRUN.format(ranks=job.ranks, ranks_per_node=job.ranks_per_node, threads=job.cpus_per_rank or 1)
+        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + body + _step(job) + _WAIT
+
+    def problems(self, job: Job) -> list[str]:
+        """Refuse what Slurm would read in another way."""
+        return [
+            f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu"
+            for text in job.directives
+            if not text.startswith("-")
+        ]
+
+    def submit(self, path: Path) -> str:
+        """Submit with sbatch."""
+        return call("sbatch", "--parsable", str(path)).partition(";")[0]
+
+    def state(self, job_id: str) -> State:
+        """Ask scontrol, which knows a job for some minutes after its end."""
+        jobs = [
+            dict(re.findall(r"(\S+?)=(\S*)", line))
+            for line in call("scontrol", "-o", "show", "job", job_id).splitlines()
+        ]
+        running = [job["JobState"] for job in jobs if job["JobState"] not in _ENDED]
+        if running:
+            return State(running[0])
+        codes = [_code(job["JobState"], job["ExitCode"]) for job in jobs]
+        worst = max(range(len(jobs)), key=lambda number: codes[number])
+        return State(jobs[worst]["JobState"], codes[worst])
+
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Read the script's own log, then the ranks'."""
+        # Each job of an array has an id of its own, which its files' names have.
+        ids = re.findall(r"JobId=(\d+)", call("scontrol", "-o", "show", "job", job_id)) if job.array else [job_id]
+        paths: list[Path] = []
+        for one in sorted(ids, key=int):
+            folder = Path("runs", f"{job.name}-{one}")
+            paths += [folder.with_name(f"{folder.name}.log"), *sorted(folder.glob("rank-*.log"), key=_rank)]
+        return read_new(paths, seen)
+
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends a job."""
+        return ("scancel", job_id)
+
+
+def _proof(job: Job) -> str:
+    unproven = [text for is_used, text in ((job.gpus_per_node, "GPUs"), (job.image, "containers")) if is_used]
+    return _PROOF + (f" Not run with {' and '.join(unproven)}." if unproven else "")
+
+
+def _resources(job: Job) -> str:
+    lines = []
+    if job.cpus_per_rank:
+        lines += [f"#SBATCH --cpus-per-task={job.cpus_per_rank}"]
+    if job.gpus_per_node:
+        lines += [
+            "# Of the node, not of the task: each rank has to see all GPUs of its node, to exchange with the others.",
+            f"#SBATCH --gpus-per-node={job.gpus_per_node}",
+        ]
+    if job.memory_gib:
+        lines += ["# Of each node.", f"#SBATCH --mem={job.memory_gib}G"]
+    if job.time_s:
+        lines += ["# H:MM:SS; a shorter job may start earlier.", f"#SBATCH --time={duration(job.time_s)}"]
+    if job.array:
+        lines += ["# A job for each of these numbers.", f"#SBATCH --array={job.array}"]
+    lines += [f"#SBATCH {text}" for text in job.directives]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _step(job: Job) -> str:
+    """Return the command that starts all ranks, in the background."""
+    mpi = "pmix" if job.launcher == "srun" else "none"
+    options = [
+        f"--mpi={mpi}",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--open-mode=append",
+        '--output="$logs/rank-%t.log"',
+    ]
+    if job.cpus_per_rank:
+        options.append(f"--cpus-per-task={job.cpus_per_rank}")
+    command = shell_command(job.command, "$SLURM_ARRAY_TASK_ID")
+    prefix = ""
+    if job.image.endswith(".sif") or "://" in job.image:
+        nv = " --nv" if job.gpus_per_node else ""
+        prefix = f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
+    elif job.image:
+        options.append(f"--container-image={shell_command((job.image,))}")
+        options.append('--container-mounts="$PWD:$PWD" --container-workdir="$PWD"')
+    if job.launcher == "torchrun":
+        prefix += "bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' rank "
+    comments = {
+        "srun": "# Slurm's PMIx is what Open MPI, and with it Horovod, finds the other ranks by.\n",
+        "torchrun": "",
+    }[job.launcher]
+    comments += (
+        "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
+        "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
+    )
+    return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
+
+
+def _code(state: str, exit_code: str) -> int:
+    """Return the exit code that `trainer submit --follow` ends with."""
+    code, _, _ = exit_code.partition(":")
+    if state == "COMPLETED":
+        return 0
+    return 78 if code == "78" else 1
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))

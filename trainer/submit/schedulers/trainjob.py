@@ -1,0 +1,84 @@
+"""Kubeflow Trainer v2: a TrainingRuntime and a TrainJob, with torchrun in each pod."""
+
+from __future__ import annotations
+
+from trainer.submit.job import Job
+from trainer.submit.schedulers.base import fill
+from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
+
+_TEMPLATE = """\
+# What the pods are like: volumes, user, restarts. Several TrainJobs may use one runtime.
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainingRuntime
+metadata:
+  name: {name}
+  labels: {trainer.kubeflow.org/framework: torch}
+spec:
+  # The operator sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and others, which torchrun reads.
+  mlPolicy:
+    numNodes: {nodes}
+    torch: {}
+  template:
+    spec:
+      # When a pod ends with an error, all are made again, and go on from the newest checkpoint. torchrun has one exit
+      # code for all errors, so that a mistake in the script is tried as often.
+      failurePolicy: {maxRestarts: {restarts}, restartStrategy: Recreate}
+      replicatedJobs:
+      - name: node
+        template:
+          metadata:
+            # The job to which the TrainJob's command goes.
+            labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}
+          spec:
+            backoffLimit: 0
+            template:
+              spec:
+                restartPolicy: Never
+                {pod}
+                containers:
+                - name: node
+                  image: {image}
+                  {container}
+---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: {name}
+spec:
+  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: {name}}
+  {deadline}
+  trainer:
+    image: {image}
+    numNodes: {nodes}
+    numProcPerNode: {ranks_per_node}
+    {resources}
+    command: [tini, --, torchrun, --no-python]
+    args:
+    {arguments}
+"""
+
+
+class TrainJob(Kubernetes):
+    """Kubeflow Trainer, v1alpha1 of its v2."""
+
+    name = "trainjob"
+    summary = "Kubernetes with Kubeflow Trainer v2 (v1alpha1): torchrun in each pod"
+    product = "Kubeflow Trainer v2"
+    launchers = ("torchrun",)
+    proof = (
+        "Not run on Kubernetes. It is valid by the definitions of Kubeflow Trainer of 2026-08-21,\n"
+        "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
+    )
+
+    def template(self, job: Job) -> str:
+        """Return the runtime and the TrainJob."""
+        return fill(
+            _TEMPLATE, name=job.name, nodes=job.nodes, ranks_per_node=job.ranks_per_node, restarts=RESTARTS,
+            deadline=f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", pod=pod(job),
+            image=quoted(job.image), arguments=arguments(job.command), container=CONTAINER,
+            resources=resources(job).replace("resources:", "resourcesPerNode:"),
+        )  # fmt: skip
+
+    def pods_of(self, job: Job) -> str:
+        """Return the selector of all pods of the job, whose JobSet has the TrainJob's name."""
+        return f"jobset.sigs.k8s.io/jobset-name={job.name}"
