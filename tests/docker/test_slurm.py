@@ -127,7 +127,8 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
     job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "60s", *training(name, 4))
@@ -159,6 +160,7 @@ def test_a_job_that_is_cancelled_stays_ended(slurm: SlurmCluster) -> None:
     assert slurm.ask(job.job, "Restarts") == "0"
 
 
+@pytest.mark.slow
 def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "lost", *training("lost", 3), "--checkpoint-every", "1s")
     job.wait_until_it_trains()
