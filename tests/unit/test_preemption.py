@@ -45,6 +45,18 @@ def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) ->
     assert preemption.received is signal.SIGTERM
 
 
+def test_the_status_file_has_the_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr("trainer.checkpoint.preemption.report_signal", told.append)
+    one = Preemption(lambda: False, grace_s=60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.close()
+    assert told == [signal.SIGTERM]
+
+
 def test_afterwards_signals_are_handled_as_before() -> None:
     earlier = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
     one = Preemption(lambda: False, grace_s=60)

@@ -68,6 +68,14 @@ def test_a_failure_keeps_the_phase_and_a_long_message_is_cut(file: Path) -> None
     assert found.message == "é" * 256
 
 
+def test_a_signal_is_kept_beside_the_longest_texts(file: Path) -> None:
+    assert read(file).signal == 0
+    status.report_signal(12)
+    status.report_failure("x" * 80, "y" * 512, Launch(rank=1, size=4))
+    found = read(file)
+    assert (found.signal, found.error, found.message) == (12, "x" * 80, "y" * 512)
+
+
 def test_python_s_end_is_done_unless_the_rank_was_preempted(file: Path) -> None:
     status._report_exit()
     assert read(file).phase == "done"

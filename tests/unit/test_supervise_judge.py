@@ -125,8 +125,15 @@ def test_ranks_that_a_launcher_has_ended_save_too_and_that_is_no_preemption() ->
 def test_those_that_a_launcher_has_ended_are_not_taken_for_the_cause(
     seen: list[int], gone: set[int], first: list[int]
 ) -> None:
-    assert list(find_dead(seen, gone, {0: "a", 1: "a", 2: "b", 3: "b"})) == first
+    assert list(find_dead(seen, gone, (), {0: "a", 1: "a", 2: "b", 3: "b"})) == first
+
+
+@pytest.mark.parametrize(("seen", "asked"), [([], {0, 1, 3}), ([0, 1], {0, 1, 3}), ([0], {0, 3})])
+def test_a_rank_that_was_not_asked_to_end_before_it_died_is_the_cause(seen: list[int], asked: set[int]) -> None:
+    gone = {2} | asked
+    assert list(find_dead(seen, gone, asked, {0: "a", 1: "a", 2: "b", 3: "b"})) == [2]
+    assert list(find_dead([0], asked, asked, {0: "a", 1: "a", 3: "b"})) == [0], "where all were asked, the first death"
 
 
 def test_on_one_host_the_first_deaths_that_were_seen_are_the_cause() -> None:
-    assert list(find_dead([0, 1], {0, 1}, {0: "a", 1: "a"})) == [0, 1]
+    assert list(find_dead([0, 1], {0, 1}, (), {0: "a", 1: "a"})) == [0, 1]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from trainer.launch.failure import end_process
-from trainer.launch.status import PREEMPTED, report_end
+from trainer.launch.status import PREEMPTED, report_end, report_signal
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
@@ -75,6 +75,7 @@ class Preemption:
             else:  # closed
                 return
         self.received = self.received or number
+        report_signal(number)
         started = time.monotonic()
         deadline = started + self._grace_s
         # The ranks may be about to agree, which is better: all of them save then.

@@ -3,7 +3,7 @@
 Without TRAINER_JOB in the environment, every function here does nothing. The file is mapped into memory, so that what
 was reported last is there whichever way the rank ends. It lies in a folder of the job's own, `folder_name`, among the
 temporary files. Its size is fixed: a line of text that a shell can read too (mark, process, rank, world size, host),
-then the counters, then texts.
+then the counters, texts, and a signal.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _COUNTERS = struct.Struct("<qdqqd")  # update, time of the last progress, report
 _PROGRESS, _PHASE, _FIRST = struct.Struct("<qdq"), struct.Struct("<dq"), struct.Struct("<qd")
 _TEXTS = struct.Struct("16s80s512s")  # phase, kind of error, message
 _AT_COUNTERS, _AT_FIRST, _AT_TEXTS = _HEAD.size, _HEAD.size + _PROGRESS.size, _HEAD.size + _COUNTERS.size
+_AT_SIGNAL = _AT_TEXTS + _TEXTS.size
 
 _file: mmap.mmap | None = None
 _reports = 0
@@ -67,6 +68,8 @@ class RankStatus:
     """The first update that it completed after its start; 0 before."""
     first_update_s: float = 0.0
     """When that was, by the same clock."""
+    signal: int = 0
+    """The signal that has asked it to save and end; 0 without one."""
     phase: str = ""
     error: str = ""
     """MISTAKE, LOST_PEER or the class name of the exception with which it failed; empty without one."""
@@ -159,6 +162,12 @@ def report_phase(phase: str) -> None:
         _PHASE.pack_into(_file, _AT_COUNTERS + 8, time.monotonic(), _reports)
 
 
+def report_signal(number: int) -> None:
+    """Note that this rank was asked to end. One that died without it was not ended by the launcher."""
+    if _file is not None:
+        _file[_AT_SIGNAL] = number
+
+
 def report_failure(kind: str, message: str, place: Place) -> None:
     """Note with which error this rank ends. It may not have joined yet."""
     if _file is None:
@@ -190,5 +199,5 @@ def read_status(record: bytes) -> RankStatus | None:
     return RankStatus(
         pid=int(pid), rank=int(rank), size=int(size), host=host.decode(), update=update, progress_s=progress_s,
         reports=reports, first_update=first_update, first_update_s=first_update_s, phase=phase, error=error,
-        message=message,
+        message=message, signal=record[_AT_SIGNAL],
     )  # fmt: skip

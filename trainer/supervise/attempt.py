@@ -164,7 +164,8 @@ class Running:
                 ranks.note(answer.host, status)
                 if status.pid not in answer.processes and not status.has_ended:
                     gone.add(status.rank)
-        dead = find_dead(ranks.dead, gone, ranks.host_of)
+        asked = {number for number, status in ranks.all.items() if status.signal}
+        dead = find_dead(ranks.dead, gone, asked, ranks.host_of)
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
         facts = Facts(
             launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=dead,
@@ -178,13 +179,18 @@ class Running:
         attempt.updates = ranks.updates
 
 
-def find_dead(seen: Sequence[int], gone: Collection[int], host_of: Mapping[int, str]) -> Sequence[int]:
+def find_dead(
+    seen: Sequence[int], gone: Collection[int], asked: Collection[int], host_of: Mapping[int, str]
+) -> Sequence[int]:
     """Return the ranks that died first; none where that is not known.
 
     Args:
         seen: ranks of this host whose deaths were seen first.
         gone: ranks of any host that were gone at the end, without a word.
+        asked: ranks that had got a signal to end. A launcher sends it to those that a dead rank leaves behind.
     """
+    if asked and (unasked := sorted(set(gone) - set(asked))):
+        return unasked
     if len(gone) < len(host_of):
         return seen or sorted(gone)
     # The launcher has ended those that were left. All that died at once here may be among them.
