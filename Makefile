@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-docker image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -42,10 +42,16 @@ test-fast: setup  ## Run the tests that start no jobs, in about a minute
 	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
+	@$(MAKE) --no-print-directory containers ONLY="docker and not slow"
+
+test-docker-all: setup  ## The same, the slow ones included: every cause of the doctor, Slurm's time limit, lost nodes
+	@$(MAKE) --no-print-directory containers ONLY=docker
+
+containers:
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
 	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
-	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "docker and not slow" $(ARGS)
+	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
 	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \

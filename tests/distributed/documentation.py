@@ -224,6 +224,7 @@ UNTESTED = {
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
     "make test-fast": "is a part of `make test`",
+    "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
