@@ -45,7 +45,7 @@ NETWORK = (
           r"a cannot connect to b \(.*connection refused\), while b connects to a: a firewall"),
     Cause("network", "b's firewall drops ports 20000 to 31999",
           (firewall("b", "INPUT -p tcp --syn --dport 20000:31999 -j DROP"),),
-          r"a cannot connect to b \(.* port 2\d{4}: timed out, but port \d+ answers|port 3[01]\d{3}: timed out, but"),
+          r"a cannot connect to b \(.* port (2\d{4}|3[01]\d{3}): timed out, but port \d+ answers"),
     Cause("network", "b's firewall drops ports from 32768 up",
           (firewall("b", "INPUT -p tcp --syn --dport 32768: -j DROP"),),
           r"a cannot connect to b \(.* port \d{5}: timed out, but port \d+ answers\)"),
@@ -66,13 +66,13 @@ NETWORK = (
           r"on b, a leads to 10\.250\.250\.9 \(docker0\), and a has no such address"),
     Cause("network", "bridges with one address on both",
           (_bridge("a", "10.250.250.1/24"), _bridge("b", "10.250.250.1/24")),
-          r"a and b both have the address 10\.250\.250\.1 \(on docker0 and docker0\)"),
+          r"a and b both have the address 10\.250\.250\.1 \(on docker0 and docker0\)", level="WARNING"),
     Cause("network", "names lead through a VPN's tunnel", (*_tunnel("a", "b", 1), *_tunnel("b", "a", 2)),
-          r"the way from a to b leads through the tunnel tun7"),
+          r"the way from a to b leads through the tunnel tun7", level="WARNING"),
     Cause("network", "b sends 20 Mbit/s",
           (Step("net", "b", "tc qdisc add dev eth0 root tbf rate 20mbit burst 32kbit latency 400ms",
                 "tc qdisc del dev eth0 root"),),
-          r"from b to a come \d+ Mbit/s"),
+          r"from b to a come \d+ Mbit/s", level="WARNING"),
 )  # fmt: skip
 
 NAMES = (
@@ -81,7 +81,7 @@ NAMES = (
     Cause("names", "b's /etc/hosts: a is 127.0.1.1", (hosts_line("b", "127.0.1.1 a"),),
           r"on b, a leads to 127\.0\.1\.1, which is b itself.*/etc/hosts on b"),
     Cause("names", "b's own name is 127.0.1.1", (own_name("b", "127.0.1.1"),),
-          r"on b, its own host name leads to 127\.0\.1\.1"),
+          r"on b, its own host name leads to 127\.0\.1\.1", level="WARNING"),
     Cause("names", "a's /etc/hosts: b is an address that nobody has", (hosts_line("a", f"{_FOREIGN} b"),),
           rf"b \({_FOREIGN} of /etc/hosts, port 2222\) does not answer"),
     Cause("names", "b's /etc/hosts: a is an address that nobody has", (hosts_line("b", f"{_FOREIGN} a"),),
@@ -97,7 +97,7 @@ NAMES = (
           (Step("net", "a", "sysctl -qw net.ipv6.conf.eth0.disable_ipv6=0; ip addr add 2001:db8::1/64 dev eth0 nodad",
                 "sysctl -qw net.ipv6.conf.eth0.disable_ipv6=1"),
            hosts_line("a", "2001:db8::9 b", "{b} b")),
-          r"on a, b leads first to the IPv6 address 2001:db8::9, which b does not have"),
+          r"on a, b leads first to the IPv6 address 2001:db8::9, which b does not have", level="WARNING"),
 )  # fmt: skip
 
 LOGIN = (
@@ -123,7 +123,7 @@ LOGIN = (
     Cause("ssh", "others can write a's settings of ssh", (Step("user", "a", "chmod 666 ~/.ssh/config",
           "chmod 600 ~/.ssh/config"),), r"ssh refuses its settings on a: others can write \S*config"),
     Cause("ssh", "b's .bashrc prints", (bashrc("echo Welcome to b"),), r"login shell on b prints 'Welcome to b'"),
-    Cause("ssh", "b's .bashrc takes 6 s", (bashrc("sleep 6"),), r"the login to b takes [67] s"),
+    Cause("ssh", "b's .bashrc takes 6 s", (bashrc("sleep 6"),), r"the login to b takes [67] s", level="WARNING"),
     Cause("ssh", "b's .bashrc waits", (bashrc("sleep 30"),), r"the login to b \(.*\) has not ended in 9 s"),
 )  # fmt: skip
 
@@ -136,7 +136,7 @@ VERSIONS = (
     Cause("versions", "another build of Horovod on b", (Step("shell", "b", f"cd {_SITE}/horovod/torch; "
           "for f in *.so; do cp -p $f /tmp/; echo >> $f; done",
           f"cd {_SITE}/horovod/torch; for f in *.so; do cp -p /tmp/$f $f; done"),),
-          r"Horovod 0\.28\.1 was built differently on a and b"),
+          r"Horovod 0\.28\.1 was built differently on a and b", level="WARNING"),
     Cause("versions", "other code of the library on b", (Step("shell", "b", "echo >> /trainer/trainer/run.py",
           "sed -i '$d' /trainer/trainer/run.py"),), r"the code of trainer differs between a and b"),
     Cause("versions", "another training script on b", (Step("shell", "b", "echo >> /trainer/examples/mnist.py",
@@ -150,7 +150,7 @@ VERSIONS = (
     Cause("versions", "a PATH without Open MPI on b", (bashrc("export PATH=/usr/bin:/bin"),),
           r"a login to b without a terminal finds no orted of Open MPI on its PATH \(/usr/bin:/bin\)"),
     Cause("versions", "a wrong OPAL_PREFIX on b", (bashrc("export OPAL_PREFIX=/opt/openmpi"),),
-          r"OPAL_PREFIX is /opt/openmpi for a login to b"),
+          r"OPAL_PREFIX is /opt/openmpi for a login to b", level="WARNING"),
     Cause("versions", "another Python on b", (Step("shell", "b", "cd /opt/venv/bin; for p in python*; "
           "do mv $p x-$p; done", "cd /opt/venv/bin; for p in x-python*; do mv $p ${{p#x-}}; done"),),
           r"b has no /opt/venv/bin/python\S*, the job's Python"),
@@ -163,9 +163,9 @@ HOST = (
           r"on b, the memory limit of its container or cgroup leaves \d+ MiB for 2 ranks",
           settings={"mem_limit": "800m"}),
     Cause("host", "one core for b's two ranks (--cpuset-cpus 0)", (),
-          r"b has 1 of the 2 cores that its ranks need", settings={"cpuset": "0"}),
+          r"b has 1 of the 2 cores that its ranks need", settings={"cpuset": "0"}, level="WARNING"),
     Cause("host", "--cpus 1 for b's two ranks", (),
-          r"b has 1 of the 2 cores that its ranks need", settings={"cpus": 1}),
+          r"b has 1 of the 2 cores that its ranks need", settings={"cpus": 1}, level="WARNING"),
     Cause("host", "ulimit -n 256 on b", (),
           r"on b, a process may have 256 open files", settings={"ulimits": {"nofile": 256}}),
     Cause("host", "RDMA on b with little locked memory", (Step("shell", "b", "mkdir /dev/infiniband; "
@@ -174,14 +174,15 @@ HOST = (
     Cause("host", "32 MB for checkpoints on b", (Step("mount", "b", "mount -t tmpfs -o size=32m,mode=777 tmpfs "
           "/trainer/runs", "umount /trainer/runs"),), r"on b, the disk of /trainer/runs has 32 MiB free"),
     Cause("host", "b's folder for checkpoints belongs to root", (Step("mount", "b", "mount -t tmpfs -o mode=755 tmpfs "
-          "/trainer/runs", "umount /trainer/runs"),), r"on b, /trainer/runs cannot be written by user trainer"),
+          "/trainer/runs", "umount /trainer/runs"),), r"on b, /trainer/runs cannot be written by user trainer",
+          level="WARNING"),
     Cause("host", "b's clock is an hour ahead (preloaded)", (
         Step("machine", "b", "gcc -shared -fPIC -o /tmp/clock_ahead.so {root}/benchmarks/clock_ahead.c -ldl; "
              "docker cp -q /tmp/clock_ahead.so {container}:/tmp/clock_ahead.so; rm /tmp/clock_ahead.so"),
         bashrc("export LD_PRELOAD=/tmp/clock_ahead.so"),
-    ), r"the clock of b is 3,[56]\d\d s ahead of that of a"),
+    ), r"the clock of b is 3,[56]\d\d s ahead of that of a", level="WARNING"),
     Cause("host", "seccomp refuses process_vm_readv on b", (edited("/opt/venv/etc/openmpi-mca-params.conf",
-          "/single_copy_mechanism/d"),), r"b refuses process_vm_readv"),
+          "/single_copy_mechanism/d"),), r"b refuses process_vm_readv", level="WARNING"),
 )  # fmt: skip
 
 CAUSES = (*NETWORK, *NAMES, *LOGIN, *VERSIONS, *HOST)

@@ -39,6 +39,7 @@ class Cause:
     steps: tuple[Step, ...]
     first_line: str
     """A regular expression that the first line has to match."""
+    level: Literal["PROBLEM", "WARNING"] = "PROBLEM"
     hosts: str = "a:2,b:2"
     node: str = "a"
     command: tuple[str, ...] = ()

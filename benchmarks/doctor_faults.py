@@ -25,6 +25,8 @@ from trainer.launch.failure import report_failures
 
 LEAST_SHARE = 0.95
 MOST_S = 20.0
+MOST_LINES = 3
+"""What follows from a cause is left out."""
 _PREFIX = "trainer doctor: "
 _FINDINGS = ("PROBLEM: ", "WARNING: ")
 
@@ -36,15 +38,18 @@ class Trial:
     cause: Cause
     first_line: str
     """Empty where it was silent."""
+    lines: int
+    """Number of findings."""
     code: int
     seconds: float
 
     @property
     def is_right(self) -> bool:
-        """Whether the first line names the cause, within the time, with the exit code of its level."""
-        expected = 1 if self.first_line.startswith("PROBLEM: ") else 0
-        named = re.search(self.cause.first_line, self.first_line) is not None
-        return named and self.code == expected and self.seconds <= MOST_S
+        """Whether the first line names the cause at its level, with its exit code, within the time and few lines."""
+        level, _, text = self.first_line.partition(": ")
+        named = level == self.cause.level and re.search(self.cause.first_line, text) is not None
+        expected = 1 if self.cause.level == "PROBLEM" else 0
+        return named and self.code == expected and self.seconds <= MOST_S and self.lines <= MOST_LINES
 
 
 def main() -> int:
@@ -77,7 +82,7 @@ def try_cause(nodes: Nodes, cause: Cause) -> Trial:
     findings = [line for line in lines if line.startswith(_FINDINGS)]
     if not lines:
         print(done.stderr, file=sys.stderr)
-    return Trial(cause, findings[0] if findings else "", done.returncode, seconds)
+    return Trial(cause, findings[0] if findings else "", len(findings), done.returncode, seconds)
 
 
 def _check_causes(nodes: Nodes, only: str) -> int:
@@ -94,7 +99,8 @@ def _check_causes(nodes: Nodes, only: str) -> int:
 
 
 def _note(trial: Trial) -> None:
-    how = f"{'right' if trial.is_right else 'WRONG'} ({trial.seconds:.1f} s, exit code {trial.code})"
+    how = "right" if trial.is_right else "WRONG"
+    how += f" ({trial.seconds:.1f} s, {trial.lines} findings, exit code {trial.code})"
     print(f"{how}: {trial.cause.title}: {trial.first_line or 'silent'}", file=sys.stderr, flush=True)
 
 

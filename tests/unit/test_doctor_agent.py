@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainer.doctor.agent import exchange
+from trainer.doctor.agent import machine as agent_machine
 from trainer.doctor.connection import AgentError, Connection, _command
 from trainer.doctor.relay import SEGMENT
 from trainer.supervise.hosts import Host
@@ -220,3 +221,15 @@ def test_a_login_in_small_segments_goes_through_the_relay() -> None:
 
 def test_a_login_that_hangs_is_given_up(through_ssh: Callable[..., Connection]) -> None:
     assert through_ssh("exec sleep 60", start_s=0.3).login().error == "no answer in time"
+
+
+def test_what_ssh_is_given_is_one_line_because_a_csh_reads_it_too() -> None:
+    (*_, remote) = _command(ELSEWHERE, in_small_segments=False)
+    assert not set("\n!") & set(remote), "its quotes end with the line, and it expands exclamation marks within them"
+
+
+def test_memory_that_only_holds_files_counts_as_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 10\nactive_file 20\nslab_reclaimable 3\n")
+    assert agent_machine._cache(tmp_path) == 33
+    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 10\ntotal_active_file 20\n")
+    assert agent_machine._cache(tmp_path) == 30

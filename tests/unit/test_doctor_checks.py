@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, pair, software, the_only, way
+from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, software, the_only, way
 from trainer.doctor.checks.host import GIB, MIB
 from trainer.doctor.facts import Facts, Login, Name
-from trainer.doctor.finding import Level
 
 
 def of_machine(name: str = "b", **changes: Any) -> Facts:
@@ -57,7 +56,8 @@ def test_healthy_hosts_have_no_finding() -> None:
          "other users can read the private key /home/trainer/.ssh/id_ed25519 on a, and ssh refuses it; `chmod 600 "),
         ("Bad owner or permissions on /home/trainer/.ssh/config", "others can write /home/trainer/.ssh/config; `chmod"),
         ("kex_exchange_identification: Connection closed by remote host", "ends the connection before the login"),
-        ("ssh: Could not resolve hostname b: Name or service not known", "a cannot resolve the name b; add the line"),
+        ("ssh: Could not resolve hostname b: Name or service not known",
+         "a cannot resolve the name b; add its address to /etc/hosts on a, or"),
         ("no answer in time", "the login to b (10.0.0.2, port 2222) has not ended in 0 s"),
         ("no python3 on the PATH", "b has no Python on the PATH"),
         ("sh: 1: Syntax error", "a command cannot be run on b: sh: 1: Syntax error"),
@@ -108,8 +108,8 @@ def test_a_login_that_prints_or_is_slow() -> None:
         ("a", "b", {"addresses": ("127.0.1.1",)}, "PROBLEM: on a, b leads to 127.0.1.1, which is a itself"),
         ("a", "b", {"addresses": ("10.9.9.9",)}, "PROBLEM: on a, b leads to 10.9.9.9, and b has no such address (it "
          "has 10.0.0.2 on eth0)"),
-        ("a", "b", {"addresses": (), "error": "unknown"}, "PROBLEM: a cannot resolve the name b (unknown); add the "
-         "line `10.0.0.2 b` to /etc/hosts on a"),
+        ("a", "b", {"addresses": (), "error": "unknown"}, "PROBLEM: a cannot resolve the name b (unknown); add its "
+         "address to /etc/hosts on a: `10.0.0.2 b`"),
         ("a", "b", {"addresses": ("fd00::2",)}, "PROBLEM: on a, b has IPv6 addresses only"),
         ("a", "b", {"addresses": ("fd00::9", "10.0.0.2")}, "WARNING: on a, b leads first to the IPv6 address fd00::9"),
         ("b", "", {"addresses": ("127.0.1.1",)}, "WARNING: on b, its own host name leads to 127.0.1.1"),
@@ -122,6 +122,17 @@ def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> Non
         "b": {"10.9.9.9": False, "fd00::9": False, ADDRESS["b"]: True},
     }
     assert line in the_only(replace(facts, owned=owned))
+
+
+def test_this_host_is_told_by_the_name_that_others_have_for_it() -> None:
+    facts = of_name("b", "a", addresses=("127.0.0.1",), in_hosts_file=True)
+    said = the_only(replace(facts, peers={"a": "login7"}))
+    assert said.startswith("PROBLEM: on b, login7 leads to 127.0.0.1, which is b itself")
+    assert "correct the line of login7 in /etc/hosts on b: `10.0.0.1 login7`" in said
+    nowhere = the_only(replace(of_name("b", "a", addresses=(), error="unknown"), peers={"a": "login7"}))
+    assert (
+        "b cannot resolve the name login7 (unknown); add its address to /etc/hosts on b: `10.0.0.1 login7`" in nowhere
+    )
 
 
 def test_a_wrong_name_is_corrected_where_it_is_written() -> None:
@@ -146,90 +157,6 @@ def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
 def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
     assert "a and b are one and the same host" in the_only(of_machine(identity="kernel of a"))
     assert "both have the host name 'a'" in the_only(of_machine(host_name="a"))
-
-
-def lost(there: dict[int, str], back: dict[int, str], **changes: Any) -> Facts:
-    pairs = {("a", "b"): pair("b", errors=there), ("b", "a"): pair("a", errors=back)}
-    return healthy(pairs=pairs, **changes)
-
-
-WELL = {40001: "", 20001: ""}
-LOST = {40001: "timed out", 20001: "timed out"}
-
-
-def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
-    one_way = the_only(lost(LOST, WELL))
-    assert "a cannot connect to b (10.0.0.2 port 40001: timed out), while b connects to a" in one_way
-    assert "on b, let all TCP from 10.0.0.1 through: `sudo iptables -I INPUT -p tcp -s 10.0.0.1 -j ACCEPT`" in one_way
-    other_way = the_only(lost(WELL, LOST))
-    assert "b cannot connect to a" in other_way
-    assert "on a, let all TCP from 10.0.0.2 through" in other_way
-    both = the_only(lost(LOST, LOST))
-    assert (
-        "(10.0.0.2 port 40001: timed out, and 10.0.0.1 port 40001: timed out), though ssh works: a firewall; " in both
-    )
-    assert both.startswith("PROBLEM: a and b cannot connect to each other ")
-    assert "port 20001: connection refused, but port 40001 answers" in the_only(
-        lost({40001: "", 20001: "connection refused"}, WELL)
-    )
-
-
-def test_a_bridge_or_a_tunnel_on_the_way() -> None:
-    names = {**healthy().names, "b": {"a": way("b", "a", interface="docker0", own="172.17.0.1")}}
-    assert "the way from b to a (10.0.0.1) leads into docker0 (172.17.0.1), a bridge" in the_only(
-        lost(LOST, LOST, names=names)
-    )
-    assert found(healthy(names=names)) == []
-    tunnel = {**names, "b": {"a": way("b", "a", interface="wg0")}}
-    assert the_only(healthy(names=tunnel)).startswith("WARNING: the way from b to a leads through the tunnel wg0")
-
-
-def test_two_hosts_with_one_address_on_a_bridge() -> None:
-    interfaces = {
-        name: {**entry, "docker0": {"addresses": ["172.17.0.1"], "mtu": 1500, "speed": 0}}
-        for name, entry in healthy().interfaces.items()
-    }
-    said = the_only(healthy(interfaces=interfaces))
-    assert said.startswith("WARNING: a and b both have the address 172.17.0.1 (on docker0 and docker0)")
-    assert "btl_tcp_if_include 10.0.0.0/24" in said
-
-
-def test_large_packets_that_vanish() -> None:
-    pairs = {("a", "b"): pair("b"), ("b", "a"): pair("a", large="from", segment=1328)}
-    said = the_only(healthy(pairs=pairs))
-    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through: 1380 bytes do)" in said
-    assert "`sudo ip link set dev eth0 mtu 1380` on both" in said
-    none = {("a", "b"): pair("b", large="to"), ("b", "a"): pair("a")}
-    said = the_only(healthy(pairs=none))
-    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through)" in said
-    assert "mtu 576` on both" in said
-    back = {("a", "b"): pair("b", large="from"), ("b", "a"): pair("a", large="to")}
-    assert "large packets from b to a get lost" in the_only(healthy(pairs=back))
-
-
-def test_a_pair_of_which_one_direction_could_not_be_tried_has_no_finding_of_it() -> None:
-    assert found(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
-
-
-def test_a_login_that_needs_small_packets_is_explained_by_a_pair() -> None:
-    logins = {"a": Login(), "b": login(in_small_segments=True)}
-    pairs = {("a", "b"): pair("b", large="to", segment=1148), ("b", "a"): pair("a")}
-    said = the_only(healthy(logins=logins, pairs=pairs))
-    assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through: 1200 bytes do)" in said
-    assert "large packets between a and b get lost (login hangs)" in the_only(healthy(logins=logins))
-
-
-def test_a_slow_or_far_pair() -> None:
-    slow = {("a", "b"): pair("b", bytes_per_s=5e6), ("b", "a"): pair("a", bytes_per_s=None)}
-    assert "WARNING: from b to a come 40 Mbit/s of the link's 10 Gbit/s" in the_only(healthy(pairs=slow))
-    interfaces = {
-        name: {"eth0": {"addresses": [address], "mtu": 1500, "speed": 400_000}} for name, address in ADDRESS.items()
-    }
-    assert found(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
-    unknown = {name: {"eth0": {**entry["eth0"], "speed": 0}} for name, entry in interfaces.items()}
-    assert "from b to a come 40 Mbit/s; " in the_only(healthy(pairs=slow, interfaces=unknown))
-    far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
-    assert "WARNING: a round trip between a and b takes 40 ms" in the_only(healthy(pairs=far))
 
 
 @pytest.mark.parametrize(
@@ -301,15 +228,3 @@ def test_what_is_not_needed_is_not_missed() -> None:
 def test_clocks_apart(ahead: float, way: str) -> None:
     assert f"the clock of b is 3,600 s {way} that of a" in the_only(healthy(clocks={"a": 0.0, "b": ahead}))
     assert found(healthy(clocks={"a": 0.0, "b": ahead / 3600})) == []
-
-
-def test_problems_come_before_warnings_and_causes_before_what_they_explain() -> None:
-    facts = of_name("a", "b", addresses=("127.0.1.1",))
-    facts = replace(
-        facts, clocks={"a": 0.0, "b": 9.0}, pairs={("a", "b"): pair("b", errors=LOST), ("b", "a"): pair("a")},
-        machines={"a": machine("a"), "b": machine("b", shm_free=0)},
-    )  # fmt: skip
-    findings = found(facts)
-    assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM, Level.WARNING]
-    assert "b leads to 127.0.1.1" in str(findings[0])
-    assert "has 0 MiB free, and its 2 ranks need 128" in str(findings[1])

@@ -102,6 +102,8 @@ def test_findings_come_first_and_exit_codes_tell_them_apart() -> None:
     assert as_text(broken, found(broken), 1.0).startswith("trainer doctor: PROBLEM: a cannot connect to b")
     assert as_text(slow, found(slow), 1.0).splitlines()[0].startswith("trainer doctor: WARNING: from b to a come 8 M")
     assert "trainer doctor: NOT LOOKED AT: host b: gone" in as_text(partly, [], 1.0)
+    hostile = replace(partly, incomplete=("host b: \x1b]0;owned\x07\r",))
+    assert "NOT LOOKED AT: host b: ?]0;owned??" in as_text(hostile, [], 1.0)
 
 
 def test_json_has_findings_and_facts() -> None:
@@ -127,11 +129,12 @@ def test_the_catalogue_of_causes() -> None:
 def test_a_trial_is_right_with_its_line_its_code_and_in_time() -> None:
     cause = next(cause for cause in CAUSES if cause.title == "b's .bashrc prints")
     line = "PROBLEM: the login shell on b prints 'Welcome to b' before; remedy"
-    right = Trial(cause, line, 1, 3.0)
+    right = Trial(cause, line, lines=1, code=1, seconds=3.0)
     assert right.is_right
     wrong = (
         replace(right, first_line=""), replace(right, code=0), replace(right, seconds=21.0),
-        replace(right, first_line=line.replace("PROBLEM", "WARNING")),
+        replace(right, first_line=line.replace("PROBLEM", "WARNING")), replace(right, lines=9),
+        replace(right, first_line=line.replace("PROBLEM", "WARNING"), code=0),
     )  # fmt: skip
     assert not any(trial.is_right for trial in wrong)
     table = render([right, wrong[0]])

@@ -25,16 +25,17 @@ NO_ANSWER = "no answer in time"
 _SOURCES = Path(__file__).with_name("agent")
 _RELAY = Path(__file__).with_name("relay.py")
 # The current folder may hold a file that Python would import in place of one of its own modules.
-_BOOT = "import sys; sys.path[:1] = []; import json; exec(json.loads(sys.stdin.buffer.readline()))"
+_BOOT = (
+    "import sys; sys.path[:1] = []; sys.version_info < (3, 8) and sys.exit('Python 3.8 or later is needed; ' + "
+    "sys.executable + ' is ' + sys.version.split()[0]); import json; exec(json.loads(sys.stdin.buffer.readline()))"
+)
 # `command -v` finds the job's own Python by its path. A host without it is looked at with another one.
-_START = """\
-echo {mark}
-for python in {pythons}; do
-    command -v "$python" > /dev/null && exec "$python" -c {boot}
-done
-echo "no python3 on the PATH" >&2
-exit 127
-"""
+# In one line, as the login shell may be a csh, whose quotes end with the line.
+_START = (
+    "echo {mark}; for python in {pythons}; do "
+    'command -v "$python" > /dev/null && exec "$python" -c {boot}; '
+    'done; echo "no python3 on the PATH" >&2; exit 127'
+)
 _ERROR_CHARACTERS = 2000
 
 

@@ -81,6 +81,8 @@ class Facts:
     logins: Mapping[str, Login] = field(default_factory=dict)
     names_here: Mapping[str, Name] = field(default_factory=dict)
     """What the hosts' names lead to, as this host sees them."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """By which name other hosts know a host, where that is not the one in -H, as for localhost."""
     own_addresses: frozenset[str] = frozenset()
     """Addresses that names lead to and that are this host's."""
     machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class Finding:
     cause: Cause
     level: Level
     hosts: tuple[str, ...]
-    """The host, or the two of a pair."""
+    """The host, the two of a pair, or all that it is about."""
     text: str
     """The cause, in one line."""
     remedy: str

@@ -50,11 +50,11 @@ def look(options: Options, progress: Progress) -> Facts:
         facts = Facts(
             hosts=options.hosts, here=socket.gethostname(), logins=logins,
             names_here={name: to_name(entry) for name, entry in names_here.items()},
-            own_addresses=_own_addresses(names_here),
+            own_addresses=_own_addresses(names_here), peers={host.name: peer_name(host) for host in options.hosts},
         )  # fmt: skip
         progress.show("reading versions and limits")
         facts = _ask(facts, options, connections)
-        meeting = Meeting(connections, {name: peer_name(connections[name].host) for name in connections})
+        meeting = Meeting(connections, {name: facts.peers[name] for name in connections})
         return look_at_pairs(facts, meeting, deadline, progress)
     finally:
         on_all(started, Connection.close)

@@ -20,7 +20,12 @@ def as_text(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
         lines.append(f"ok: {_well(facts)} ({seconds:.1f} s)")
     elif facts.machines:
         lines.append(f"otherwise: {_well(facts)} ({seconds:.1f} s)")
-    return "\n".join(PREFIX + line for line in lines)
+    return "\n".join(PREFIX + _printable(line) for line in lines)
+
+
+def _printable(text: str) -> str:
+    """Replace what would control a terminal: parts of a line come from other hosts."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _well(facts: Facts) -> str:

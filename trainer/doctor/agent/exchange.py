@@ -125,7 +125,6 @@ def listen(address: str, token: str) -> list[int]:
     servers = [_bind(address, [0]), _bind(address, random.sample(_CHOSEN_PORTS, 20))]
     for server in servers:
         server.listen(64)
-        server.settimeout(_LISTEN_S)
         threading.Thread(target=_accept, args=(server, token.encode()), daemon=True).start()
     return [int(server.getsockname()[1]) for server in servers]
 
@@ -143,8 +142,10 @@ def _bind(address: str, ports: list[int]) -> socket.socket:
 
 
 def _accept(server: socket.socket, token: bytes) -> None:
+    deadline = time.monotonic() + _LISTEN_S
     with server:
-        while True:
+        while time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
             except OSError:

@@ -122,13 +122,14 @@ def _cgroup_memory_free() -> int:
 
 
 def _cache(folder: Path) -> int:
-    """Return the bytes of a cgroup that the kernel gives up for others: files that it keeps in memory."""
+    """Return the bytes of a cgroup that the kernel gives up for others: files that it keeps in memory, and caches."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     values = dict(line.split() for line in lines)
-    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+    names = ("inactive_file", "active_file", "slab_reclaimable")
+    return sum(int(values.get(f"total_{name}", values.get(name, "0"))) for name in names)
 
 
 def _own_cgroups(controller: str) -> list[Path]:

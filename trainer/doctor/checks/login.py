@@ -73,7 +73,7 @@ def _failed(facts: Facts, host: Host, login: Login) -> Finding:
     if "Could not resolve hostname" in login.error:
         return problem(
             Cause.NAME, (host.name,), f"{facts.here} cannot resolve the name {host.name}",
-            f"add the line `ADDRESS {host.name}` to /etc/hosts on {facts.here}, or correct the name in -H",
+            f"add its address to /etc/hosts on {facts.here}, or correct the name in -H",
         )  # fmt: skip
     last = login.error.splitlines()[-1].strip()
     address = _address(host, login, seen)

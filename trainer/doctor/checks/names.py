@@ -42,36 +42,36 @@ def _same_host(facts: Facts) -> Iterator[Finding]:
 
 
 def _peer(facts: Facts, here: str, there: str, seen: Name) -> Iterator[Finding]:
-    own = facts.owned.get(there, {})
+    own, name = facts.owned.get(there, {}), facts.peers.get(there, there)
     addresses = [address for address in seen.addresses if ":" not in address]
     if not seen.addresses:
         yield problem(
-            Cause.NAME, (here, there), f"{here} cannot resolve the name {there} ({seen.error})",
-            f"add the line `{_known(facts, there)} {there}` to /etc/hosts on {here}",
+            Cause.NAME, (here, there), f"{here} cannot resolve the name {name} ({seen.error})",
+            _addition(facts, here, there),
         )  # fmt: skip
     elif not addresses:
         yield problem(
-            Cause.NAME, (here, there), f"on {here}, {there} has IPv6 addresses only ({_first(seen)}), and launchers "
-            "take IPv4", f"add the line `{_known(facts, there)} {there}` to /etc/hosts on {here}",
+            Cause.NAME, (here, there), f"on {here}, {name} has IPv6 addresses only ({_first(seen)}), and launchers "
+            "take IPv4", _addition(facts, here, there),
         )  # fmt: skip
     elif ip_address(addresses[0]).is_loopback:
         yield problem(
-            Cause.NAME, (here, there), f"on {here}, {there} leads to {addresses[0]}, which is {here} itself",
-            correction(here, there, seen, _known(facts, there)),
+            Cause.NAME, (here, there), f"on {here}, {name} leads to {addresses[0]}, which is {here} itself",
+            correction(here, name, seen, _known(facts, there)),
         )  # fmt: skip
     elif own and not own.get(addresses[0], True):
         whose = ", which is its own" if facts.owned.get(here, {}).get(addresses[0]) else ""
         whose += f" ({seen.interface})" if bridge(seen.interface) else ""
         yield problem(
             Cause.NAME, (here, there),
-            f"on {here}, {there} leads to {addresses[0]}{whose}, and {there} has no such address (it has "
-            f"{_addresses(facts, there)})", correction(here, there, seen, _known(facts, there)),
+            f"on {here}, {name} leads to {addresses[0]}{whose}, and {name} has no such address (it has "
+            f"{_addresses(facts, there)})", correction(here, name, seen, _known(facts, there)),
         )  # fmt: skip
     elif ":" in seen.addresses[0] and not own.get(seen.addresses[0], True):
         yield warning(
             Cause.NAME, (here, there),
-            f"on {here}, {there} leads first to the IPv6 address {seen.addresses[0]}, which {there} does not have",
-            correction(here, there, seen, addresses[0]),
+            f"on {here}, {name} leads first to the IPv6 address {seen.addresses[0]}, which {name} does not have",
+            correction(here, name, seen, addresses[0]),
         )  # fmt: skip
 
 
@@ -90,6 +90,13 @@ def correction(here: str, name: str, seen: Name, right: str = "") -> str:
     """Return the remedy for a name that leads to a wrong address."""
     place = f"in /etc/hosts on {here}" if seen.in_hosts_file else f"in the DNS, or in /etc/hosts on {here}"
     return f"correct the line of {name} {place}{f': `{right} {name}`' if right else ''}"
+
+
+def _addition(facts: Facts, here: str, there: str) -> str:
+    """Return the remedy for a name that leads nowhere."""
+    address = _known(facts, there)
+    line = f": `{address} {facts.peers.get(there, there)}`" if address else ""
+    return f"add its address to /etc/hosts on {here}{line}"
 
 
 def bridge(interface: str) -> bool:
@@ -118,9 +125,9 @@ def _first(seen: Name) -> str:
 
 
 def _known(facts: Facts, host: str) -> str:
-    """Return the address that a host has on the way to others."""
+    """Return the address that a host has on the way to others; empty where it has none but a loopback address."""
     own = (way.own for way in facts.names.get(host, {}).values())
-    return next((address for address in own if address and not ip_address(address).is_loopback), "ADDRESS")
+    return next((address for address in own if address and not ip_address(address).is_loopback), "")
 
 
 def _addresses(facts: Facts, host: str) -> str:

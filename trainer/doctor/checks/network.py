@@ -23,7 +23,8 @@ _HEADERS = 52
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what is wrong between each two hosts that answer."""
+    """Yield what is wrong between the hosts that answer."""
+    yield from _shared_addresses(facts)
     for one, other in combinations([host.name for host in facts.answering], 2):
         yield from _interfaces(facts, one, other)
         there, back = facts.pairs.get((one, other)), facts.pairs.get((other, one))
@@ -53,19 +54,30 @@ def _interfaces(facts: Facts, one: str, other: str) -> Iterator[Finding]:
             )  # fmt: skip
         if bridge(way.interface) and (None in pairs or any(pair and pair.error for pair in pairs)):
             yield problem(Cause.INTERFACE, (one, other), into_bridge(here, there, way), bridge_remedy(here, there, way))
-    yield from _shared_address(facts, one, other)
 
 
-def _shared_address(facts: Facts, one: str, other: str) -> Iterator[Finding]:
-    mine, theirs = (_by_address(facts, name) for name in (one, other))
-    for address in sorted(mine.keys() & theirs.keys()):
-        network = _way(facts, one, other).own.rpartition(".")[0]
+def _shared_addresses(facts: Facts) -> Iterator[Finding]:
+    owners: dict[str, dict[str, str]] = {}
+    for host in facts.answering:
+        for address, interface in _by_address(facts, host.name).items():
+            owners.setdefault(address, {})[host.name] = interface
+    for address, names in sorted(owners.items()):
+        hosts = tuple(names)
+        if len(hosts) < 2:
+            continue
+        quantity = "both" if len(hosts) == 2 else "all"
+        ways = {_way(facts, here, there).interface for here in hosts for there in hosts if here != there}
+        interface = ways.pop() if len(ways) == 1 else ""
         yield warning(
-            Cause.INTERFACE, (one, other),
-            f"{one} and {other} both have the address {address} (on {mine[address]} and {theirs[address]}), where "
-            "plain mpirun may connect to the wrong host",
-            f"`mpirun --mca btl_tcp_if_include {network}.0/24`; horovodrun and trainer choose by route",
+            Cause.INTERFACE, hosts,
+            f"{_and(hosts)} {quantity} have the address {address} (on {_and(tuple(names.values()))}), where plain "
+            "mpirun may connect to the wrong host",
+            f"`mpirun --mca btl_tcp_if_include {interface or 'NETWORK'}`; horovodrun and trainer choose by route",
         )  # fmt: skip
+
+
+def _and(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _by_address(facts: Facts, host: str) -> dict[str, str]:
