@@ -88,7 +88,7 @@ def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> N
     assert own_cluster.left_over("a") == ""
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@pytest.mark.parametrize("controller", ["--mpi", pytest.param("--gloo", marks=pytest.mark.slow)])
 def test_the_network_is_cut_during_training(own_cluster: Cluster, controller: str) -> None:
     """What a node that loses its power looks like to the other: no connection is closed, nothing answers."""
     own_cluster.up()

@@ -82,6 +82,7 @@ def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None
     assert cluster.shell("a", "head -c 4 runs/comm.png | tail -c 3") == "PNG"
 
 
+@pytest.mark.slow  # as the documentation's own commands do
 def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
     command = ["python", "scripts/scaling_test.py", "--hosts", "a:2,b:2", "--try-advice"]
     command += ["--scaling", "weak", "--steps", "8", "--repeats", "1", "--batch-size", "40", "--output", "runs/scaling"]
