@@ -41,12 +41,14 @@ def look(options: Options, progress: Progress) -> Facts:
     if others and shutil.which("ssh") is None:
         raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
     progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
-    entered = _enter(options)
+    with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
+        resolving = pool.submit(exchange.resolve, [host.name for host in options.hosts])
+        entered = _enter(options)
+    names_here = resolving.result()
     started = {name: connection for name, (_, connection) in entered.items()}
     try:
         logins = {name: login for name, (login, _) in entered.items()}
         connections = {name: connection for name, connection in started.items() if not logins[name].error}
-        names_here = exchange.resolve([host.name for host in options.hosts])
         facts = Facts(
             hosts=options.hosts, here=socket.gethostname(), logins=logins,
             names_here={name: to_name(entry) for name, entry in names_here.items()},
