@@ -21,16 +21,15 @@ COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
 class Batch:
     """The script, run with an srun and a scontrol of the test's own."""
 
-    def __init__(self, folder: Path, srun: str, *options: str) -> None:
+    def __init__(self, folder: Path, srun: str, *options: str, **variables: str) -> None:
         self.folder = folder
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
         stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
         stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
         (folder / "job.sbatch").write_text(render(*SLURM, *options, *COMMAND))
         env = dict(
-            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train",
-            SLURM_ARRAY_TASK_ID="3",
-        )  # fmt: skip
+            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train", **variables
+        )
         self._process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
 
     def signal(self, number: signal.Signals) -> None:
@@ -44,9 +43,13 @@ class Batch:
         return self._process.wait(timeout=20)
 
     @property
-    def is_requeued(self) -> bool:
+    def requeued(self) -> str:
         asked = self.folder / "scontrol-arguments"
-        return asked.exists() and asked.read_text() == "requeue 17\n"
+        return asked.read_text() if asked.exists() else ""
+
+    @property
+    def is_requeued(self) -> bool:
+        return self.requeued == "requeue 17\n"
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (78, False), (75, True), (140, False)])
@@ -54,6 +57,13 @@ def test_only_exit_code_75_puts_the_job_back(tmp_path: Path, code: int, again: b
     batch = Batch(tmp_path, f"exit {code}")
     assert batch.code() == (0 if again else code)
     assert batch.is_requeued == again
+
+
+def test_of_an_array_only_the_job_itself_is_put_back(tmp_path: Path) -> None:
+    # The job of an array that is started last has the array's own id.
+    batch = Batch(tmp_path, "exit 75", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")
+    assert batch.code() == 0
+    assert batch.requeued == "requeue 17_3\n"
 
 
 @pytest.mark.parametrize(("code", "again"), [(75, True), (140, True), (137, True), (1, True), (78, False), (0, False)])

@@ -58,7 +58,9 @@ export PYTHONUNBUFFERED=1
 logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
 errors=$logs/srun.log
-[ ! "$asked" ] || exec scontrol requeue "$SLURM_JOB_ID"
+# As in 17, or 17_3 in an array: the number of an array alone means all its jobs.
+id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+[ ! "$asked" ] || exec scontrol requeue "$id"
 
 """
 _TORCHRUN = """\
@@ -90,7 +92,7 @@ case $asked$code in
         exit "$code" ;;
 esac
 echo "exit code $code: back into the queue"
-exec scontrol requeue "$SLURM_JOB_ID"
+exec scontrol requeue "$id"
 """
 
 
