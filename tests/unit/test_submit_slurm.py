@@ -26,7 +26,8 @@ class Batch:
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
         stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
         stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
-        (folder / "job.sbatch").write_text(render(*SLURM, *options, *COMMAND))
+        script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2")
+        (folder / "job.sbatch").write_text(script.replace("step=$!", "$BEFORE_STEP\nstep=$!"))
         env = dict(
             os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train", **variables
         )
@@ -103,8 +104,31 @@ def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) 
     assert not (tmp_path / "srun-runs").exists()
 
 
+def test_a_signal_that_comes_as_the_ranks_are_started_reaches_them(tmp_path: Path) -> None:
+    srun = "trap 'exit 75' USR2; kill -USR2 $PPID; for i in {1..100}; do sleep 0.02; done"
+    batch = Batch(tmp_path, srun, BEFORE_STEP="sleep 0.3")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
+def test_processes_of_a_rank_that_do_not_handle_usr2_go_on(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python", "sleep 0.3; touch saved; exit 75")
+    step = 'while [ "$1" != bash ]; do shift; done; "$@" & rank=$!; trap "kill -USR2 $rank" USR2'
+    batch = Batch(tmp_path, f"{step}; while kill -0 $rank; do wait $rank; code=$?; done; exit $code")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_ranks_that_handle_usr2_only_later_are_told_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "trap '' USR2; sleep 0.5; trap 'exit 75' USR2; for i in {1..100}; do sleep 0.02; done")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
 def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "trap 'sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
+    batch = Batch(tmp_path, "trap 'trap : USR2; sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
     batch.signal(signal.SIGUSR2)
     assert batch.code() == 0
     assert (tmp_path / "saved").exists()

@@ -48,10 +48,10 @@ _KEEPING = """\
 """
 _BODY = """
 # First of all, because a signal may come before the ranks have been started.
-step= asked= cancelled=
-trap 'woken=yes asked=yes; [ ! "$step" ] || kill -USR2 "$step"' USR2
+asked= cancelled=
+trap asked=yes USR2
 # scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
-trap 'woken=yes cancelled=yes' TERM
+trap cancelled=yes TERM
 
 # What the ranks print is written at once.
 export PYTHONUNBUFFERED=1
@@ -72,8 +72,15 @@ export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks_per_node} OMP_NUM_THREADS=${{O
 _WAIT = """\
 step=$!
 
-# bash runs a trap only between two commands or in wait, so the step is in the background. wait returns at a signal too.
-while woken=; wait "$step"; code=$?; [ "$woken" ]; do :; done
+# bash runs a trap only between two commands or in wait, so the step is in the background. Until it has ended, USR2 is
+# sent to it again and again, because ranks that are still starting ignore it.
+while kill -0 "$step" 2> /dev/null; do
+    [ ! "$asked" ] || kill -USR2 "$step" 2> /dev/null
+    sleep 5 &
+    wait -n "$step" $!
+done
+wait "$step"
+code=$?
 
 # srun's exit code is the largest, which may be that of a rank it has killed because of another one. Its messages have
 # them all: 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
@@ -192,15 +199,14 @@ def _step(job: Job) -> str:
     if job.cpus_per_rank:
         options.append(f"--cpus-per-task={job.cpus_per_rank}")
     command = shell_command(job.command, "$SLURM_ARRAY_TASK_ID")
-    prefix = ""
+    variables = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID " if job.launcher == "torchrun" else ""
+    prefix = f'bash -c \'trap "" USR2; {variables}exec "$@"\' rank '
     if job.image.endswith(".sif") or "://" in job.image:
         nv = " --nv" if job.gpus_per_node else ""
-        prefix = f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
+        prefix += f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
     elif job.image:
         options.append(f"--container-image={shell_command((job.image,))}")
         options.append('--container-mounts="$PWD:$PWD" --container-workdir="$PWD"')
-    if job.launcher == "torchrun":
-        prefix += "bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' rank "
     comments = {
         "srun": "# Slurm's PMIx is what Open MPI, and with it Horovod, finds the other ranks by.\n",
         "torchrun": "",
@@ -208,6 +214,7 @@ def _step(job: Job) -> str:
     comments += (
         "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
         "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
+        "# trap: USR2 comes to all processes of a rank, and would kill those that do not handle it, as a wrapper.\n"
     )
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
