@@ -131,7 +131,7 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "60s", *training(name, 4))
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "50s", *training(name, 4))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "back into the queue" in outcome.output

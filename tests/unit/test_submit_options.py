@@ -58,7 +58,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     [
         (["--time", "2m"], "--time is '2m'; valid is a number with s, min, h, d, as in 2h"),
         (["--time", "0h"], "--time is '0h'"),
-        (["--time", "60s"], "--time is 60 s, and --grace is 120 s"),
+        (["--time", "3min"], "--time is 180 s, and --grace is 120 s; valid is a --time over 180 s"),
         (["--gpus-per-node", "2"], "--gpus-per-node is 2, and --ranks-per-node is 4; each rank has a GPU"),
         (["--array", "0-3"], "--array and {index} in the command go together"),
         (["--array", "3-x"], "--array is '3-x'; valid are numbers as in 0-3,7"),
@@ -115,6 +115,9 @@ def test_help_has_examples_and_the_schedulers(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "  trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py" in shown
     assert "  slurm      Slurm" in shown
+    examples = shown[shown.index("examples:") : shown.index("exit codes:")].replace("\\\n", "").split("  trainer ")[1:]
+    assert len(examples) > 3
+    assert all("--checkpoint runs/checkpoints" in example for example in examples)
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,16 @@ def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None
     assert batch.is_requeued
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_starts_that_do_not_save_are_repeated_three_times_in_a_row(tmp_path: Path, lost: bool) -> None:
+    if lost:
+        (tmp_path / "node-is-lost").touch()
+    else:
+        stand_in(tmp_path, "cat", "kill -USR2 $PPID")  # the script calls it after the step
+    codes = [Batch(tmp_path, f"exit {code}").code() for code in (1, 1, 75, 1, 1, 1, 1)]
+    assert codes == [0, 0, 0, 0, 0, 0, 1]
+
+
 def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
     stand_in(tmp_path, "mkdir", "kill -USR2 $PPID; sleep 0.2")
     batch = Batch(tmp_path, "exit 0")

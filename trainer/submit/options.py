@@ -26,8 +26,10 @@ examples:
   trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py --checkpoint runs/checkpoints
   trainer submit slurm --nodes 2 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 12 --time 1d --follow \\
       --directive=--partition=gpu -- python train.py --checkpoint runs/checkpoints
-  trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX}
-  trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --dry-run -- python train.py
+  trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX} \\
+      --checkpoint runs/checkpoints-{INDEX}
+  trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --claim runs --dry-run -- \\
+      python train.py --checkpoint runs/checkpoints
 
 exit codes:
   0    submitted; with --follow, the training is done
@@ -208,8 +210,8 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
         problems.append(
             f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has a GPU"
         )
-    if job.time_s is not None and job.time_s <= job.grace_s:
-        problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a shorter --grace")
+    if job.time_s is not None and job.time_s <= (least := job.grace_s + scheduler.early_s):
+        problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a --time over {least} s")
     if job.array and not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", job.array):
         problems.append(f"--array is {job.array!r}; valid are numbers as in 0-3,7")
     if job.command and bool(job.array) != any(INDEX in word for word in job.command):

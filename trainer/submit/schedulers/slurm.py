@@ -89,14 +89,19 @@ for own in 78 75; do
     if grep -qx ".* exit code $own" "$errors"; then code=$own; break; fi
 done
 [ ! "$cancelled" ] || exit "$code"
-case $asked$code in
-    0 | yes0 | 78 | yes78) exit "$code" ;;
-    # After USR2, ranks that were still starting have other codes than 75.
-    75 | yes*) ;;
-    # A lost node makes ranks on others fail, minutes before Slurm notices it: a step on all nodes does not end then.
-    # One that has just come back may refuse its ranks.
-    *) ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null || grep -q " launch failed: " "$errors" ||
-        exit "$code" ;;
+unsaved=$logs/unsaved
+case $code in
+    0 | 78) exit "$code" ;;
+    75) rm -f "$unsaved" ;;
+    *)
+        # After USR2, ranks may fail in place of saving. A lost node makes ranks on others fail, minutes before Slurm
+        # notices it: a step on all nodes does not end then. One that has just come back may refuse its ranks.
+        [ "$asked" ] || ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null ||
+            grep -q " launch failed: " "$errors" || exit "$code"
+        # Such a start is repeated three times in a row, because the next one may end like it.
+        echo "exit code $code" >> "$unsaved"
+        [ "$(wc -l < "$unsaved")" -le 3 ] || { echo "exit code $code: not saved four times in a row"; exit "$code"; }
+        ;;
 esac
 echo "exit code $code: back into the queue"
 exec scontrol requeue "$id"
@@ -111,6 +116,7 @@ class Slurm(Scheduler):
     suffix = ".sbatch"
     launchers = ("srun", "torchrun")
     lacks = CLAIM
+    early_s = 60
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
