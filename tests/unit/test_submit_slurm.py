@@ -25,8 +25,10 @@ class Batch:
         self.folder = folder
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
         stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
-        stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
-        script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2")
+        stand_in(
+            folder, "scontrol", '[ ! -s refusals ] || { sed -i 1d refusals; exit 1; }; echo "$@" > scontrol-arguments'
+        )
+        script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2").replace("sleep $pause", "")
         (folder / "job.sbatch").write_text(script.replace("step=$!", "$BEFORE_STEP\nstep=$!"))
         env = dict(
             os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train", **variables
@@ -143,6 +145,21 @@ def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path)
     assert batch.code() == 0
     assert (tmp_path / "saved").exists()
     assert batch.is_requeued
+
+
+@pytest.mark.parametrize(("refusals", "code"), [(3, 0), (4, 75)])
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, refusals: int, code: int) -> None:
+    (tmp_path / "refusals").write_text("\n" * refusals)
+    batch = Batch(tmp_path, "exit 75")
+    assert batch.code() == code
+    assert batch.is_requeued == (code == 0)
+
+
+def test_a_job_that_is_cancelled_while_its_nodes_are_asked_does_not_come_back(tmp_path: Path) -> None:
+    stand_in(tmp_path, "timeout", "kill -TERM $PPID; exit 1")  # the script calls it for that only
+    batch = Batch(tmp_path, "exit 3")
+    assert batch.code() == 3
+    assert not batch.is_requeued
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:

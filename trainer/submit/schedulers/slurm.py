@@ -60,7 +60,16 @@ mkdir -p "$logs"
 errors=$logs/srun.log
 # As in 17, or 17_3 in an array: the number of an array alone means all its jobs.
 id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-[ ! "$asked" ] || exec scontrol requeue "$id"
+# slurmctld may not answer for a while, as while it is started again.
+put_back() {
+    for pause in 0 5 15 40; do
+        sleep $pause
+        [ ! "$cancelled" ] || break
+        ! scontrol requeue "$id" || exit 0
+    done
+    exit "$1"
+}
+[ ! "$asked" ] || put_back 1
 
 """
 _TORCHRUN = """\
@@ -104,7 +113,7 @@ case $code in
         ;;
 esac
 echo "exit code $code: back into the queue"
-exec scontrol requeue "$id"
+put_back "$code"
 """
 
 
