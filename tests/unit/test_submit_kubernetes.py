@@ -123,6 +123,13 @@ def test_resources_are_those_of_a_node(name: str, container: str, field: str) ->
     assert limits == {"cpu": 8, "memory": "16Gi", "nvidia.com/gpu": 4}
 
 
+def test_a_jobset_is_not_started_again_after_its_time_limit() -> None:
+    (job,) = documents("jobset", *NODES, *FULL, *COMMAND)
+    assert job["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 7200
+    (rule,) = job["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["DeadlineExceeded"])
+
+
 def test_the_launchers_script_pins_the_operators_key(tmp_path: Path) -> None:
     script = containers("mpijob")["launcher"]["args"][0]
     hostfile, keys = tmp_path / "hostfile", tmp_path / "ssh"

@@ -14,7 +14,11 @@ metadata:
 spec:
   # When a pod ends with an error, all are made again, and go on from the newest checkpoint. torchrun has one exit code
   # for all errors, so that a mistake in the script is tried as often.
-  failurePolicy: {maxRestarts: {restarts}, restartStrategy: Recreate}
+  failurePolicy:
+    maxRestarts: {restarts}
+    restartStrategy: Recreate
+    # The time limit is that of a start, and ends the whole job.
+    rules: [{name: timeLimit, action: FailJobSet, onJobFailureReasons: [DeadlineExceeded]}]
   # Pods find one another by name, before they are ready as well.
   network: {enableDNSHostnames: true, publishNotReadyAddresses: true}
   replicatedJobs:
