@@ -204,6 +204,12 @@ def test_options_become_directives() -> None:
     assert "--cpus-per-task=4 \\" in script  # srun does not take it over from sbatch
 
 
+def test_a_directive_of_the_users_is_the_last_and_counts() -> None:
+    script = render(*SLURM, "--directive=--signal=B:USR2@600", "--directive=-p gpu", *COMMAND)
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert directives[-2:] == ["--signal=B:USR2@600", "-p gpu"]
+
+
 def test_images_go_to_the_container_runtime_that_reads_them() -> None:
     assert "apptainer exec --bind" in render(*SLURM, "--image", "train.sif", *COMMAND)
     assert "apptainer exec --nv --bind" in render(*SLURM, "--image", "docker://a/b", "--gpus-per-node", "2", *COMMAND)

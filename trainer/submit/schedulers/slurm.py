@@ -22,6 +22,9 @@ _ENDED = {
     "PREEMPTED",
 }
 
+_OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
+"""Options of sbatch's that say where a job's logs are."""
+
 _HEAD = """\
 #!/bin/bash
 # {nodes} x {ranks_per_node} ranks (nodes x ranks per node) for Slurm. It was written by
@@ -135,14 +138,18 @@ class Slurm(Scheduler):
         body = _BODY
         if job.launcher == "torchrun":
             body += _TORCHRUN.format(ranks=job.ranks, ranks_per_node=job.ranks_per_node, threads=job.cpus_per_rank or 1)
-        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + body + _step(job) + _WAIT
+        own = "".join(f"#SBATCH {text}\n" for text in job.directives)
+        if own:
+            own = "# --directive: of an option that comes twice, sbatch takes the last.\n" + own
+        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + own + body + _step(job) + _WAIT
 
     def problems(self, job: Job) -> list[str]:
         """Refuse what Slurm would read in another way."""
         return [
-            f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu"
+            f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu, "
+            f"but not {', '.join(_OF_LOGS.values())}, by which the logs are found"
             for text in job.directives
-            if not text.startswith("-")
+            if not text.startswith("-") or _is_of_logs(text)
         ]
 
     def submit(self, path: Path) -> str:
@@ -177,6 +184,12 @@ class Slurm(Scheduler):
         return ("scancel", job_id)
 
 
+def _is_of_logs(directive: str) -> bool:
+    word = re.split(r"[\s=]", directive)[0]
+    # sbatch takes the beginning of a name as well.
+    return word[:2] in _OF_LOGS or (len(word) > 3 and any(name.startswith(word) for name in _OF_LOGS.values()))
+
+
 def _proof(job: Job) -> str:
     unproven = [text for is_used, text in ((job.gpus_per_node, "GPUs"), (job.image, "containers")) if is_used]
     return _PROOF + (f" Not run with {' and '.join(unproven)}." if unproven else "")
@@ -197,7 +210,6 @@ def _resources(job: Job) -> str:
         lines += ["# H:MM:SS; a shorter job may start earlier.", f"#SBATCH --time={duration(job.time_s)}"]
     if job.array:
         lines += ["# A job for each of these numbers.", f"#SBATCH --array={job.array}"]
-    lines += [f"#SBATCH {text}" for text in job.directives]
     return "".join(f"{line}\n" for line in lines)
 
 
