@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,28 @@ def test_a_command_is_asked_for() -> None:
 
 
 def test_a_secret_does_not_get_into_a_file() -> None:
-    words = ("A_TOKEN=1", "WANDB_API_KEY=1", "--hf-token", "x", "--db-password=x", "--api-key=x", "PASSWORD=y")
-    names = ["A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD"]
-    assert secrets_in(words) == names
-    assert secrets_in(("--pad-token", "<pad>", "--max-tokens=3", "token.py", "--key", "A=secret", "monkey=1")) == [
-        "monkey"  # as an environment variable it would be one
-    ]
+    words = ("A_TOKEN=1", "WANDB_API_KEY=1", "--hf-token", "x", "--db-password=x", "--api-key=x", "PASSWORD=y",
+             "--wandb_api_key", "x", "--token=x", "--token", "logger.api_key=x", "hf_token=x")  # fmt: skip
+    assert secrets_in(job_with(*words)) == [
+        "A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD", "--wandb_api_key",
+        "--token", "--token", "logger.api_key", "hf_token",
+    ]  # fmt: skip
+    harmless = ("--pad-token", "<pad>", "--max-tokens=3", "token.py", "--key", "A=secret", "monkey=1", "pad_token=x",
+                "sort_key=length", "HF_TOKEN")  # fmt: skip
+    assert secrets_in(job_with(*harmless)) == []
     problems = problems_of(*SLURM, "--", "env", "HF_TOKEN=hush", "python", "a.py")
-    assert "the command has HF_TOKEN, whose value would be written" in problems
+    assert "the value of HF_TOKEN would be written" in problems
+    assert "hush" not in problems
+
+
+def job_with(*words: str) -> Job:
+    return replace(job_of(), command=words)
+
+
+@pytest.mark.parametrize("directive", ["--export=HF_TOKEN=hush", "--export=ALL,HF_TOKEN=hush", "-v HF_TOKEN=hush"])
+def test_a_secret_in_a_directive_does_not_either(directive: str) -> None:
+    problems = problems_of(*SLURM, f"--directive={directive}", *COMMAND)
+    assert "the value of HF_TOKEN would be written" in problems
     assert "hush" not in problems
 
 

@@ -188,8 +188,8 @@ def _check_command(job: Job) -> list[str]:
     if not job.command:
         return ["there is no command; put it behind --, as in -- python train.py"]
     problems = [
-        f"the command has {word}, whose value would be written into the job file; set it in the environment of the job"
-        for word in secrets_in(job.command)
+        f"the value of {word} would be written into the job file; set it in the environment of the job"
+        for word in secrets_in(job)
     ]
     if any(not word.isprintable() for word in (*job.command, *job.directives, job.image, job.claim)):
         problems.append("the command has a line break or another character that is not printable; put it into a script")
