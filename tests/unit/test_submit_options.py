@@ -44,6 +44,16 @@ def test_defaults_leave_the_choice_to_the_scheduler() -> None:
     assert (job.time_s, job.memory_gib, job.cpus_per_rank, job.image, job.array) == (None, None, None, "", "")
 
 
+def test_the_job_is_named_after_its_script() -> None:
+    for command, name in (
+        (["python", "a/b.py", "-m", "seed=1,2"], "b"),
+        (["python", "-m", "my.training"], "my.training"),
+    ):
+        read = to_options([*SLURM, "--", *command])
+        assert read is not None
+        assert read.job.name == name
+
+
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     problems = problems_of("slurm", "--nodes", "x", "--tme", "3", "--memory", "3", "--launcher", "mpirun", *COMMAND)
     for problem in (

@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.command import name_of
 from trainer.errors import ConfigError
 from trainer.submit.job import INDEX, Job, secrets_in
 from trainer.submit.schedulers import SCHEDULERS, Scheduler
@@ -147,7 +147,8 @@ def _read(
     gpus = reader.count("gpus_per_node") or 0
     launcher = parsed.launcher or (scheduler.launchers[0] if scheduler else "")
     return Job(
-        name=parsed.name or _name_of(command), command=command, nodes=nodes or 1, ranks_per_node=ranks or gpus or 1,
+        name=parsed.name or name_of(command or ("train",)), command=command, nodes=nodes or 1,
+        ranks_per_node=ranks or gpus or 1,
         launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
         memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.amount("time", _UNITS_S, "2h"),
         grace_s=reader.amount("grace", _UNITS_S, "120s") or 1, image=parsed.image or "", array=parsed.array or "",
@@ -224,11 +225,3 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
 def _option(field: str) -> str:
     names = {"directives": "directive", "memory_gib": "memory"}
     return "--" + names.get(field, field).replace("_", "-")
-
-
-def _name_of(command: tuple[str, ...]) -> str:
-    """Return the stem of the script, the module of `python -m`, or the program's name."""
-    if "-m" in command[1:-1]:
-        return command[command.index("-m") + 1]
-    script = next((word for word in command if word.endswith(".py")), command[0] if command else "train")
-    return Path(script).stem
