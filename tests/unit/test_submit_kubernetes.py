@@ -157,6 +157,19 @@ def test_what_kubernetes_has_not_is_refused_at_once(name: str) -> None:
         assert problem in str(error.value)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_another_value_of_yaml_stays_a_name(name: str) -> None:
+    options = [*NODES, "--name", "true", "--claim", "12"]
+    for document in documents(name, *options, *COMMAND):
+        assert document["metadata"]["name"] == "true"
+    assert "claimName': '12'" in str(documents(name, *options, *COMMAND))
+
+
+def test_a_claim_that_kubernetes_would_refuse_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--claim is 'a, b: c'; valid are small letters"):
+        render("jobset", *NODES, "--claim", "a, b: c", *COMMAND)
+
+
 def kubectl(folder: Path, condition: str) -> None:
     status = {"conditions": [{"type": "Created", "status": "True"}, {"type": condition, "status": "True"}]}
     stand_in(folder, "kubectl", f"""

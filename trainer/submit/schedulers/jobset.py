@@ -10,7 +10,7 @@ _TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   # When a pod ends with an error, all are made again, and go on from the newest checkpoint. torchrun has one exit code
   # for all errors, so that a mistake in the script is tried as often.

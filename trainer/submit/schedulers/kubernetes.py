@@ -19,6 +19,7 @@ _ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
 _NAME = re.compile(
     r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 )  # pods' names, which are longer, have to stay below 64 characters
+_CLAIM = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 class Kubernetes(Scheduler):
@@ -59,6 +60,10 @@ class Kubernetes(Scheduler):
         if not _NAME.fullmatch(job.name):
             problems.append(
                 f"--name is {job.name!r}; {self.name} takes up to 40 small letters, digits and '-', a letter first"
+            )
+        if job.claim and not _CLAIM.fullmatch(job.claim):
+            problems.append(
+                f"--claim is {job.claim!r}; valid are small letters, digits, '-' and '.', as in --claim runs"
             )
         return problems
 
@@ -115,7 +120,7 @@ def resources(job: Job) -> str:
 
 def pod(job: Job) -> str:
     """Return the fields that every pod has beside its containers."""
-    runs = f"persistentVolumeClaim: {{claimName: {job.claim}}}" if job.claim else "emptyDir: {}"
+    runs = f"persistentVolumeClaim: {{claimName: {quoted(job.claim)}}}" if job.claim else "emptyDir: {}"
     why = (
         "The checkpoints, on a volume that all pods see."
         if job.claim

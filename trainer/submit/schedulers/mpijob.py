@@ -28,7 +28,7 @@ _TEMPLATE = """\
 apiVersion: kubeflow.org/v2beta1
 kind: MPIJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   # Ranks of each worker.
   slotsPerWorker: {slots}

@@ -11,7 +11,7 @@ _TEMPLATE = """\
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
-  name: {name}
+  name: "{name}"
   labels: {trainer.kubeflow.org/framework: torch}
 spec:
   # The operator sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and others, which torchrun reads.
@@ -43,9 +43,9 @@ spec:
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
-  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: {name}}
+  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: "{name}"}
   {deadline}
   trainer:
     image: {image}
