@@ -48,7 +48,7 @@ class Kubernetes(Scheduler):
         return (
             f"# {job.nodes} x {job.ranks_per_node} ranks (nodes x ranks per node) for {self.product}. Written by\n"
             f"#\n#     {job.made_by}\n#\n"
-            f"# and is submitted, where that has not done it, by: kubectl create -f {job.name}{self.suffix}\n"
+            f"# and is submitted, where that has not done it, by: kubectl create -f THIS-FILE\n"
             f"{indent(proof, '# ')}\n\n{self.template(job)}"
         )
 

@@ -26,7 +26,10 @@ class PBS(Batch):
     start = 'cd "$PBS_O_WORKDIR"\n'
     hosts = """$(sort "$PBS_NODEFILE" | uniq -c | awk '{print $2 ":" $1}' | paste -sd,)"""
     agent = "pbs_tmrsh"
-    check_first = "# pbs_tmrsh is on the PATH of the nodes, and the site allows a job to submit another one.\n"
+    check_first = (
+        "# pbs_tmrsh is on the PATH of the nodes, and the site allows a job to submit another one. It submits\n"
+        "# runs/NAME.pbs, so that this file has to be there.\n"
+    )
     again = (
         "# A job may not put itself back into the queue (qrerun is the operator's): the same file is submitted again.\n"
         'if [ "$code" = 75 ]; then exec qsub "runs/$PBS_JOBNAME.pbs"; fi\n'

@@ -31,7 +31,7 @@ _HEAD = """\
 #
 #     {made_by}
 #
-# and is submitted, where that has not done it, by: mkdir -p runs && sbatch {name}.sbatch
+# and is submitted, where that has not done it, by: mkdir -p runs && sbatch THIS-FILE
 # {proof}
 
 #SBATCH --job-name={name}
