@@ -1,4 +1,4 @@
-"""Job files for Kubernetes: strictly valid by the published definitions, and what they start."""
+"""Job files for Kubernetes: strictly valid by the published CRDs, and what they start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def documents(*arguments: str) -> list[dict[str, Any]]:
 
 
 @cache
-def definitions() -> list[dict[str, Any]]:
+def crds() -> list[dict[str, Any]]:
     return [load(path) for path in sorted(CRDS.glob("*.yaml.gz"))]
 
 
@@ -39,7 +39,7 @@ def definitions() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_manifest_is_strictly_valid(name: str, options: list[str]) -> None:
     for document in documents(name, *NODES, *options, *COMMAND):
-        assert problems(document, definitions()) == []
+        assert problems(document, crds()) == []
 
 
 @needs_crds
@@ -69,7 +69,7 @@ def test_an_mpijob_has_what_the_operator_itself_checks() -> None:
 def test_a_fault_in_an_mpijob_is_found(path: tuple[str, str], value: object, problem: str) -> None:
     (job,) = documents("mpijob", *NODES, *COMMAND)
     job[path[0]][path[1]] = value
-    assert problem in "; ".join(problems(job, definitions()))
+    assert problem in "; ".join(problems(job, crds()))
 
 
 @needs_crds
@@ -78,7 +78,7 @@ def test_rules_are_evaluated() -> None:
     job["metadata"]["name"] = "Train"
     job["spec"]["trainer"]["numProcPerNode"] = 0
     runtime["spec"]["mlPolicy"]["jax"] = {}
-    found = "; ".join([*problems(job, definitions()), *problems(runtime, definitions())])
+    found = "; ".join([*problems(job, crds()), *problems(runtime, crds())])
     assert "metadata.name must match RFC 1035" in found
     assert "numProcPerNode must be greater than or equal to 1" in found
     assert ".spec.mlPolicy: " in found
@@ -90,7 +90,7 @@ def test_a_field_deep_in_a_pod_is_checked() -> None:
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["containers"][0]["comand"] = ["a"]
     del pod["containers"][0]["name"]
-    found = "; ".join(problems(jobset, definitions()))
+    found = "; ".join(problems(jobset, crds()))
     assert "containers[0].comand is not known" in found
     assert "containers[0].name is missing" in found
 

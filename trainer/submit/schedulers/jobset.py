@@ -59,7 +59,7 @@ class JobSet(Kubernetes):
     product = "JobSet"
     launchers = ("torchrun",)
     proof = (
-        "Not run on Kubernetes. It is valid by the definition of JobSet of 2026-08-18,\n"
+        "Not run on Kubernetes. It validates against the CRD of JobSet of 2026-08-18,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
 

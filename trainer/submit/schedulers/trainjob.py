@@ -66,7 +66,7 @@ class TrainJob(Kubernetes):
     product = "Kubeflow Trainer v2"
     launchers = ("torchrun",)
     proof = (
-        "Not run on Kubernetes. It is valid by the definitions of Kubeflow Trainer of 2026-08-21,\n"
+        "Not run on Kubernetes. It validates against the CRDs of Kubeflow Trainer of 2026-08-21,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
 
