@@ -17,6 +17,7 @@ from tests.unit.crds import load, problems
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import ConfigError
+from trainer.submit.schedulers import SCHEDULERS
 
 NAMES = ("mpijob", "trainjob", "jobset")
 NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]
@@ -168,6 +169,11 @@ def test_a_name_that_is_another_value_of_yaml_stays_a_name(name: str) -> None:
 def test_a_claim_that_kubernetes_would_refuse_is_refused() -> None:
     with pytest.raises(ConfigError, match="--claim is 'a, b: c'; valid are small letters"):
         render("jobset", *NODES, "--claim", "a, b: c", *COMMAND)
+
+
+def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
+    objects = ["trainjob.trainer.kubeflow.org/a", "trainingruntime.trainer.kubeflow.org/a"]
+    assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
 
 
 def kubectl(folder: Path, condition: str) -> None:

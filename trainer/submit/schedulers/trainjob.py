@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.submit.job import Job
 from trainer.submit.schedulers.base import fill
 from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
@@ -78,6 +80,11 @@ class TrainJob(Kubernetes):
             image=quoted(job.image), arguments=arguments(job.command), container=CONTAINER,
             resources=resources(job).replace("resources:", "resourcesPerNode:"),
         )  # fmt: skip
+
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends the job and deletes its runtime, whose name another submission needs."""
+        name = job_id.partition("/")[2]
+        return (*super().cancel_command(job_id), f"trainingruntime.trainer.kubeflow.org/{name}")
 
     def pods_of(self, job: Job) -> str:
         """Return the selector of all pods of the job, whose JobSet has the TrainJob's name."""
