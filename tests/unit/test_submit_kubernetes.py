@@ -181,7 +181,9 @@ def kubectl(folder: Path, condition: str) -> None:
     stand_in(folder, "kubectl", f"""
         case "$*" in
             create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
-            "get pods"*) echo pod/train-launcher ;;
+            "get pods"*status.phase!=Pending*) echo pod/train-launcher ;;
+            "get pods"*) echo pod/train-launcher pod/pending ;;
+            "logs pod/pending"*) echo "error: container is waiting to start" ;;
             get*) cat <<< '{json.dumps({"status": status})}' ;;
             logs*) printf 'epoch 1\\nepoch 2' ;;
         esac""")  # fmt: skip

@@ -81,7 +81,9 @@ class Kubernetes(Scheduler):
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the logs of the job's pods."""
         del job_id
-        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), "-o", "name").split()
+        # Of a pod that is not running yet, kubectl prints an error among the logs.
+        started = "--field-selector=status.phase!=Pending"
+        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), started, "-o", "name").split()
         found = ""
         for pod in pods:
             log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
