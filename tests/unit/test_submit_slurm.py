@@ -242,6 +242,21 @@ def test_slurms_states_are_read(
     assert (state.name, state.code) == (name, code)
 
 
+def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = Slurm()
+    answers = [
+        ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
+        ([(17, "FAILED", "1:0"), (19, "RUNNING", "0:0")], None),  # 19 was put back by hand
+        ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
+        ([(17, "COMPLETED", "0:0")], 1),
+    ]
+    for records, code in answers:
+        lines = [RECORD.format(id=number, state=state, code=code) for number, state, code in records]
+        stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
+        assert slurm.state("17").code == code
+
+
 def test_a_job_is_submitted_and_followed_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
@@ -130,6 +130,9 @@ class Slurm(Scheduler):
     lacks = CLAIM
     early_s = 60
 
+    def __init__(self) -> None:
+        self._ended: dict[str, dict[str, State]] = {}
+
     def render(self, job: Job) -> str:
         """Return the batch script."""
         head = _HEAD.format(
@@ -162,12 +165,13 @@ class Slurm(Scheduler):
             dict(re.findall(r"(\S+?)=(\S*)", line))
             for line in call("scontrol", "-o", "show", "job", job_id).splitlines()
         ]
-        running = [job["JobState"] for job in jobs if job["JobState"] not in _ENDED]
-        if running:
-            return State(running[0])
-        codes = [_code(job["JobState"], job["ExitCode"]) for job in jobs]
-        worst = max(range(len(jobs)), key=lambda number: codes[number])
-        return State(jobs[worst]["JobState"], codes[worst])
+        running = [job for job in jobs if job["JobState"] not in _ENDED]
+        # Of an array, a job that has ended early is not in the answer any more when the last one ends.
+        ended = self._ended.setdefault(job_id, {})
+        ended.update({job["JobId"]: _end(job) for job in jobs if job not in running})
+        for job in running:
+            ended.pop(job["JobId"], None)  # it was put back
+        return State(running[0]["JobState"]) if running else max(ended.values(), key=lambda state: state.code or 0)
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the script's own log, then the ranks'."""
@@ -246,12 +250,11 @@ def _step(job: Job) -> str:
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
 
-def _code(state: str, exit_code: str) -> int:
-    """Return the exit code that `trainer submit --follow` ends with."""
-    code, _, _ = exit_code.partition(":")
-    if state == "COMPLETED":
-        return 0
-    return 78 if code == "78" else 1
+def _end(job: Mapping[str, str]) -> State:
+    """Return the state of a job that has ended, with the exit code that `trainer submit --follow` ends with."""
+    if job["JobState"] == "COMPLETED":
+        return State("COMPLETED", 0)
+    return State(job["JobState"], 78 if job["ExitCode"].startswith("78:") else 1)
 
 
 def _rank(path: Path) -> int:
