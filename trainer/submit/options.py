@@ -33,6 +33,7 @@ examples:
 
 exit codes:
   0    submitted; with --follow, the training is done
+  75   with --follow, on PBS: the ranks have saved, and the job goes on under another id
   78   with --follow: a mistake of the user's in the script or its data
   1    the scheduler has refused the job; with --follow, the job has failed or was cancelled
   2    these options are not valid; 130: Ctrl-C, which ends --follow and leaves the job alone
