@@ -48,13 +48,11 @@ def _has_gpu() -> bool:
 
 
 CRDS = Path(os.environ.get("CRD_DIR", Path(__file__).resolve().parent.parent.parent / "shared/data/crds"))
-"""The custom resource definitions of Kubeflow and JobSet, as published, compressed."""
+"""The custom resource definitions (CRDs) of Kubeflow and JobSet, as published, compressed."""
 
 REQUIREMENTS = {
     "compiler": Requirement(lambda: _has_commands("cc"), "there is no C compiler: apt-get install gcc libc6-dev"),
-    "crds": Requirement(
-        CRDS.is_dir, f"there are no custom resource definitions in {CRDS}; CRD_DIR names another folder"
-    ),
+    "crds": Requirement(CRDS.is_dir, f"there are no CRDs in {CRDS}; CRD_DIR names another folder"),
     "docker": Requirement(lambda: _succeeds("docker", "info"), "no Docker engine answers"),
     "gpu": Requirement(_has_gpu, "this machine has no GPU", demanded=False),
     "gpu-image": Requirement(

@@ -131,7 +131,7 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "60s", *training(name, 4))
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "50s", *training(name, 4))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "back into the queue" in outcome.output
@@ -187,6 +187,30 @@ def test_an_array_has_a_job_for_each_number(slurm: SlurmCluster) -> None:
     outcome = Submitted(slurm, "array", *command).end()
     assert outcome.code == 0, outcome.output
     assert sorted(set(re.findall(r"number \d", outcome.output))) == ["number 3", "number 4"]
+
+
+def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None:
+    program = (
+        "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + sys.argv[1]);"
+        "code = 75 if os.environ['SLURM_PROCID'] == '0' and not saved.exists() else 0;"
+        "code and saved.touch(); sys.exit(code)"
+    )
+    job = Submitted(slurm, "again", "--array", "3-4", "--", "python", "-c", program, "{index}")
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    shown = slurm.run("ctl", "scontrol", "-o", "show", "job", job.job.partition("_")[0]).output
+    assert re.findall(r"Restarts=(\d+)", shown) == ["1", "1"], shown
+
+
+def test_ranks_that_are_starting_are_told_later(slurm: SlurmCluster) -> None:
+    job = Submitted(slurm, "early", *training("early", 2))
+    log = f"runs/early-{job.job}/rank-0.log"  # is there before a rank handles the signal
+    wait_for("the start", lambda: slurm.run("ctl", "test", "-e", log).code == 0, job.describe)
+    assert slurm.run("ctl", "scancel", "--batch", "--signal=USR2", job.job).code == 0
+    outcome = job.end()
+    assert outcome.code == 0, outcome.output
+    assert "exit code 75: back into the queue" in outcome.output
+    assert slurm.ask(job.job, "Restarts") == "1"
 
 
 def test_a_partition_that_is_not_there_is_one_line(slurm: SlurmCluster) -> None:

@@ -1,4 +1,4 @@
-"""Strict validation of manifests against custom resource definitions: unknown fields are errors, rules are evaluated.
+"""Strict validation of manifests against custom resource definitions (CRDs): no unknown field, all rules.
 
 An API server removes without a word what a schema does not know. Each CEL rule is evaluated by a Python function, which
 is found by the rule's own text. A rule that a manifest reaches and that has no function is an error, so that none is
@@ -40,18 +40,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return a definition."""
+    """Return a CRD."""
     with gzip.open(path) as file:
         # PyYAML's loader in C, where it was built with it: these files have a megabyte.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        definition: dict[str, Any] = yaml.load(file, Loader=loader)  # noqa: S506 (both are safe)
-    return definition
+        crd: dict[str, Any] = yaml.load(file, Loader=loader)  # noqa: S506 (both are safe)
+    return crd
 
 
-def problems(manifest: Mapping[str, Any], definitions: list[dict[str, Any]]) -> list[str]:
+def problems(manifest: Mapping[str, Any], crds: list[dict[str, Any]]) -> list[str]:
     """Return what an API server would refuse, or remove without a word."""
-    for definition in definitions:
-        spec = definition["spec"]
+    for crd in crds:
+        spec = crd["spec"]
         for version in spec["versions"]:
             if (manifest["apiVersion"], manifest["kind"]) == (
                 f"{spec['group']}/{version['name']}",
@@ -61,7 +61,7 @@ def problems(manifest: Mapping[str, Any], definitions: list[dict[str, Any]]) -> 
                 # The schema of this one is the API server's own.
                 schema["properties"] = {**schema["properties"], "metadata": _METADATA}
                 return list(_problems(manifest, schema, ""))
-    return [f"no definition of {manifest['apiVersion']} {manifest['kind']}"]
+    return [f"no CRD of {manifest['apiVersion']} {manifest['kind']}"]
 
 
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}

@@ -67,6 +67,16 @@ def test_afterwards_signals_are_handled_as_before() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_signal_that_was_ignored_before_is_noted() -> None:
+    # As in the ranks of trainer submit, which ignore it from their start on.
+    earlier = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    one = Preemption(lambda: False, grace_s=60)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    one.close()
+    assert one.received is signal.SIGUSR2
+    assert signal.signal(signal.SIGUSR2, earlier) == signal.SIG_IGN
+
+
 def test_a_process_that_has_saved_alone_asks_for_another_start() -> None:
     assert run(save_alone="True")[:2] == (75, "")
 

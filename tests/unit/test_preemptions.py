@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import numpy
@@ -10,7 +12,10 @@ import pytest
 from benchmarks import preemptions
 from benchmarks.chaos_job import record_type
 from benchmarks.chaos_records import Start
-from benchmarks.preemptions import lost_updates, report
+from benchmarks.preemptions import lost_updates, preempt, report
+from tests.unit.job_files import stand_in
+
+RESULT = '{"lineage": [["job", 12]], "accuracy": 98, "epochs": 0, "samples": 1, "updates_per_epoch": 1}'
 
 
 def start(first: int, *lasts: int) -> Start:
@@ -30,10 +35,26 @@ def test_more_than_one_lost_update_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: int, code: int
 ) -> None:
     monkeypatch.setattr(preemptions, "FOLDER", tmp_path)
-    (tmp_path / "result.json").write_text(
-        '{"lineage": [["job", 12]], "accuracy": 98, "epochs": 0, "samples": 1, "updates_per_epoch": 1}'
-    )
+    (tmp_path / "result.json").write_text(RESULT)
     assert report([start(1, 8, 8), start(again, 12, 12)], 1, 10.0, []) == code
     shown = capsys.readouterr().out
-    assert f"| preemptions | starts that trained | lost {9 - again} |" in shown
-    assert "| 1 | 2 | 1 |" in shown
+    assert f"| preemptions | starts that trained | comparisons | lost {9 - again} |" in shown
+    assert "| 1 | 2 | 1 | 1 |" in shown
+
+
+@pytest.mark.parametrize(("delivered", "code"), [(2, 0), (3, 1), (0, 1)])
+def test_preemptions_that_have_hit_no_training_prove_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], delivered: int, code: int
+) -> None:
+    monkeypatch.setattr(preemptions, "FOLDER", tmp_path)
+    (tmp_path / "result.json").write_text(RESULT)
+    assert report([start(1, 8, 8), start(9, 12, 12)], delivered, 10.0, []) == code
+    assert (f"1 of {delivered} preemptions can be judged" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_signal_that_slurm_has_not_taken_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, "scontrol", "echo JobState=RUNNING Restarts=9")
+    stand_in(tmp_path, "scancel", "[ ! -e once ] && touch once")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert preempt("17", 3, 0.0, random.Random(0)) == 1

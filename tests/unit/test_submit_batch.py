@@ -43,7 +43,7 @@ def test_mpirun_gets_the_jobs_hosts_and_the_command(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "submitted"), [("gridengine", 99, ""), ("lsf", 75, ""), ("pbs", 0, "train.pbs")]
+    ("name", "code", "submitted"), [("gridengine", 99, ""), ("lsf", 75, ""), ("pbs", 75, "train.pbs")]
 )
 def test_exit_code_75_puts_the_job_back(tmp_path: Path, name: str, code: int, submitted: str) -> None:
     assert run(tmp_path, name, "exit 75") == code
@@ -88,7 +88,9 @@ def test_what_a_scheduler_lacks_is_refused_with_what_to_do() -> None:
         ("gridengine", {"qstat": "exit 0"}, None),
         ("gridengine", {"qstat": "exit 1", "qacct": "echo 'exit_status  0'"}, 0),
         ("gridengine", {"qstat": "exit 1", "qacct": "printf 'exit_status 0\\nexit_status 5\\n'"}, 1),
+        ("gridengine", {"qstat": "exit 1", "qacct": "printf 'exit_status 99\\nexit_status 0\\n'"}, 0),
         ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "R"}}}'"""}, None),
+        ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 75}}}'"""}, 75),
         ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 78}}}'"""}, 78),
         ("lsf", {"bjobs": "echo 'RUN -'"}, None),
         ("lsf", {"bjobs": "echo 'DONE -'"}, 0),

@@ -29,3 +29,9 @@ def test_each_scheduler_has_a_file() -> None:
 def test_a_file_says_what_it_was_run_against(name: str) -> None:
     head, _, _ = (ROOT / "jobs" / name).read_text().partition("\n\n")
     assert ("# Run on 20" in head) != ("# Not run" in head)
+
+
+@pytest.mark.parametrize("name", [path.name for path in FILES])
+def test_a_file_names_no_other_one_to_submit(name: str) -> None:
+    (line,) = (line for line in (ROOT / "jobs" / name).read_text().splitlines() if "and is submitted" in line)
+    assert line.endswith(" THIS-FILE")

@@ -1,4 +1,4 @@
-"""Job files for Kubernetes: strictly valid by the published definitions, and what they start."""
+"""Job files for Kubernetes: strictly valid by the published CRDs, and what they start."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.unit.crds import load, problems
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import ConfigError
+from trainer.submit.schedulers import SCHEDULERS
 
 NAMES = ("mpijob", "trainjob", "jobset")
 NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]
@@ -30,7 +31,7 @@ def documents(*arguments: str) -> list[dict[str, Any]]:
 
 
 @cache
-def definitions() -> list[dict[str, Any]]:
+def crds() -> list[dict[str, Any]]:
     return [load(path) for path in sorted(CRDS.glob("*.yaml.gz"))]
 
 
@@ -39,7 +40,7 @@ def definitions() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_manifest_is_strictly_valid(name: str, options: list[str]) -> None:
     for document in documents(name, *NODES, *options, *COMMAND):
-        assert problems(document, definitions()) == []
+        assert problems(document, crds()) == []
 
 
 @needs_crds
@@ -69,7 +70,7 @@ def test_an_mpijob_has_what_the_operator_itself_checks() -> None:
 def test_a_fault_in_an_mpijob_is_found(path: tuple[str, str], value: object, problem: str) -> None:
     (job,) = documents("mpijob", *NODES, *COMMAND)
     job[path[0]][path[1]] = value
-    assert problem in "; ".join(problems(job, definitions()))
+    assert problem in "; ".join(problems(job, crds()))
 
 
 @needs_crds
@@ -78,7 +79,7 @@ def test_rules_are_evaluated() -> None:
     job["metadata"]["name"] = "Train"
     job["spec"]["trainer"]["numProcPerNode"] = 0
     runtime["spec"]["mlPolicy"]["jax"] = {}
-    found = "; ".join([*problems(job, definitions()), *problems(runtime, definitions())])
+    found = "; ".join([*problems(job, crds()), *problems(runtime, crds())])
     assert "metadata.name must match RFC 1035" in found
     assert "numProcPerNode must be greater than or equal to 1" in found
     assert ".spec.mlPolicy: " in found
@@ -90,7 +91,7 @@ def test_a_field_deep_in_a_pod_is_checked() -> None:
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["containers"][0]["comand"] = ["a"]
     del pod["containers"][0]["name"]
-    found = "; ".join(problems(jobset, definitions()))
+    found = "; ".join(problems(jobset, crds()))
     assert "containers[0].comand is not known" in found
     assert "containers[0].name is missing" in found
 
@@ -123,6 +124,13 @@ def test_resources_are_those_of_a_node(name: str, container: str, field: str) ->
     assert limits == {"cpu": 8, "memory": "16Gi", "nvidia.com/gpu": 4}
 
 
+def test_a_jobset_is_not_started_again_after_its_time_limit() -> None:
+    (job,) = documents("jobset", *NODES, *FULL, *COMMAND)
+    assert job["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 7200
+    (rule,) = job["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["DeadlineExceeded"])
+
+
 def test_the_launchers_script_pins_the_operators_key(tmp_path: Path) -> None:
     script = containers("mpijob")["launcher"]["args"][0]
     hostfile, keys = tmp_path / "hostfile", tmp_path / "ssh"
@@ -150,12 +158,32 @@ def test_what_kubernetes_has_not_is_refused_at_once(name: str) -> None:
         assert problem in str(error.value)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_another_value_of_yaml_stays_a_name(name: str) -> None:
+    options = [*NODES, "--name", "true", "--claim", "12"]
+    for document in documents(name, *options, *COMMAND):
+        assert document["metadata"]["name"] == "true"
+    assert "claimName': '12'" in str(documents(name, *options, *COMMAND))
+
+
+def test_a_claim_that_kubernetes_would_refuse_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--claim is 'a, b: c'; valid are small letters"):
+        render("jobset", *NODES, "--claim", "a, b: c", *COMMAND)
+
+
+def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
+    objects = ["trainjob.trainer.kubeflow.org/a", "trainingruntime.trainer.kubeflow.org/a"]
+    assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
+
+
 def kubectl(folder: Path, condition: str) -> None:
     status = {"conditions": [{"type": "Created", "status": "True"}, {"type": condition, "status": "True"}]}
     stand_in(folder, "kubectl", f"""
         case "$*" in
             create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
-            "get pods"*) echo pod/train-launcher ;;
+            "get pods"*status.phase!=Pending*) echo pod/train-launcher ;;
+            "get pods"*) echo pod/train-launcher pod/pending ;;
+            "logs pod/pending"*) echo "error: container is waiting to start" ;;
             get*) cat <<< '{json.dumps({"status": status})}' ;;
             logs*) printf 'epoch 1\\nepoch 2' ;;
         esac""")  # fmt: skip

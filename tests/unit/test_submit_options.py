@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_defaults_leave_the_choice_to_the_scheduler() -> None:
     assert (job.time_s, job.memory_gib, job.cpus_per_rank, job.image, job.array) == (None, None, None, "", "")
 
 
+def test_the_job_is_named_after_its_script() -> None:
+    for command, name in (
+        (["python", "a/b.py", "-m", "seed=1,2"], "b"),
+        (["python", "-m", "my.training"], "my.training"),
+    ):
+        read = to_options([*SLURM, "--", *command])
+        assert read is not None
+        assert read.job.name == name
+
+
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     problems = problems_of("slurm", "--nodes", "x", "--tme", "3", "--memory", "3", "--launcher", "mpirun", *COMMAND)
     for problem in (
@@ -58,13 +69,16 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     [
         (["--time", "2m"], "--time is '2m'; valid is a number with s, min, h, d, as in 2h"),
         (["--time", "0h"], "--time is '0h'"),
-        (["--time", "60s"], "--time is 60 s, and --grace is 120 s"),
+        (["--time", "3min"], "--time is 180 s, and --grace is 120 s; valid is a --time over 180 s"),
         (["--gpus-per-node", "2"], "--gpus-per-node is 2, and --ranks-per-node is 4; each rank has a GPU"),
         (["--array", "0-3"], "--array and {index} in the command go together"),
         (["--array", "3-x"], "--array is '3-x'; valid are numbers as in 0-3,7"),
         (["--name", "a b"], "--name is 'a b'"),
         (["--name", "../a"], "--name is '../a'"),
         (["--directive", "partition"], "--directive is 'partition'; valid is an option of sbatch's"),
+        (["--directive=--output=a"], "--directive is '--output=a'; valid is an option of sbatch's"),
+        (["--directive=--job x"], "but not --job-name, --array, --chdir, --output, by which the logs are found"),
+        (["--directive=-Da"], "--directive is '-Da'"),
         (["--directive=--comment=a\nscancel"], "not printable"),
         (["--nodes"], "--nodes: expected one argument"),
         (["extra"], "no such option: extra"),
@@ -89,14 +103,28 @@ def test_a_command_is_asked_for() -> None:
 
 
 def test_a_secret_does_not_get_into_a_file() -> None:
-    words = ("A_TOKEN=1", "WANDB_API_KEY=1", "--hf-token", "x", "--db-password=x", "--api-key=x", "PASSWORD=y")
-    names = ["A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD"]
-    assert secrets_in(words) == names
-    assert secrets_in(("--pad-token", "<pad>", "--max-tokens=3", "token.py", "--key", "A=secret", "monkey=1")) == [
-        "monkey"  # as an environment variable it would be one
-    ]
+    words = ("A_TOKEN=1", "WANDB_API_KEY=1", "--hf-token", "x", "--db-password=x", "--api-key=x", "PASSWORD=y",
+             "--wandb_api_key", "x", "--token=x", "--token", "logger.api_key=x", "hf_token=x")  # fmt: skip
+    assert secrets_in(job_with(*words)) == [
+        "A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD", "--wandb_api_key",
+        "--token", "--token", "logger.api_key", "hf_token",
+    ]  # fmt: skip
+    harmless = ("--pad-token", "<pad>", "--max-tokens=3", "token.py", "--key", "A=secret", "monkey=1", "pad_token=x",
+                "sort_key=length", "HF_TOKEN")  # fmt: skip
+    assert secrets_in(job_with(*harmless)) == []
     problems = problems_of(*SLURM, "--", "env", "HF_TOKEN=hush", "python", "a.py")
-    assert "the command has HF_TOKEN, whose value would be written" in problems
+    assert "the value of HF_TOKEN would be written" in problems
+    assert "hush" not in problems
+
+
+def job_with(*words: str) -> Job:
+    return replace(job_of(), command=words)
+
+
+@pytest.mark.parametrize("directive", ["--export=HF_TOKEN=hush", "--export=ALL,HF_TOKEN=hush", "-v HF_TOKEN=hush"])
+def test_a_secret_in_a_directive_does_not_either(directive: str) -> None:
+    problems = problems_of(*SLURM, f"--directive={directive}", *COMMAND)
+    assert "the value of HF_TOKEN would be written" in problems
     assert "hush" not in problems
 
 
@@ -115,6 +143,9 @@ def test_help_has_examples_and_the_schedulers(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "  trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py" in shown
     assert "  slurm      Slurm" in shown
+    examples = shown[shown.index("examples:") : shown.index("exit codes:")].replace("\\\n", "").split("  trainer ")[1:]
+    assert len(examples) > 3
+    assert all("--checkpoint runs/checkpoints" in example for example in examples)
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What Slurm's batch script does, and what is said to and read from Slurm."""
+"""What Slurm's batch script does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.job_files import render, stand_in
-from trainer.cli import main
-from trainer.submit.schedulers.slurm import Slurm
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
@@ -21,16 +19,18 @@ COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
 class Batch:
     """The script, run with an srun and a scontrol of the test's own."""
 
-    def __init__(self, folder: Path, srun: str, *options: str) -> None:
+    def __init__(self, folder: Path, srun: str, *options: str, **variables: str) -> None:
         self.folder = folder
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
         stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
-        stand_in(folder, "scontrol", 'echo "$@" > scontrol-arguments')
-        (folder / "job.sbatch").write_text(render(*SLURM, *options, *COMMAND))
+        stand_in(
+            folder, "scontrol", '[ ! -s refusals ] || { sed -i 1d refusals; exit 1; }; echo "$@" > scontrol-arguments'
+        )
+        script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2").replace("sleep $pause", "")
+        (folder / "job.sbatch").write_text(script.replace("step=$!", "$BEFORE_STEP\nstep=$!"))
         env = dict(
-            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train",
-            SLURM_ARRAY_TASK_ID="3",
-        )  # fmt: skip
+            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train", **variables
+        )
         self._process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
 
     def signal(self, number: signal.Signals) -> None:
@@ -44,9 +44,13 @@ class Batch:
         return self._process.wait(timeout=20)
 
     @property
-    def is_requeued(self) -> bool:
+    def requeued(self) -> str:
         asked = self.folder / "scontrol-arguments"
-        return asked.exists() and asked.read_text() == "requeue 17\n"
+        return asked.read_text() if asked.exists() else ""
+
+    @property
+    def is_requeued(self) -> bool:
+        return self.requeued == "requeue 17\n"
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (78, False), (75, True), (140, False)])
@@ -54,6 +58,13 @@ def test_only_exit_code_75_puts_the_job_back(tmp_path: Path, code: int, again: b
     batch = Batch(tmp_path, f"exit {code}")
     assert batch.code() == (0 if again else code)
     assert batch.is_requeued == again
+
+
+def test_of_an_array_only_the_job_itself_is_put_back(tmp_path: Path) -> None:
+    # The job of an array that is started last has the array's own id.
+    batch = Batch(tmp_path, "exit 75", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")
+    assert batch.code() == 0
+    assert batch.requeued == "requeue 17_3\n"
 
 
 @pytest.mark.parametrize(("code", "again"), [(75, True), (140, True), (137, True), (1, True), (78, False), (0, False)])
@@ -85,6 +96,16 @@ def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None
     assert batch.is_requeued
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_starts_that_do_not_save_are_repeated_three_times_in_a_row(tmp_path: Path, lost: bool) -> None:
+    if lost:
+        (tmp_path / "node-is-lost").touch()
+    else:
+        stand_in(tmp_path, "cat", "kill -USR2 $PPID")  # the script calls it after the step
+    codes = [Batch(tmp_path, f"exit {code}").code() for code in (1, 1, 75, 1, 1, 1, 1)]
+    assert codes == [0, 0, 0, 0, 0, 0, 1]
+
+
 def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) -> None:
     stand_in(tmp_path, "mkdir", "kill -USR2 $PPID; sleep 0.2")
     batch = Batch(tmp_path, "exit 0")
@@ -93,12 +114,50 @@ def test_a_signal_that_comes_before_the_ranks_puts_the_job_back(tmp_path: Path) 
     assert not (tmp_path / "srun-runs").exists()
 
 
+def test_a_signal_that_comes_as_the_ranks_are_started_reaches_them(tmp_path: Path) -> None:
+    srun = "trap 'exit 75' USR2; kill -USR2 $PPID; for i in {1..100}; do sleep 0.02; done"
+    batch = Batch(tmp_path, srun, BEFORE_STEP="sleep 0.3")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
+def test_processes_of_a_rank_that_do_not_handle_usr2_go_on(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python", "sleep 0.3; touch saved; exit 75")
+    step = 'while [ "$1" != bash ]; do shift; done; "$@" & rank=$!; trap "kill -USR2 $rank" USR2'
+    batch = Batch(tmp_path, f"{step}; while kill -0 $rank; do wait $rank; code=$?; done; exit $code")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_ranks_that_handle_usr2_only_later_are_told_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "trap '' USR2; sleep 0.5; trap 'exit 75' USR2; for i in {1..100}; do sleep 0.02; done")
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
 def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "trap 'sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
+    batch = Batch(tmp_path, "trap 'trap : USR2; sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
     batch.signal(signal.SIGUSR2)
     assert batch.code() == 0
     assert (tmp_path / "saved").exists()
     assert batch.is_requeued
+
+
+@pytest.mark.parametrize(("refusals", "code"), [(3, 0), (4, 75)])
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, refusals: int, code: int) -> None:
+    (tmp_path / "refusals").write_text("\n" * refusals)
+    batch = Batch(tmp_path, "exit 75")
+    assert batch.code() == code
+    assert batch.is_requeued == (code == 0)
+
+
+def test_a_job_that_is_cancelled_while_its_nodes_are_asked_does_not_come_back(tmp_path: Path) -> None:
+    stand_in(tmp_path, "timeout", "kill -TERM $PPID; exit 1")  # the script calls it for that only
+    batch = Batch(tmp_path, "exit 3")
+    assert batch.code() == 3
+    assert not batch.is_requeued
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
@@ -143,87 +202,13 @@ def test_options_become_directives() -> None:
     assert "--cpus-per-task=4 \\" in script  # srun does not take it over from sbatch
 
 
+def test_a_directive_of_the_users_is_the_last_and_counts() -> None:
+    script = render(*SLURM, "--directive=--signal=B:USR2@600", "--directive=-p gpu", *COMMAND)
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert directives[-2:] == ["--signal=B:USR2@600", "-p gpu"]
+
+
 def test_images_go_to_the_container_runtime_that_reads_them() -> None:
     assert "apptainer exec --bind" in render(*SLURM, "--image", "train.sif", *COMMAND)
     assert "apptainer exec --nv --bind" in render(*SLURM, "--image", "docker://a/b", "--gpus-per-node", "2", *COMMAND)
     assert "--container-image=nvcr.io#a/b:1" in render(*SLURM, "--image", "nvcr.io#a/b:1", *COMMAND).replace("'", "")
-
-
-RECORD = "JobId={id} JobName=train UserId=a(1) Priority=1 JobState={state} Reason=None ExitCode={code}"
-
-
-@pytest.mark.parametrize(
-    ("states", "name", "code"),
-    [
-        ([("RUNNING", "0:0")], "RUNNING", None),
-        ([("PENDING", "0:0")], "PENDING", None),
-        ([("COMPLETED", "0:0")], "COMPLETED", 0),
-        ([("FAILED", "78:0")], "FAILED", 78),
-        ([("FAILED", "3:0")], "FAILED", 1),
-        ([("CANCELLED", "0:15")], "CANCELLED", 1),
-        ([("COMPLETED", "0:0"), ("RUNNING", "0:0")], "RUNNING", None),
-        ([("COMPLETED", "0:0"), ("FAILED", "1:0")], "FAILED", 1),
-    ],
-)
-def test_slurms_states_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[tuple[str, str]], name: str, code: int | None
-) -> None:
-    lines = [RECORD.format(id=17 + number, state=state, code=code) for number, (state, code) in enumerate(states)]
-    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    state = Slurm().state("17")
-    assert (state.name, state.code) == (name, code)
-
-
-def test_a_job_is_submitted_and_followed_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(tmp_path, "sbatch", 'cp "${@: -1}" submitted; mkdir -p runs/train-17; echo "17;cluster"')
-    state = f"echo '{RECORD.format(id=17, state='$state', code='78:0')}'".replace("'", '"')
-    stand_in(
-        tmp_path,
-        "scontrol",
-        f"""
-        if [ -e once ]; then state=FAILED; echo second >> runs/train-17/rank-0.log; else state=RUNNING; fi
-        [ -e once ] || printf 'first\\nhalf a line, ' > runs/train-17/rank-0.log
-        touch once; {state}""",
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 78
-    shown = capsys.readouterr()
-    assert shown.out == "first\nhalf a line, second\n"
-    assert "runs/train.sbatch is job 17; scancel 17 ends it" in shown.err
-    assert "job 17: RUNNING" in shown.err
-    assert "job 17: FAILED" in shown.err
-    assert (tmp_path / "submitted").read_text() == render(*SLURM, "--follow", *COMMAND)
-
-
-def test_a_state_is_told_once_and_a_line_when_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
-    stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
-    state = f'echo "{RECORD.format(id=17, state="$state", code="0:0")}"'
-    stand_in(
-        tmp_path, "scontrol", f"echo >> asked; state=RUNNING; [ $(wc -l < asked) -lt 4 ] || state=COMPLETED; {state}"
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/train-17").mkdir(parents=True)
-    (tmp_path / "runs/train-17/rank-10.log").write_text("last\nnot whole")
-    (tmp_path / "runs/train-17/rank-2.log").write_text("first\n")
-    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "first\nlast\n"
-    assert shown.err.count("RUNNING") == 1
-
-
-def test_a_job_that_slurm_refuses_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(tmp_path, "sbatch", "printf 'sbatch: error: no\\nsuch partition\\n' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", *SLURM, *COMMAND]) == 1
-    assert capsys.readouterr().err == "trainer submit: sbatch refuses: sbatch: error: no such partition\n"

@@ -35,7 +35,13 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [(("python", "-W", "ignore", "a/b.py", "c.py"), "b"), (("./train",), "train"), (("python", "-m"), "python")],
+    [
+        (("python", "-W", "ignore", "a/b.py", "c.py"), "b"),
+        (("./train",), "train"),
+        (("python", "-m"), "python"),
+        (("python", "-m", "my.training", "-m", "x"), "my.training"),
+        (("python", "train.py", "-m", "seed=1,2"), "train"),
+    ],
 )
 def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: str) -> None:
     assert parse("-np", "1", "--", *command).name == name

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 INDEX = "{index}"
 """Stands in the command for the number of a job of an array."""
-# Options and variables whose values are secrets in every program that has them; `--pad-token` is none.
-_SECRET = re.compile(
-    r"(?:--?[\w-]*?(?:secret|password|api-?key|access-key|(?:api|access|auth|hub|hf)[-_]token)"
-    r"|\w*(?:secret|password|token|key)(?==))(?:=.*)?",
-    re.IGNORECASE | re.DOTALL,
-)
+# What is a secret in every program that has it; `--pad-token` and `sort_key=` are none.
+_WORDS = r"(?:secret|passw(?:or)?d|(?:api|auth|access|secret|private|session|bearer|hub|hf)[-_]?(?:key|token))"
+_OPTION = re.compile(rf"-[\w-]*?{_WORDS}|--?token", re.IGNORECASE)
+_VARIABLE = re.compile(rf"(?i:[\w.+]*?{_WORDS}|token)|[A-Z0-9_]*(?:KEY|TOKEN)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +65,14 @@ def shell_command(command: tuple[str, ...], index: str = "") -> str:
     )
 
 
-def secrets_in(command: tuple[str, ...]) -> list[str]:
-    """Return the options and variables of a command that hold secrets, without their values."""
-    return [word.partition("=")[0] for word in command if _SECRET.fullmatch(word)]
+def secrets_in(job: Job) -> list[str]:
+    """Return the options and variables that hold secrets in a command or a directive, without their values."""
+    parts = [word.partition("=") for word in job.command]
+    found = [name for name, is_set, _ in parts if _OPTION.fullmatch(name) or (is_set and _VARIABLE.fullmatch(name))]
+    # As in --export=ALL,HF_TOKEN=… of Slurm.
+    return found + [
+        name for text in job.directives for name in re.findall(r"(\w+)=", text) if _VARIABLE.fullmatch(name)
+    ]
 
 
 def duration(seconds: int) -> str:

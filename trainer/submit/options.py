@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.command import name_of
 from trainer.errors import ConfigError
 from trainer.submit.job import INDEX, Job, secrets_in
 from trainer.submit.schedulers import SCHEDULERS, Scheduler
@@ -26,11 +26,14 @@ examples:
   trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py --checkpoint runs/checkpoints
   trainer submit slurm --nodes 2 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 12 --time 1d --follow \\
       --directive=--partition=gpu -- python train.py --checkpoint runs/checkpoints
-  trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX}
-  trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --dry-run -- python train.py
+  trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX} \\
+      --checkpoint runs/checkpoints-{INDEX}
+  trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --claim runs --dry-run -- \\
+      python train.py --checkpoint runs/checkpoints
 
 exit codes:
   0    submitted; with --follow, the training is done
+  75   with --follow, on PBS: the ranks have saved, and the job goes on under another id
   78   with --follow: a mistake of the user's in the script or its data
   1    the scheduler has refused the job; with --follow, the job has failed or was cancelled
   2    these options are not valid; 130: Ctrl-C, which ends --follow and leaves the job alone
@@ -145,7 +148,8 @@ def _read(
     gpus = reader.count("gpus_per_node") or 0
     launcher = parsed.launcher or (scheduler.launchers[0] if scheduler else "")
     return Job(
-        name=parsed.name or _name_of(command), command=command, nodes=nodes or 1, ranks_per_node=ranks or gpus or 1,
+        name=parsed.name or name_of(command or ("train",)), command=command, nodes=nodes or 1,
+        ranks_per_node=ranks or gpus or 1,
         launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
         memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.amount("time", _UNITS_S, "2h"),
         grace_s=reader.amount("grace", _UNITS_S, "120s") or 1, image=parsed.image or "", array=parsed.array or "",
@@ -186,8 +190,8 @@ def _check_command(job: Job) -> list[str]:
     if not job.command:
         return ["there is no command; put it behind --, as in -- python train.py"]
     problems = [
-        f"the command has {word}, whose value would be written into the job file; set it in the environment of the job"
-        for word in secrets_in(job.command)
+        f"the value of {word} would be written into the job file; set it in the environment of the job"
+        for word in secrets_in(job)
     ]
     if any(not word.isprintable() for word in (*job.command, *job.directives, job.image, job.claim)):
         problems.append("the command has a line break or another character that is not printable; put it into a script")
@@ -208,8 +212,8 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
         problems.append(
             f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has a GPU"
         )
-    if job.time_s is not None and job.time_s <= job.grace_s:
-        problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a shorter --grace")
+    if job.time_s is not None and job.time_s <= (least := job.grace_s + scheduler.early_s):
+        problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a --time over {least} s")
     if job.array and not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", job.array):
         problems.append(f"--array is {job.array!r}; valid are numbers as in 0-3,7")
     if job.command and bool(job.array) != any(INDEX in word for word in job.command):
@@ -222,11 +226,3 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
 def _option(field: str) -> str:
     names = {"directives": "directive", "memory_gib": "memory"}
     return "--" + names.get(field, field).replace("_", "-")
-
-
-def _name_of(command: tuple[str, ...]) -> str:
-    """Return the stem of the script, the module of `python -m`, or the program's name."""
-    if "-m" in command[1:-1]:
-        return command[command.index("-m") + 1]
-    script = next((word for word in command if word.endswith(".py")), command[0] if command else "train")
-    return Path(script).stem

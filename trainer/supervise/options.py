@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.command import name_of
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts, slots_of
 
@@ -138,7 +139,7 @@ def to_options(parsed: argparse.Namespace) -> Options:
     command = tuple(parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
-    name = parsed.name or _name_of(command)
+    name = parsed.name or name_of(command)
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
         raise ConfigError(f"--name is {name!r}; valid are letters, digits, '.', '_' and '-'")
     return Options(
@@ -146,10 +147,3 @@ def to_options(parsed: argparse.Namespace) -> Options:
         max_restarts=parsed.max_restarts, timeout_s=parsed.timeout_s, wait_for_hosts_s=parsed.wait_for_hosts_s,
         take_back=parsed.take_back, name=name,
     )  # fmt: skip
-
-
-def _name_of(command: tuple[str, ...]) -> str:
-    """Return the stem of the script, the module of `python -m`, or the program's name."""
-    if "-m" in command[1:-1]:
-        return command[command.index("-m") + 1]
-    return Path(next((word for word in command if word.endswith(".py")), command[0])).stem

@@ -41,6 +41,8 @@ class Scheduler(ABC):
     """What can start the ranks; the first is the default."""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+    early_s: ClassVar[int] = 0
+    """How long before the announced time the signal of the time limit may come."""
 
     @abstractmethod
     def render(self, job: Job) -> str:

@@ -16,7 +16,7 @@ _SCRIPT = """\
 #
 #     {made_by}
 #
-# and is submitted, where that has not done it, by: mkdir -p runs && {submit} {name}{suffix}
+# and is submitted, where that has not done it, by: mkdir -p runs && {submit} THIS-FILE
 # Not run: no {product} was at hand. It follows the documentation. Check first whether
 {check_first}
 
@@ -82,7 +82,7 @@ class Batch(Scheduler):
             timeout = fill(_TIMEOUT, grace_s=job.grace_s, seconds=job.time_s - job.grace_s)
         return fill(
             _SCRIPT, nodes=job.nodes, ranks_per_node=job.ranks_per_node, ranks=job.ranks, product=self.product,
-            made_by=job.made_by, name=job.name, submit=self.submit_command, suffix=self.suffix,
+            made_by=job.made_by, name=job.name, submit=self.submit_command,
             check_first=self.check_first, directives="".join(f"{line}\n" for line in lines), start=self.start,
             id=self.id + (f"-${self.index_variable}" if job.array else ""), hosts=self.hosts, agent=self.agent,
             timeout=timeout, again=self.again,

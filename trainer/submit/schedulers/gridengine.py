@@ -69,7 +69,8 @@ class GridEngine(Batch):
             call("qstat", "-j", job_id)
         except TrainerError:
             found = re.findall(r"^exit_status +(\d+)", call("qacct", "-j", job_id), re.MULTILINE)
-            code = max(map(int, found), default=1)
+            # There is a record for each start, and 99 is that of one which was queued again.
+            code = max((int(one) for one in found if one != "99"), default=1)
             return State("ended", code if code in (0, 78) else 1)
         return State("in the queue or running")
 

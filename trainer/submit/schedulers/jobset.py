@@ -10,11 +10,15 @@ _TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   # When a pod ends with an error, all are made again, and go on from the newest checkpoint. torchrun has one exit code
   # for all errors, so that a mistake in the script is tried as often.
-  failurePolicy: {maxRestarts: {restarts}, restartStrategy: Recreate}
+  failurePolicy:
+    maxRestarts: {restarts}
+    restartStrategy: Recreate
+    # The time limit is that of a start, and ends the whole job.
+    rules: [{name: timeLimit, action: FailJobSet, onJobFailureReasons: [DeadlineExceeded]}]
   # Pods find one another by name, before they are ready as well.
   network: {enableDNSHostnames: true, publishNotReadyAddresses: true}
   replicatedJobs:
@@ -55,7 +59,7 @@ class JobSet(Kubernetes):
     product = "JobSet"
     launchers = ("torchrun",)
     proof = (
-        "Not run on Kubernetes. It is valid by the definition of JobSet of 2026-08-18,\n"
+        "Not run on Kubernetes. It validates against the CRD of JobSet of 2026-08-18,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
 

@@ -19,6 +19,7 @@ _ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
 _NAME = re.compile(
     r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 )  # pods' names, which are longer, have to stay below 64 characters
+_CLAIM = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 class Kubernetes(Scheduler):
@@ -47,7 +48,7 @@ class Kubernetes(Scheduler):
         return (
             f"# {job.nodes} x {job.ranks_per_node} ranks (nodes x ranks per node) for {self.product}. Written by\n"
             f"#\n#     {job.made_by}\n#\n"
-            f"# and is submitted, where that has not done it, by: kubectl create -f {job.name}{self.suffix}\n"
+            f"# and is submitted, where that has not done it, by: kubectl create -f THIS-FILE\n"
             f"{indent(proof, '# ')}\n\n{self.template(job)}"
         )
 
@@ -59,6 +60,10 @@ class Kubernetes(Scheduler):
         if not _NAME.fullmatch(job.name):
             problems.append(
                 f"--name is {job.name!r}; {self.name} takes up to 40 small letters, digits and '-', a letter first"
+            )
+        if job.claim and not _CLAIM.fullmatch(job.claim):
+            problems.append(
+                f"--claim is {job.claim!r}; valid are small letters, digits, '-' and '.', as in --claim runs"
             )
         return problems
 
@@ -76,7 +81,9 @@ class Kubernetes(Scheduler):
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the logs of the job's pods."""
         del job_id
-        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), "-o", "name").split()
+        # Of a pod that is not running yet, kubectl prints an error among the logs.
+        started = "--field-selector=status.phase!=Pending"
+        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), started, "-o", "name").split()
         found = ""
         for pod in pods:
             log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
@@ -115,7 +122,7 @@ def resources(job: Job) -> str:
 
 def pod(job: Job) -> str:
     """Return the fields that every pod has beside its containers."""
-    runs = f"persistentVolumeClaim: {{claimName: {job.claim}}}" if job.claim else "emptyDir: {}"
+    runs = f"persistentVolumeClaim: {{claimName: {quoted(job.claim)}}}" if job.claim else "emptyDir: {}"
     why = (
         "The checkpoints, on a volume that all pods see."
         if job.claim

@@ -28,7 +28,7 @@ _TEMPLATE = """\
 apiVersion: kubeflow.org/v2beta1
 kind: MPIJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   # Ranks of each worker.
   slotsPerWorker: {slots}
@@ -86,7 +86,7 @@ class MPIJob(Kubernetes):
     product = "Kubeflow's MPI Operator"
     launchers = ("mpi", "gloo", "torchrun")
     proof = (
-        "Not run on Kubernetes. It is valid by the definition of MPI Operator 0.8.2,\n"
+        "Not run on Kubernetes. It validates against the CRD of MPI Operator 0.8.2,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
 

@@ -26,10 +26,13 @@ class PBS(Batch):
     start = 'cd "$PBS_O_WORKDIR"\n'
     hosts = """$(sort "$PBS_NODEFILE" | uniq -c | awk '{print $2 ":" $1}' | paste -sd,)"""
     agent = "pbs_tmrsh"
-    check_first = "# pbs_tmrsh is on the PATH of the nodes, and the site allows a job to submit another one.\n"
+    check_first = (
+        "# pbs_tmrsh is on the PATH of the nodes, and the site allows a job to submit another one. It submits\n"
+        "# runs/NAME.pbs, so that this file has to be there.\n"
+    )
     again = (
         "# A job may not put itself back into the queue (qrerun is the operator's): the same file is submitted again.\n"
-        'if [ "$code" = 75 ]; then exec qsub "runs/$PBS_JOBNAME.pbs"; fi\n'
+        '[ "$code" != 75 ] || qsub "runs/$PBS_JOBNAME.pbs" || exit 1\n'
     )
 
     lacks: ClassVar[Mapping[str, str]] = {**Batch.lacks, "array": "submit a job for each, under a --name of its own"}
@@ -60,7 +63,7 @@ class PBS(Batch):
         if job["job_state"] != "F":
             return State(job["job_state"])
         code = int(job.get("Exit_status", 1))
-        return State("F", code if code in (0, 78) else 1)
+        return State("F", code if code in (0, 75, 78) else 1)
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""

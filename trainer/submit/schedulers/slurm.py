@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
@@ -22,13 +22,16 @@ _ENDED = {
     "PREEMPTED",
 }
 
+_OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
+"""Options of sbatch's that say where a job's logs are."""
+
 _HEAD = """\
 #!/bin/bash
 # {nodes} x {ranks_per_node} ranks (nodes x ranks per node) for Slurm. It was written by
 #
 #     {made_by}
 #
-# and is submitted, where that has not done it, by: mkdir -p runs && sbatch {name}.sbatch
+# and is submitted, where that has not done it, by: mkdir -p runs && sbatch THIS-FILE
 # {proof}
 
 #SBATCH --job-name={name}
@@ -48,17 +51,28 @@ _KEEPING = """\
 """
 _BODY = """
 # First of all, because a signal may come before the ranks have been started.
-step= asked= cancelled=
-trap 'woken=yes asked=yes; [ ! "$step" ] || kill -USR2 "$step"' USR2
+asked= cancelled=
+trap asked=yes USR2
 # scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
-trap 'woken=yes cancelled=yes' TERM
+trap cancelled=yes TERM
 
 # What the ranks print is written at once.
 export PYTHONUNBUFFERED=1
 logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
 errors=$logs/srun.log
-[ ! "$asked" ] || exec scontrol requeue "$SLURM_JOB_ID"
+# As in 17, or 17_3 in an array: the number of an array alone means all its jobs.
+id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+# slurmctld may not answer for a while, as while it is started again.
+put_back() {
+    for pause in 0 5 15 40; do
+        sleep $pause
+        [ ! "$cancelled" ] || break
+        ! scontrol requeue "$id" || exit 0
+    done
+    exit "$1"
+}
+[ ! "$asked" ] || put_back 1
 
 """
 _TORCHRUN = """\
@@ -70,8 +84,15 @@ export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks_per_node} OMP_NUM_THREADS=${{O
 _WAIT = """\
 step=$!
 
-# bash runs a trap only between two commands or in wait, so the step is in the background. wait returns at a signal too.
-while woken=; wait "$step"; code=$?; [ "$woken" ]; do :; done
+# bash runs a trap only between two commands or in wait, so the step is in the background. Until it has ended, USR2 is
+# sent to it again and again, because ranks that are still starting ignore it.
+while kill -0 "$step" 2> /dev/null; do
+    [ ! "$asked" ] || kill -USR2 "$step" 2> /dev/null
+    sleep 5 &
+    wait -n "$step" $!
+done
+wait "$step"
+code=$?
 
 # srun's exit code is the largest, which may be that of a rank it has killed because of another one. Its messages have
 # them all: 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
@@ -80,17 +101,22 @@ for own in 78 75; do
     if grep -qx ".* exit code $own" "$errors"; then code=$own; break; fi
 done
 [ ! "$cancelled" ] || exit "$code"
-case $asked$code in
-    0 | yes0 | 78 | yes78) exit "$code" ;;
-    # After USR2, ranks that were still starting have other codes than 75.
-    75 | yes*) ;;
-    # A lost node makes ranks on others fail, minutes before Slurm notices it: a step on all nodes does not end then.
-    # One that has just come back may refuse its ranks.
-    *) ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null || grep -q " launch failed: " "$errors" ||
-        exit "$code" ;;
+unsaved=$logs/unsaved
+case $code in
+    0 | 78) exit "$code" ;;
+    75) rm -f "$unsaved" ;;
+    *)
+        # After USR2, ranks may fail in place of saving. A lost node makes ranks on others fail, minutes before Slurm
+        # notices it: a step on all nodes does not end then. One that has just come back may refuse its ranks.
+        [ "$asked" ] || ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null ||
+            grep -q " launch failed: " "$errors" || exit "$code"
+        # Such a start is repeated three times in a row, because the next one may end like it.
+        echo "exit code $code" >> "$unsaved"
+        [ "$(wc -l < "$unsaved")" -le 3 ] || { echo "exit code $code: not saved four times in a row"; exit "$code"; }
+        ;;
 esac
 echo "exit code $code: back into the queue"
-exec scontrol requeue "$SLURM_JOB_ID"
+put_back "$code"
 """
 
 
@@ -102,6 +128,10 @@ class Slurm(Scheduler):
     suffix = ".sbatch"
     launchers = ("srun", "torchrun")
     lacks = CLAIM
+    early_s = 60
+
+    def __init__(self) -> None:
+        self._ended: dict[str, dict[str, State]] = {}
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
@@ -111,14 +141,18 @@ class Slurm(Scheduler):
         body = _BODY
         if job.launcher == "torchrun":
             body += _TORCHRUN.format(ranks=job.ranks, ranks_per_node=job.ranks_per_node, threads=job.cpus_per_rank or 1)
-        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + body + _step(job) + _WAIT
+        own = "".join(f"#SBATCH {text}\n" for text in job.directives)
+        if own:
+            own = "# --directive: of an option that comes twice, sbatch takes the last.\n" + own
+        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + own + body + _step(job) + _WAIT
 
     def problems(self, job: Job) -> list[str]:
         """Refuse what Slurm would read in another way."""
         return [
-            f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu"
+            f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu, "
+            f"but not {', '.join(_OF_LOGS.values())}, by which the logs are found"
             for text in job.directives
-            if not text.startswith("-")
+            if not text.startswith("-") or _is_of_logs(text)
         ]
 
     def submit(self, path: Path) -> str:
@@ -131,12 +165,13 @@ class Slurm(Scheduler):
             dict(re.findall(r"(\S+?)=(\S*)", line))
             for line in call("scontrol", "-o", "show", "job", job_id).splitlines()
         ]
-        running = [job["JobState"] for job in jobs if job["JobState"] not in _ENDED]
-        if running:
-            return State(running[0])
-        codes = [_code(job["JobState"], job["ExitCode"]) for job in jobs]
-        worst = max(range(len(jobs)), key=lambda number: codes[number])
-        return State(jobs[worst]["JobState"], codes[worst])
+        running = [job for job in jobs if job["JobState"] not in _ENDED]
+        # Of an array, a job that has ended early is not in the answer any more when the last one ends.
+        ended = self._ended.setdefault(job_id, {})
+        ended.update({job["JobId"]: _end(job) for job in jobs if job not in running})
+        for job in running:
+            ended.pop(job["JobId"], None)  # it was put back
+        return State(running[0]["JobState"]) if running else max(ended.values(), key=lambda state: state.code or 0)
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the script's own log, then the ranks'."""
@@ -151,6 +186,12 @@ class Slurm(Scheduler):
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
         return ("scancel", job_id)
+
+
+def _is_of_logs(directive: str) -> bool:
+    word = re.split(r"[\s=]", directive)[0]
+    # sbatch takes the beginning of a name as well.
+    return word[:2] in _OF_LOGS or (len(word) > 3 and any(name.startswith(word) for name in _OF_LOGS.values()))
 
 
 def _proof(job: Job) -> str:
@@ -173,7 +214,6 @@ def _resources(job: Job) -> str:
         lines += ["# H:MM:SS; a shorter job may start earlier.", f"#SBATCH --time={duration(job.time_s)}"]
     if job.array:
         lines += ["# A job for each of these numbers.", f"#SBATCH --array={job.array}"]
-    lines += [f"#SBATCH {text}" for text in job.directives]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -190,15 +230,14 @@ def _step(job: Job) -> str:
     if job.cpus_per_rank:
         options.append(f"--cpus-per-task={job.cpus_per_rank}")
     command = shell_command(job.command, "$SLURM_ARRAY_TASK_ID")
-    prefix = ""
+    variables = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID " if job.launcher == "torchrun" else ""
+    prefix = f'bash -c \'trap "" USR2; {variables}exec "$@"\' rank '
     if job.image.endswith(".sif") or "://" in job.image:
         nv = " --nv" if job.gpus_per_node else ""
-        prefix = f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
+        prefix += f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
     elif job.image:
         options.append(f"--container-image={shell_command((job.image,))}")
         options.append('--container-mounts="$PWD:$PWD" --container-workdir="$PWD"')
-    if job.launcher == "torchrun":
-        prefix += "bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' rank "
     comments = {
         "srun": "# Slurm's PMIx is what Open MPI, and with it Horovod, finds the other ranks by.\n",
         "torchrun": "",
@@ -206,16 +245,16 @@ def _step(job: Job) -> str:
     comments += (
         "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
         "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
+        "# trap: USR2 comes to all processes of a rank, and would kill those that do not handle it, as a wrapper.\n"
     )
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
 
-def _code(state: str, exit_code: str) -> int:
-    """Return the exit code that `trainer submit --follow` ends with."""
-    code, _, _ = exit_code.partition(":")
-    if state == "COMPLETED":
-        return 0
-    return 78 if code == "78" else 1
+def _end(job: Mapping[str, str]) -> State:
+    """Return the state of a job that has ended, with the exit code that `trainer submit --follow` ends with."""
+    if job["JobState"] == "COMPLETED":
+        return State("COMPLETED", 0)
+    return State(job["JobState"], 78 if job["ExitCode"].startswith("78:") else 1)
 
 
 def _rank(path: Path) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.submit.job import Job
 from trainer.submit.schedulers.base import fill
 from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
@@ -11,7 +13,7 @@ _TEMPLATE = """\
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
-  name: {name}
+  name: "{name}"
   labels: {trainer.kubeflow.org/framework: torch}
 spec:
   # The operator sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and others, which torchrun reads.
@@ -43,9 +45,9 @@ spec:
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
-  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: {name}}
+  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: "{name}"}
   {deadline}
   trainer:
     image: {image}
@@ -66,7 +68,7 @@ class TrainJob(Kubernetes):
     product = "Kubeflow Trainer v2"
     launchers = ("torchrun",)
     proof = (
-        "Not run on Kubernetes. It is valid by the definitions of Kubeflow Trainer of 2026-08-21,\n"
+        "Not run on Kubernetes. It validates against the CRDs of Kubeflow Trainer of 2026-08-21,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
 
@@ -78,6 +80,11 @@ class TrainJob(Kubernetes):
             image=quoted(job.image), arguments=arguments(job.command), container=CONTAINER,
             resources=resources(job).replace("resources:", "resourcesPerNode:"),
         )  # fmt: skip
+
+    def cancel_command(self, job_id: str) -> Sequence[str]:
+        """Return the command that ends the job and deletes its runtime, whose name another submission needs."""
+        name = job_id.partition("/")[2]
+        return (*super().cancel_command(job_id), f"trainingruntime.trainer.kubeflow.org/{name}")
 
     def pods_of(self, job: Job) -> str:
         """Return the selector of all pods of the job, whose JobSet has the TrainJob's name."""
