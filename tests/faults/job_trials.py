@@ -71,7 +71,8 @@ def draw(fault: str, launcher: str, rng: random.Random) -> Trial:
         # One rank of a host writes.
         rank=0 if fault == "killed during a save" else rng.randrange(RANKS),
         place=rng.choice(AT_START if is_at_start else IN_UPDATE),
-        update=0 if is_at_start else rng.randint(1 if not later else 4, UPDATES - 8 - later),
+        # With a preparation, such as a full disk, not before a checkpoint is there for certain: the second has begun.
+        update=0 if is_at_start else rng.randint(8 if later else 1, UPDATES - 8 - later),
         number=rng.choice((-1, 1)) if "clock" in fault else rng.randint(1, _CALLS_OF_A_SAVE),
     )
     return Trial(launcher, plan)
