@@ -16,7 +16,7 @@ from trainer.doctor.agent import exchange
 from trainer.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
 from trainer.doctor.facts import Facts, Login, to_name
 from trainer.doctor.options import Options
-from trainer.doctor.pairs import Meeting, look_at_pairs
+from trainer.doctor.pairs import look_at_pairs
 from trainer.doctor.progress import Progress
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host
@@ -56,8 +56,7 @@ def look(options: Options, progress: Progress) -> Facts:
         )  # fmt: skip
         progress.show("reading versions and limits")
         facts = _ask(facts, options, connections)
-        meeting = Meeting(connections, {name: facts.peers[name] for name in connections})
-        return look_at_pairs(facts, meeting, deadline, progress)
+        return look_at_pairs(facts, connections, deadline, progress)
     finally:
         on_all(started, Connection.close)
 

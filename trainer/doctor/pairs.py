@@ -24,47 +24,40 @@ _LEAST_BANDWIDTH_S = 3.0
 _WORKERS = 64
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The agents that answer, and the names by which the hosts know one another."""
-
-    connections: Mapping[str, Connection]
-    peers: Mapping[str, str]
-    """By the name in -H."""
-
-
-def look_at_pairs(facts: Facts, meeting: Meeting, deadline: float, progress: Progress) -> Facts:
-    """Return the facts with names, addresses and pairs."""
-    if len(meeting.connections) < 2:
+def look_at_pairs(facts: Facts, connections: Mapping[str, Connection], deadline: float, progress: Progress) -> Facts:
+    """Return the facts with names, addresses and pairs of the hosts whose agents answer."""
+    if len(connections) < 2:
         return facts
-    progress.show(f"connecting {len(meeting.connections)} hosts with one another")
+    progress.show(f"connecting {len(connections)} hosts with one another")
     failures: list[str] = []
-    facts = _with_names(facts, meeting, failures)
-    pairs = _probe(facts, meeting, failures)
+    facts = _with_names(facts, connections, failures)
+    pairs = _probe(facts, connections, failures)
     if deadline - time.monotonic() > _LEAST_BANDWIDTH_S:
         progress.show("measuring bandwidths")
-        pairs = _with_bandwidths(pairs, meeting, deadline)
+        pairs = _with_bandwidths(pairs, connections, deadline)
     return replace(facts, pairs={ends: probed.pair for ends, probed in pairs.items()},
                    incomplete=(*facts.incomplete, *failures))  # fmt: skip
 
 
-def _with_names(facts: Facts, meeting: Meeting, failures: list[str]) -> Facts:
+def _with_names(facts: Facts, connections: Mapping[str, Connection], failures: list[str]) -> Facts:
+    peers = {name: facts.peers[name] for name in connections}
+
     def resolve(name: str) -> tuple[str, dict[str, Name]]:
         own = facts.machines.get(name, {}).get("host_name", "")
-        asked = [*meeting.peers.values(), own]
+        asked = [*peers.values(), own]
         try:
-            answer = meeting.connections[name].call("resolve", _CALL_S + 5, names=asked)
+            answer = connections[name].call("resolve", _CALL_S + 5, names=asked)
         except AgentError as error:
             failures.append(str(error))
             return name, {}
         seen = {title: to_name(entry) for title, entry in answer.items()}
-        by_host = {host: seen[peer] for host, peer in meeting.peers.items()}
+        by_host = {host: seen[peer] for host, peer in peers.items()}
         return name, by_host | {"": seen[own]}  # its own name for itself stands under the empty one
 
     with ThreadPoolExecutor(max_workers=_WORKERS) as pool:
-        names = dict(pool.map(resolve, meeting.connections))
+        names = dict(pool.map(resolve, connections))
     owned: dict[str, dict[str, bool]] = {}
-    for host, connection in meeting.connections.items():
+    for host, connection in connections.items():
         asked = sorted({address for seen in names.values() if host in seen for address in seen[host].addresses})
         try:
             owned[host] = connection.call("owns", _CALL_S, addresses=asked)
@@ -80,8 +73,8 @@ class _Probed:
     token: str
 
 
-def _probe(facts: Facts, meeting: Meeting, failures: list[str]) -> dict[tuple[str, str], _Probed]:
-    listening = _listen(facts, meeting, failures)
+def _probe(facts: Facts, connections: Mapping[str, Connection], failures: list[str]) -> dict[tuple[str, str], _Probed]:
+    listening = _listen(facts, connections, failures)
 
     def probe(ends: tuple[str, str]) -> tuple[tuple[str, str], _Probed] | None:
         here, there = ends
@@ -90,7 +83,7 @@ def _probe(facts: Facts, meeting: Meeting, failures: list[str]) -> dict[tuple[st
             return None
         ports, token = listening[there, address]
         try:
-            answer = meeting.connections[here].call(
+            answer = connections[here].call(
                 "probe", _PROBE_S, address=address, ports=ports, token=token, wait_s=_CONNECT_S
             )
         except AgentError as error:
@@ -99,20 +92,22 @@ def _probe(facts: Facts, meeting: Meeting, failures: list[str]) -> dict[tuple[st
         return ends, _Probed(_to_pair(address, answer), tuple(ports), token)
 
     with ThreadPoolExecutor(max_workers=_WORKERS) as pool:
-        found = pool.map(probe, permutations(meeting.connections, 2))
+        found = pool.map(probe, permutations(connections, 2))
         return dict(entry for entry in found if entry is not None)
 
 
-def _listen(facts: Facts, meeting: Meeting, failures: list[str]) -> dict[tuple[str, str], tuple[list[int], str]]:
+def _listen(
+    facts: Facts, connections: Mapping[str, Connection], failures: list[str]
+) -> dict[tuple[str, str], tuple[list[int], str]]:
     """Make each host listen on its addresses on the ways to the others; return ports and token by host and address."""
     listening: dict[tuple[str, str], tuple[list[int], str]] = {}
-    for there, here in permutations(meeting.connections, 2):
+    for there, here in permutations(connections, 2):
         address = address_for(facts, there, here)
         if not address or (there, address) in listening:
             continue
         token = secrets.token_hex(TOKEN_BYTES // 2)
         try:
-            ports = meeting.connections[there].call("listen", _CALL_S, address=address, token=token)
+            ports = connections[there].call("listen", _CALL_S, address=address, token=token)
         except AgentError as error:
             failures.append(str(error))
         else:
@@ -139,16 +134,16 @@ def _to_pair(address: str, answer: Mapping[str, Any]) -> Pair:
 
 
 def _with_bandwidths(
-    pairs: Mapping[tuple[str, str], _Probed], meeting: Meeting, deadline: float
+    pairs: Mapping[tuple[str, str], _Probed], connections: Mapping[str, Connection], deadline: float
 ) -> dict[tuple[str, str], _Probed]:
     """Measure in rounds in which every host sends to one other and receives from one other."""
-    names, found = list(meeting.connections), dict(pairs)
+    names, found = list(connections), dict(pairs)
 
     def measure(ends: tuple[str, str]) -> tuple[tuple[str, str], _Probed]:
         probed = found[ends]
         arguments = {"address": probed.pair.address, "port": probed.ports[0], "token": probed.token}
         try:
-            rate = meeting.connections[ends[0]].call("bandwidth", _CALL_S, seconds=_BANDWIDTH_S, **arguments)
+            rate = connections[ends[0]].call("bandwidth", _CALL_S, seconds=_BANDWIDTH_S, **arguments)
         except AgentError:
             return ends, probed
         return ends, replace(probed, pair=replace(probed.pair, bytes_per_s=rate))
