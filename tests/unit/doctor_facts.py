@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from trainer.doctor.agent.machine import NO_LIMIT
 from trainer.doctor.checks.host import GIB
 from trainer.doctor.examine import judge
 from trainer.doctor.facts import Facts, Login, Name, Pair
@@ -15,7 +16,6 @@ from trainer.supervise.hosts import Host
 
 HOSTS = (Host("a", 2), Host("b", 2))
 ADDRESS = {"a": "10.0.0.1", "b": "10.0.0.2"}
-NO_LIMIT = 1 << 60
 
 
 def machine(name: str, **changes: Any) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def login(**changes: Any) -> Login:
     )  # fmt: skip
 
 
-def found(facts: Facts, *command: str) -> list[Finding]:
-    """Return the findings of `trainer doctor -H a:2,b:2 COMMAND`."""
-    return judge(facts, Options(hosts=HOSTS, command=command))
+def found(facts: Facts, script: str = "") -> list[Finding]:
+    """Return the findings of `trainer doctor -H a:2,b:2 python SCRIPT`."""
+    return judge(facts, Options(hosts=HOSTS, script=script))
 
 
-def the_only(facts: Facts, *command: str) -> str:
+def the_only(facts: Facts, script: str = "") -> str:
     """Return the one finding there has to be, as it is printed, with its level."""
-    (finding,) = found(facts, *command)
+    (finding,) = found(facts, script)
     assert finding.remedy
     return f"{Level(finding.level).name}: {finding}"

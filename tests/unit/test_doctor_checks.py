@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, software, the_only, way
+from trainer.doctor.agent.machine import NO_LIMIT
 from trainer.doctor.checks.host import GIB, MIB
 from trainer.doctor.facts import Facts, Login, Name
 
@@ -35,7 +36,7 @@ def refused(error: str, **changes: Any) -> Facts:
 
 
 def test_healthy_hosts_have_no_finding() -> None:
-    assert found(healthy(), "python", "train.py") == []
+    assert found(healthy(), "train.py") == []
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
     ],
 )  # fmt: skip
 def test_software_that_differs(changes: dict[str, Any], line: str) -> None:
-    assert line in the_only(of_software(**changes), "python", "train.py")
+    assert line in the_only(of_software(**changes), "train.py")
 
 
 def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in_it() -> None:
     assert found(of_software(versions={"Python": "3.11.9"})) == []
     facts = of_machine(folder_exists=False, outputs={"path": "/job", "free": 0, "is_writable": False})
     facts = replace(facts, software={"a": software(), "b": software(script="missing", library="")})
-    assert "b has no folder /job" in the_only(facts, "python", "train.py")
+    assert "b has no folder /job" in the_only(facts, "train.py")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_the_remedy_for_too_little_memory_depends_on_what_limits_it() -> None:
 
 def test_what_is_not_needed_is_not_missed() -> None:
     assert found(of_machine(reads_memory=False, single_copy_is_off=True)) == []
-    assert found(of_machine(has_rdma=True, locked_memory=1 << 60)) == []
+    assert found(of_machine(has_rdma=True, locked_memory=NO_LIMIT)) == []
 
 
 @pytest.mark.parametrize(("ahead", "way"), [(3600.5, "ahead of"), (-3600.5, "behind")])

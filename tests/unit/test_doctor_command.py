@@ -32,10 +32,10 @@ def test_options_and_the_script_within_the_command() -> None:
     assert parse() == Options(hosts=(Host("localhost", 1),))
     options = parse("-H", "a:2,b:2", "--json", "--gpu", "--timeout", "10", "python", "x/train.py", "--json")
     assert options == Options(
-        hosts=(Host("a", 2), Host("b", 2)), command=("python", "x/train.py", "--json"), timeout_s=10, as_json=True,
-        with_gpus=True,
+        hosts=(Host("a", 2), Host("b", 2)), script="x/train.py", timeout_s=10, as_json=True, with_gpus=True
     )  # fmt: skip
-    assert (options.script, parse("./train").script) == ("x/train.py", "")
+    assert parse("--", "python", "train.py").script == "train.py"
+    assert parse("./train").script == ""
 
 
 @pytest.mark.parametrize(

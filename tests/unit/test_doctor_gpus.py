@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.doctor_facts import found, healthy, machine, software, the_only
+from trainer.doctor.agent.machine import NO_LIMIT
 from trainer.doctor.checks.gpus import read_query, read_topology
 from trainer.doctor.facts import Facts
 
@@ -24,7 +25,7 @@ TOPOLOGY = (
 
 def with_gpus(query: str, topology: str = "", peer_memory: str = "nvidia_peermem", *, rdma: bool = False) -> Facts:
     output = {"query": query, "topology": topology, "peer_memory": peer_memory}
-    machines = {"a": machine("a"), "b": machine("b", has_rdma=rdma, locked_memory=1 << 60)}
+    machines = {"a": machine("a"), "b": machine("b", has_rdma=rdma, locked_memory=NO_LIMIT)}
     return healthy(gpus={"b": output}, machines=machines)
 
 

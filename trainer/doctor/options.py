@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from trainer.command import script_of, without_dashes
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts
 
@@ -31,15 +32,11 @@ class Options:
     """What `trainer doctor` was asked for."""
 
     hosts: tuple[Host, ...]
-    command: tuple[str, ...] = ()
+    script: str = ""
+    """The training script, which is compared; empty without one."""
     timeout_s: float = 20.0
     as_json: bool = False
     with_gpus: bool = False
-
-    @property
-    def script(self) -> str:
-        """The training script within the command; empty without one."""
-        return next((word for word in self.command if word.endswith(".py")), "")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -68,7 +65,7 @@ def to_options(parsed: argparse.Namespace) -> Options:
     if not 5 <= parsed.timeout_s <= 100:
         raise ConfigError(f"--timeout is {parsed.timeout_s:g}; valid is 5 to 100")
     hosts = parse_hosts(parsed.hosts) if parsed.hosts else (Host("localhost", 1),)
-    command = tuple(parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command)
     return Options(
-        hosts=hosts, command=command, timeout_s=parsed.timeout_s, as_json=parsed.as_json, with_gpus=parsed.with_gpus
-    )
+        hosts=hosts, script=script_of(without_dashes(parsed.command)), timeout_s=parsed.timeout_s,
+        as_json=parsed.as_json, with_gpus=parsed.with_gpus,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.command import name_of
+from trainer.command import name_of, without_dashes
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts, slots_of
 
@@ -136,7 +136,7 @@ def to_options(parsed: argparse.Namespace) -> Options:
         if not getattr(parsed, name) >= 0:
             option = name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"--{option} is {getattr(parsed, name)}; valid is a number of at least 0")
-    command = tuple(parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command)
+    command = without_dashes(parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
     name = parsed.name or name_of(command)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60
+NO_LIMIT = 1 << 60
+"""Bytes, where a limit is not set."""
 _GPU_QUERY = (
     "index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total,"
     "clocks_event_reasons.hw_thermal_slowdown,clocks_event_reasons.hw_power_brake_slowdown"
@@ -86,7 +87,7 @@ def _identity() -> str:
 
 
 def _unlimited(value: int) -> int:
-    return _NO_LIMIT if value == resource.RLIM_INFINITY else value
+    return NO_LIMIT if value == resource.RLIM_INFINITY else value
 
 
 def _free(path: str) -> int:
@@ -98,7 +99,7 @@ def _free(path: str) -> int:
 
 def _memory_free() -> dict[str, int]:
     """Return the free memory of the machine and of this process's cgroup, in bytes."""
-    free = _NO_LIMIT
+    free = NO_LIMIT
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -110,13 +111,13 @@ def _memory_free() -> dict[str, int]:
 
 def _cgroup_memory_free() -> int:
     folders = (*_own_cgroups(""), *_own_cgroups("memory"))
-    free = _NO_LIMIT
+    free = NO_LIMIT
     for folder in folders:
         for limit, usage in (
             ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):  # fmt: skip
             most, used = _number(folder / limit), _number(folder / usage)
-            if most is not None and used is not None and most < _NO_LIMIT:
+            if most is not None and used is not None and most < NO_LIMIT:
                 free = min(free, most - used + _cache(folder))
     return free
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.doctor.agent.machine import NO_LIMIT
 from trainer.doctor.facts import Facts
 from trainer.doctor.finding import Cause, Finding, problem, warning
 from trainer.supervise.hosts import Host
@@ -16,7 +17,6 @@ MEMORY_PER_RANK = 512 * MIB
 LEAST_OPEN_FILES = 1024
 LEAST_DISK = GIB
 MOST_CLOCK_S = 2.0
-_NO_LIMIT = 1 << 60
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -64,7 +64,7 @@ def _limits(host: Host, machine: Mapping[str, Any]) -> Iterator[Finding]:
             f"raise `ulimit -n` to {LEAST_OPEN_FILES} at least: nofile in /etc/security/limits.conf, or --ulimit of "
             "the container",
         )  # fmt: skip
-    if machine["has_rdma"] and machine["locked_memory"] < _NO_LIMIT:
+    if machine["has_rdma"] and machine["locked_memory"] < NO_LIMIT:
         yield problem(
             Cause.HOST, (name,),
             f"on {name}, RDMA (/dev/infiniband) needs locked memory, of which a process may have "
