@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.chaos_records import Start, problems_of, read_result, read_starts
 from trainer.errors import TrainerError
 from trainer.launch.failure import report_failures
-from trainer.submit.schedulers import SCHEDULERS
+from trainer.submit.schedulers import SCHEDULERS, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("runs/preemptions")
@@ -44,10 +44,10 @@ def main() -> int:
     began = time.monotonic()
     job = submit(options.count * EPOCHS_EACH)
     done = preempt(job, options.count, options.longest_s, random.Random(options.seed))  # noqa: S311 (no secret)
-    while SCHEDULERS["slurm"].state(job).code is None:
+    watch = Watch(SCHEDULERS["slurm"], job)
+    while (state := watch.state()).code is None:
         time.sleep(_POLL_S)
     took_s = time.monotonic() - began
-    state = SCHEDULERS["slurm"].state(job)
     problems = [] if state.code == 0 else [f"job {job} has ended as {state.name}"]
     return report(read_starts(FOLDER), done, took_s, problems)
 
@@ -87,7 +87,7 @@ def _wait_for_start(job: str, restarts: int) -> bool:
         found = re.search(r"JobState=(\w+).* Restarts=(\d+)", shown.stdout)
         if found and found[1] == "RUNNING" and int(found[2]) >= restarts:
             return True
-        if found and SCHEDULERS["slurm"].state(job).code is not None:
+        if found and Watch(SCHEDULERS["slurm"], job).state().code is not None:
             return False
         time.sleep(_POLL_S)
     raise TrainerError(f"job {job} has not been started again within {_RUNNING_WITHIN_S:.0f} s")

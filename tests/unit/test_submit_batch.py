@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.errors import ConfigError
-from trainer.submit.schedulers import SCHEDULERS
+from trainer.submit.schedulers import SCHEDULERS, Watch
 
 NAMES = ("gridengine", "pbs", "lsf")
 NODES = ["--nodes", "2", "--ranks-per-node", "2"]
@@ -92,9 +92,9 @@ def test_what_a_scheduler_lacks_is_refused_with_what_to_do() -> None:
         ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "R"}}}'"""}, None),
         ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 75}}}'"""}, 75),
         ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 78}}}'"""}, 78),
-        ("lsf", {"bjobs": "echo 'RUN -'"}, None),
-        ("lsf", {"bjobs": "echo 'DONE -'"}, 0),
-        ("lsf", {"bjobs": "printf 'DONE -\\nEXIT 3\\n'"}, 1),
+        ("lsf", {"bjobs": "echo '0 RUN -'"}, None),
+        ("lsf", {"bjobs": "echo '0 DONE -'"}, 0),
+        ("lsf", {"bjobs": "printf '1 DONE -\\n2 EXIT 3\\n'"}, 1),
     ],
 )
 def test_states_are_read(
@@ -103,7 +103,7 @@ def test_states_are_read(
     for program, script in programs.items():
         stand_in(tmp_path, program, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert SCHEDULERS[name].state("7").code == state
+    assert Watch(SCHEDULERS[name], "7").state().code == state
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
-from trainer.submit.schedulers.slurm import Slurm
+from trainer.submit.schedulers import SCHEDULERS, Watch
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
@@ -35,13 +35,13 @@ def test_slurms_states_are_read(
     lines = [RECORD.format(id=17 + number, state=state, code=code) for number, (state, code) in enumerate(states)]
     stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    state = Slurm().state("17")
+    state = Watch(SCHEDULERS["slurm"], "17").state()
     assert (state.name, state.code) == (name, code)
 
 
 def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    slurm = Slurm()
+    watch = Watch(SCHEDULERS["slurm"], "17")
     answers = [
         ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
         ([(17, "FAILED", "1:0"), (19, "RUNNING", "0:0")], None),  # 19 was put back by hand
@@ -51,7 +51,7 @@ def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path, monkeypatch: pyt
     for records, code in answers:
         lines = [RECORD.format(id=number, state=state, code=code) for number, state, code in records]
         stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-        assert slurm.state("17").code == code
+        assert watch.state().code == code
 
 
 def test_a_job_is_submitted_and_followed_to_its_end(

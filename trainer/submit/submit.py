@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.errors import TrainerError
 from trainer.files import write_atomically
 from trainer.submit.options import Options, to_options
+from trainer.submit.schedulers import Watch
 
 _POLL_S = 1.0
 _UNANSWERED = 30
@@ -60,6 +61,7 @@ class _Follower:
 
     def __init__(self, options: Options, job_id: str) -> None:
         self._options, self._job_id = options, job_id
+        self._watch = Watch(options.scheduler, job_id)
         self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
@@ -67,7 +69,7 @@ class _Follower:
     def look(self) -> int | None:
         """Print what is new; return the exit code of a job that has ended."""
         try:
-            state = self._options.scheduler.state(self._job_id)
+            state = self._watch.state()
             sys.stdout.write(self._options.scheduler.new_output(self._options.job, self._job_id, self._seen))
             sys.stdout.flush()
         except TrainerError:

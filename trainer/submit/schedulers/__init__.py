@@ -1,6 +1,6 @@
 """The schedulers that `trainer submit` knows, a file each."""
 
-from trainer.submit.schedulers.base import Scheduler, State
+from trainer.submit.schedulers.base import Scheduler, State, Watch
 from trainer.submit.schedulers.gridengine import GridEngine
 from trainer.submit.schedulers.jobset import JobSet
 from trainer.submit.schedulers.lsf import LSF
@@ -13,4 +13,4 @@ SCHEDULERS: dict[str, Scheduler] = {
     one.name: one for one in (Slurm(), MPIJob(), TrainJob(), JobSet(), GridEngine(), PBS(), LSF())
 }
 
-__all__ = ["SCHEDULERS", "Scheduler", "State"]
+__all__ = ["SCHEDULERS", "Scheduler", "State", "Watch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -63,8 +64,8 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def state(self, job_id: str) -> State:
-        """Ask where a job is.
+    def states(self, job_id: str) -> Mapping[str, State]:
+        """Ask where a job is; of an array, where each of its jobs is that the scheduler still knows.
 
         Raises:
             TrainerError: the scheduler does not know it.
@@ -81,6 +82,30 @@ class Scheduler(ABC):
     @abstractmethod
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
+
+
+class Watch:
+    """Where a submitted job is, from one question to the next.
+
+    Of an array, a scheduler may have forgotten a job that ended early when the last one ends.
+    """
+
+    def __init__(self, scheduler: Scheduler, job_id: str) -> None:
+        self._scheduler, self._job_id = scheduler, job_id
+        self._known: dict[str, State] = {}
+
+    def state(self) -> State:
+        """Ask; return the state of a job that waits or runs, else of the one with the largest exit code.
+
+        Raises:
+            TrainerError: the scheduler does not answer, or does not know the job.
+        """
+        now = self._scheduler.states(self._job_id)
+        ended = {one: state for one, state in self._known.items() if state.code is not None}
+        self._known = ended | dict(now)
+        if not self._known:
+            raise TrainerError(f"{self._scheduler.name} says nothing of job {self._job_id}")
+        return max(self._known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
 
 def call(*command: str, stdin: Path | None = None) -> str:

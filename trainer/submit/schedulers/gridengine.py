@@ -63,7 +63,7 @@ class GridEngine(Batch):
         """Submit with qsub; an array's id comes with its range."""
         return call("qsub", "-terse", str(path)).partition(".")[0]
 
-    def state(self, job_id: str) -> State:
+    def states(self, job_id: str) -> Mapping[str, State]:
         """Ask qstat, and the accounting for a job that it does not know any more."""
         try:
             call("qstat", "-j", job_id)
@@ -71,8 +71,8 @@ class GridEngine(Batch):
             found = re.findall(r"^exit_status +(\d+)", call("qacct", "-j", job_id), re.MULTILINE)
             # There is a record for each start, and 99 is that of one which was queued again.
             code = max((int(one) for one in found if one != "99"), default=1)
-            return State("ended", code if code in (0, 78) else 1)
-        return State("in the queue or running")
+            return {job_id: State("ended", code if code in (0, 78) else 1)}
+        return {job_id: State("in the queue or running")}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""

@@ -16,9 +16,8 @@ from trainer.submit.schedulers.base import Scheduler, State, call
 RESTARTS = 10
 """How often a job's pods are made again before it is given up."""
 _ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
-_NAME = re.compile(
-    r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-)  # pods' names, which are longer, have to stay below 64 characters
+# The names of pods, which are longer, have to stay below 64 characters.
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _CLAIM = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
@@ -71,12 +70,13 @@ class Kubernetes(Scheduler):
         """Create what the file describes; the job is the last of it."""
         return call("kubectl", "create", "-f", str(path), "-o", "name").splitlines()[-1]
 
-    def state(self, job_id: str) -> State:
+    def states(self, job_id: str) -> Mapping[str, State]:
         """Read the job's conditions."""
         status = json.loads(call("kubectl", "get", job_id, "-o", "json")).get("status", {})
         true = [one["type"] for one in status.get("conditions", []) if one["status"] == "True"]
         ended = next((one for one in true if one in _ENDS), None)
-        return State(ended, _ENDS[ended]) if ended else State(true[-1] if true else "Waiting")
+        state = State(ended, _ENDS[ended]) if ended else State(true[-1] if true else "Waiting")
+        return {job_id: state}
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the logs of the job's pods."""

@@ -50,15 +50,18 @@ class LSF(Batch):
         """Submit with bsub, which reads the file from its input."""
         return call("bsub", stdin=path).partition("<")[2].partition(">")[0]
 
-    def state(self, job_id: str) -> State:
-        """Ask bjobs; of an array, for the job that is worst off."""
-        lines = [line.split() for line in call("bjobs", "-noheader", "-o", "stat exit_code", job_id).splitlines()]
-        running = [state for state, _ in lines if state not in ("DONE", "EXIT")]
-        if running:
-            return State(running[0])
-        codes = [0 if state == "DONE" else 78 if code == "78" else 1 for state, code in lines]
-        return State("EXIT" if any(codes) else "DONE", max(codes, default=1))
+    def states(self, job_id: str) -> Mapping[str, State]:
+        """Ask bjobs."""
+        lines = call("bjobs", "-noheader", "-o", "jobindex stat exit_code", job_id).splitlines()
+        return {index: State(state, _code(state, code)) for index, state, code in map(str.split, lines)}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
         return ("bkill", job_id)
+
+
+def _code(state: str, code: str) -> int | None:
+    """Return the exit code that `trainer submit --follow` ends with; None for a job that waits or runs."""
+    if state not in ("DONE", "EXIT"):
+        return None
+    return 0 if state == "DONE" else 78 if code == "78" else 1

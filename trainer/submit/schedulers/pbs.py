@@ -57,13 +57,13 @@ class PBS(Batch):
         """Submit with qsub."""
         return call("qsub", str(path)).partition(".")[0]
 
-    def state(self, job_id: str) -> State:
+    def states(self, job_id: str) -> Mapping[str, State]:
         """Ask qstat, which knows ended jobs where the site keeps a history."""
         (job,) = json.loads(call("qstat", "-x", "-f", "-F", "json", job_id))["Jobs"].values()
         if job["job_state"] != "F":
-            return State(job["job_state"])
+            return {job_id: State(job["job_state"])}
         code = int(job.get("Exit_status", 1))
-        return State("F", code if code in (0, 75, 78) else 1)
+        return {job_id: State("F", code if code in (0, 75, 78) else 1)}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""

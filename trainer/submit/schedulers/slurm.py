@@ -10,17 +10,9 @@ from trainer.submit.job import Job, duration, shell_command
 from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, read_new
 
 _PROOF = "Run on 2026-11-22 with Slurm 22.05.8, on two nodes in containers (tests/docker/test_slurm.py)."
-_ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-}
+_ENDED = frozenset(
+    ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"]
+)
 
 _OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
 """Options of sbatch's that say where a job's logs are."""
@@ -130,9 +122,6 @@ class Slurm(Scheduler):
     lacks = CLAIM
     early_s = 60
 
-    def __init__(self) -> None:
-        self._ended: dict[str, dict[str, State]] = {}
-
     def render(self, job: Job) -> str:
         """Return the batch script."""
         head = _HEAD.format(
@@ -159,19 +148,11 @@ class Slurm(Scheduler):
         """Submit with sbatch."""
         return call("sbatch", "--parsable", str(path)).partition(";")[0]
 
-    def state(self, job_id: str) -> State:
+    def states(self, job_id: str) -> Mapping[str, State]:
         """Ask scontrol, which knows a job for some minutes after its end."""
-        jobs = [
-            dict(re.findall(r"(\S+?)=(\S*)", line))
-            for line in call("scontrol", "-o", "show", "job", job_id).splitlines()
-        ]
-        running = [job for job in jobs if job["JobState"] not in _ENDED]
-        # Of an array, a job that has ended early is not in the answer any more when the last one ends.
-        ended = self._ended.setdefault(job_id, {})
-        ended.update({job["JobId"]: _end(job) for job in jobs if job not in running})
-        for job in running:
-            ended.pop(job["JobId"], None)  # it was put back
-        return State(running[0]["JobState"]) if running else max(ended.values(), key=lambda state: state.code or 0)
+        lines = call("scontrol", "-o", "show", "job", job_id).splitlines()
+        jobs = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
+        return {job["JobId"]: State(job["JobState"], _code(job)) for job in jobs}
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the script's own log, then the ranks'."""
@@ -250,11 +231,13 @@ def _step(job: Job) -> str:
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
 
-def _end(job: Mapping[str, str]) -> State:
-    """Return the state of a job that has ended, with the exit code that `trainer submit --follow` ends with."""
+def _code(job: Mapping[str, str]) -> int | None:
+    """Return the exit code that `trainer submit --follow` ends with; None for a job that waits or runs."""
+    if job["JobState"] not in _ENDED:
+        return None
     if job["JobState"] == "COMPLETED":
-        return State("COMPLETED", 0)
-    return State(job["JobState"], 78 if job["ExitCode"].startswith("78:") else 1)
+        return 0
+    return 78 if job["ExitCode"].startswith("78:") else 1
 
 
 def _rank(path: Path) -> int:
