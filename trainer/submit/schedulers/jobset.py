@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.submit.job import Job
-from trainer.submit.schedulers.base import fill
-from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
+from trainer.submit.schedulers.kubernetes import Kubernetes
 
 _TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -62,15 +60,5 @@ class JobSet(Kubernetes):
         "Not run on Kubernetes. It validates against the CRD of JobSet of 2026-08-18,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
-
-    def template(self, job: Job) -> str:
-        """Return the JobSet."""
-        return fill(
-            _TEMPLATE, name=job.name, nodes=job.nodes, ranks_per_node=job.ranks_per_node, restarts=RESTARTS,
-            deadline=f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", pod=pod(job),
-            image=quoted(job.image), arguments=arguments(job.command), resources=resources(job), container=CONTAINER,
-        )  # fmt: skip
-
-    def pods_of(self, job: Job) -> str:
-        """Return the selector of all pods of the job."""
-        return f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    template = _TEMPLATE
+    pods = "jobset.sigs.k8s.io/jobset-name={name}"

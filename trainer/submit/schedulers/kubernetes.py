@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import ClassVar
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.base import Scheduler, State, call
+from trainer.submit.schedulers.base import Scheduler, State, call, fill
 
 RESTARTS = 10
 """How often a job's pods are made again before it is given up."""
@@ -32,14 +31,20 @@ class Kubernetes(Scheduler):
         "directives": "edit what --dry-run prints",
     }
 
-    @abstractmethod
-    def template(self, job: Job) -> str:
-        """Return the job file without its head."""
+    proof: ClassVar[str]
+    """What the file was run against, and when, a line or more."""
+    template: ClassVar[str]
+    """The job file without its head, with the names of `parts` in braces."""
+    pods: ClassVar[str]
+    """The label selector of the pods whose logs are shown."""
 
-    @property
-    @abstractmethod
-    def proof(self) -> str:
-        """What the file was run against, and when, a line or more."""
+    def parts(self, job: Job) -> dict[str, object]:
+        """Return what goes into the template."""
+        return {
+            "name": job.name, "nodes": job.nodes, "ranks_per_node": job.ranks_per_node, "restarts": RESTARTS,
+            "deadline": f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", "image": quoted(job.image),
+            "pod": pod(job), "container": _CONTAINER, "resources": resources(job), "arguments": arguments(job.command),
+        }  # fmt: skip
 
     def render(self, job: Job) -> str:
         """Return the YAML file."""
@@ -48,7 +53,7 @@ class Kubernetes(Scheduler):
             f"# {job.nodes} x {job.ranks_per_node} ranks (nodes x ranks per node) for {self.product}. Written by\n"
             f"#\n#     {job.made_by}\n#\n"
             f"# and is submitted, where that has not done it, by: kubectl create -f THIS-FILE\n"
-            f"{indent(proof, '# ')}\n\n{self.template(job)}"
+            f"{indent(proof, '# ')}\n\n{fill(self.template, **self.parts(job))}"
         )
 
     def problems(self, job: Job) -> list[str]:
@@ -83,7 +88,7 @@ class Kubernetes(Scheduler):
         del job_id
         # Of a pod that is not running yet, kubectl prints an error among the logs.
         started = "--field-selector=status.phase!=Pending"
-        pods = call("kubectl", "get", "pods", "-l", self.pods_of(job), started, "-o", "name").split()
+        pods = call("kubectl", "get", "pods", "-l", fill(self.pods, name=job.name), started, "-o", "name").split()
         found = ""
         for pod in pods:
             log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
@@ -91,10 +96,6 @@ class Kubernetes(Scheduler):
             found += log[begin:] + "\n" * (log[begin:] != "" and log[-1:] != "\n")
             seen[pod] = len(log)
         return found
-
-    @abstractmethod
-    def pods_of(self, job: Job) -> str:
-        """Return the label selector of the pods whose logs are shown."""
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
@@ -141,7 +142,7 @@ def pod(job: Job) -> str:
     )
 
 
-CONTAINER = """\
+_CONTAINER = """\
 securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 volumeMounts:
 - {name: shm, mountPath: /dev/shm}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.submit.job import Job
 from trainer.submit.schedulers.base import fill
-from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
+from trainer.submit.schedulers.kubernetes import Kubernetes
 
 _WORKER = """\
 # The operator's key is the host's key, and the one that may log in. Options count before the file.
@@ -19,7 +19,7 @@ mkdir -p -m 700 ~/.ssh
 sed 's/^/* /' /ssh/id_rsa.pub > ~/.ssh/known_hosts
 printf '%s\\n' 'Port 2222' 'IdentityFile /ssh/id_rsa' 'UserKnownHostsFile ~/.ssh/known_hosts' \\
     'HostKeyAlgorithms ecdsa-sha2-nistp521' 'Include /trainer/ssh/ssh_config' > ~/.ssh/config
-# The operator's hostfile has lines as in "{name}-worker-0.{name}.default.svc slots={slots}".
+# The operator's hostfile has lines as in "{name}-worker-0.{name}.default.svc slots={ranks_per_node}".
 hosts=$(sed 's/ slots=/:/' /etc/mpi/hostfile | paste -sd,)
 # SIGTERM to trainer run has all ranks save. It starts them again after a failure.
 exec trainer run {launcher}-np {ranks} -H "$hosts" --name {name} -- "$@"
@@ -31,7 +31,7 @@ metadata:
   name: "{name}"
 spec:
   # Ranks of each worker.
-  slotsPerWorker: {slots}
+  slotsPerWorker: {ranks_per_node}
   # The operator makes a key pair for this job, in a Secret that only its pods mount.
   sshAuthMountPath: /ssh
   launcherCreationPolicy: WaitForWorkersReady
@@ -89,19 +89,13 @@ class MPIJob(Kubernetes):
         "Not run on Kubernetes. It validates against the CRD of MPI Operator 0.8.2,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
+    template = _TEMPLATE
+    # The launcher prints what the ranks print.
+    pods = "training.kubeflow.org/job-name={name},training.kubeflow.org/job-role=launcher"
 
-    def template(self, job: Job) -> str:
-        """Return the MPIJob."""
+    def parts(self, job: Job) -> dict[str, object]:
+        """Return what goes into the template."""
         launcher = fill(
-            _LAUNCHER, name=job.name, slots=job.ranks_per_node, ranks=job.ranks, launcher=f"--{job.launcher} "
+            _LAUNCHER, name=job.name, ranks_per_node=job.ranks_per_node, ranks=job.ranks, launcher=f"--{job.launcher} "
         )
-        return fill(
-            _TEMPLATE, name=job.name, slots=job.ranks_per_node, nodes=job.nodes, image=quoted(job.image),
-            deadline=f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", restarts=RESTARTS,
-            pause_s=min(30, job.grace_s), pod=pod(job), launcher=launcher, worker=_WORKER,
-            arguments=arguments(job.command), resources=resources(job), container=CONTAINER,
-        )  # fmt: skip
-
-    def pods_of(self, job: Job) -> str:
-        """Return the selector of the launcher, which prints what the ranks print."""
-        return f"training.kubeflow.org/job-name={job.name},training.kubeflow.org/job-role=launcher"
+        return {**super().parts(job), "launcher": launcher, "worker": _WORKER, "pause_s": min(30, job.grace_s)}

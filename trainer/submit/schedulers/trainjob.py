@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.base import fill
-from trainer.submit.schedulers.kubernetes import CONTAINER, RESTARTS, Kubernetes, arguments, pod, quoted, resources
+from trainer.submit.schedulers.kubernetes import Kubernetes, resources
 
 _TEMPLATE = """\
 # What the pods are like: volumes, user, restarts. Several TrainJobs may use one runtime.
@@ -71,21 +70,15 @@ class TrainJob(Kubernetes):
         "Not run on Kubernetes. It validates against the CRDs of Kubeflow Trainer of 2026-08-21,\n"
         "and its containers have trained on 2026-11-22 with Docker (tests/docker/test_kubernetes.py)."
     )
+    template = _TEMPLATE
+    # Its JobSet has the name of the TrainJob.
+    pods = "jobset.sigs.k8s.io/jobset-name={name}"
 
-    def template(self, job: Job) -> str:
-        """Return the runtime and the TrainJob."""
-        return fill(
-            _TEMPLATE, name=job.name, nodes=job.nodes, ranks_per_node=job.ranks_per_node, restarts=RESTARTS,
-            deadline=f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", pod=pod(job),
-            image=quoted(job.image), arguments=arguments(job.command), container=CONTAINER,
-            resources=resources(job).replace("resources:", "resourcesPerNode:"),
-        )  # fmt: skip
+    def parts(self, job: Job) -> dict[str, object]:
+        """Return what goes into the template."""
+        return {**super().parts(job), "resources": resources(job).replace("resources:", "resourcesPerNode:")}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends the job and deletes its runtime, whose name another submission needs."""
         name = job_id.partition("/")[2]
         return (*super().cancel_command(job_id), f"trainingruntime.trainer.kubeflow.org/{name}")
-
-    def pods_of(self, job: Job) -> str:
-        """Return the selector of all pods of the job, whose JobSet has the TrainJob's name."""
-        return f"jobset.sigs.k8s.io/jobset-name={job.name}"
