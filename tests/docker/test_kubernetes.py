@@ -35,17 +35,8 @@ def pods(image: str) -> Iterator[Pods]:
 
 
 def documents(scheduler: str, image: str, *options: str, epochs: int = 2) -> list[dict[str, Any]]:
-    training = [
-        "python",
-        "examples/mnist.py",
-        "--dataset",
-        "digits",
-        "--checkpoint",
-        "runs/checkpoints",
-        "--output",
-        "none",
-    ]
-    command = [*training, "--epochs", str(epochs), "--checkpoint-every", "5s"]
+    settings = f"--dataset digits --epochs {epochs} --output none --checkpoint runs/checkpoints --checkpoint-every 5s"
+    command = ["python", "examples/mnist.py", *settings.split()]
     return list(yaml.safe_load_all(render(scheduler, *NODES, "--image", image, *options, "--", *command)))
 
 

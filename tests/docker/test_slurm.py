@@ -53,7 +53,7 @@ class Submitted:
         self._outcome: list[Outcome] = []
         self._thread = threading.Thread(target=self._run, args=arguments)
         self._thread.start()
-        self.job = wait_for("the job's id", lambda: self._id())
+        self.job = wait_for("the job's id", self._id)
 
     def _run(self, *arguments: str) -> None:
         options = ("--nodes", "2", "--ranks-per-node", "2", "--name", self.name, "--follow")

@@ -201,13 +201,8 @@ def _resources(job: Job) -> str:
 def _step(job: Job) -> str:
     """Return the command that starts all ranks, in the background."""
     mpi = "pmix" if job.launcher == "srun" else "none"
-    options = [
-        f"--mpi={mpi}",
-        "--kill-on-bad-exit=1",
-        "--wait=60",
-        "--open-mode=append",
-        '--output="$logs/rank-%t.log"',
-    ]
+    options = [f"--mpi={mpi}", "--kill-on-bad-exit=1", "--wait=60", "--open-mode=append"]
+    options.append('--output="$logs/rank-%t.log"')
     if job.cpus_per_rank:
         options.append(f"--cpus-per-task={job.cpus_per_rank}")
     command = shell_command(job.command, "$SLURM_ARRAY_TASK_ID")
