@@ -103,6 +103,16 @@ def test_every_failing_host_has_its_own_line(fake_ssh: Path) -> None:
     assert [line.split()[1] for line in str(caught.value).splitlines()] == ["b", "c"]
 
 
+def test_a_failed_login_points_to_the_doctor(fake_ssh: Path) -> None:
+    answer(fake_ssh, "denied")
+    outcome = launch("-np", "2", "-H", f"{HOST}:2", "python", "x.py")
+    assert outcome.returncode == 1
+    assert outcome.stderr.splitlines() == [
+        f"horovodrun: host {HOST} does not accept this node's key: me@{HOST}: Permission denied (publickey).",
+        f"horovodrun: `trainer doctor -H {HOST}:2` looks for the cause on these hosts and between them",
+    ]
+
+
 def test_host_keys_are_left_to_the_users_ssh_config(fake_ssh: Path) -> None:
     _wait_for_hosts([HOST], settings_with(5))
     asked = fake_ssh.with_name("ssh.log").read_text()
