@@ -16,8 +16,8 @@ _AT_MOST_UPDATES = 128
 class FlagReduction:
     """Adds up the ranks' flags about twice a second, as an all-reduce after each update would cost too much.
 
-    Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that they meet in
-    the same all-reduce.
+    Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that their
+    calls match.
     """
 
     def __init__(self, strategy: Strategy, update: int) -> None:

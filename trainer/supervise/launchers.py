@@ -86,7 +86,7 @@ def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[
 
 
 def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Return one agent of torchrun for each host; they meet at a port of the first one."""
+    """Return one agent of torchrun for each host; their rendezvous is a port of the first one."""
     run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--no-python")
     if len(hosts) == 1 and hosts[0].is_here:
         return [Start((*run, "--standalone", "--nproc-per-node", str(hosts[0].slots), *command))]
