@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from tests.unit.blobs import blobs, fitted, make, network, weights
 from tests.unit.test_loader import Endless, Pairs
 from trainer import (
     Callback,
@@ -21,57 +21,13 @@ from trainer import (
     EpochRecord,
     FitContext,
     InMemory,
-    ProgressEvent,
     Trainer,
     TrainerConfig,
     TrainerError,
-    UpdateRecord,
     accuracy,
     init,
 )
 from trainer.data.shard_plan import permutation
-
-Loss = Callable[[Any, Any], Tensor]
-
-
-def blobs(samples: int, dtype: torch.dtype = torch.float64) -> InMemory:
-    """Points around three corners, and which corner."""
-    generator = torch.Generator().manual_seed(3)
-    targets = torch.arange(samples) % 3
-    inputs = torch.randn(samples, 4, generator=generator, dtype=dtype)
-    inputs[torch.arange(samples), targets] += 3
-    return InMemory(inputs, targets)
-
-
-def network(dtype: torch.dtype = torch.float64, *, dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
-
-
-def make(model: nn.Module | None = None, loss: Loss = F.cross_entropy, lr: float = 0.1, **settings: Any) -> Trainer:
-    """A trainer that neither prints nor writes, with a plain learning rate unless the test asks for more."""
-    model = model or network()
-    own = {name: settings.pop(name) for name in ("metrics", "callbacks", "output") if name in settings}
-    plain = {"device": "cpu", "batch_size": 10, "scale_lr": False, "decay": "none"}
-    return Trainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-        loss,
-        strategy="single",
-        config=TrainerConfig(**{**plain, **settings}),
-        progress=False,
-        **{"output": None, **own},
-    )
-
-
-def weights(trainer: Trainer) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-
-def fitted(data: Dataset[Any], *, epochs: int = 2, **settings: Any) -> Tensor:
-    trainer = make(**settings)
-    trainer.fit(data, epochs=epochs)
-    return weights(trainer)
 
 
 def test_the_loss_falls_and_every_sample_is_trained_on() -> None:
@@ -240,59 +196,6 @@ def test_a_dataset_that_cannot_be_used_is_refused_before_the_first_step(
     assert steps == []
 
 
-@pytest.mark.parametrize("eval_batch_size", [None, 1, 7, 100])
-def test_an_evaluation_counts_every_sample_once(eval_batch_size: int | None) -> None:
-    data = blobs(23)
-    trainer = make(eval_batch_size=eval_batch_size, metrics={"accuracy": accuracy})
-    found = trainer.evaluate(data)
-    assert found.evaluated == found.samples == 23
-    outputs = network()(data.inputs)
-    assert found.metrics["loss"] == pytest.approx(F.cross_entropy(outputs, data.targets).item(), rel=1e-12)
-    assert found.metrics["accuracy"] == (outputs.argmax(1) == data.targets).sum().item() / 23
-
-
-@pytest.mark.parametrize("after_training", [False, True])
-def test_an_evaluation_takes_the_datasets_order_and_the_evaluations_batch_size(after_training: bool) -> None:
-    seen: list[list[int]] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(targets.tolist())
-        return F.cross_entropy(outputs, targets)
-
-    data, trainer = blobs(20), make(loss=loss, eval_batch_size=9)
-    if after_training:
-        trainer.fit(blobs(10), data, epochs=1)
-    else:
-        trainer.evaluate(data)
-    assert seen[-3:] == [part.tolist() for part in data.targets.split(9)]
-
-
-def test_an_evaluation_neither_trains_nor_drops_out() -> None:
-    trainer = make(network(dropout=0.9))
-    before, noise = weights(trainer), torch.random.get_rng_state()
-    assert trainer.evaluate(blobs(20)) == trainer.evaluate(blobs(20))
-    assert torch.equal(weights(trainer), before)
-    assert torch.equal(torch.random.get_rng_state(), noise)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_leaves_the_model_in_the_mode_it_was_in(training: bool) -> None:
-    trainer = make()
-    trainer.model.train(training)
-    trainer.evaluate(blobs(20))
-    assert trainer.model.training is training
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_validating_does_not_change_what_is_trained(in_memory: bool) -> None:
-    data = blobs(30)
-    held_out = blobs(12) if in_memory else Pairs(blobs(12).inputs, blobs(12).targets)
-    with_validation, without = make(network(dropout=0.5)), make(network(dropout=0.5))
-    with_validation.fit(data, held_out, epochs=3)
-    without.fit(data, epochs=3)
-    assert torch.equal(weights(with_validation), weights(without))
-
-
 def is_interrupted(trainer: Trainer) -> None:
     class Fails(Callback):
         def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
@@ -327,91 +230,6 @@ def test_a_scheduler_that_is_handed_in_alone_sets_the_learning_rate(per: str, ex
     assert [record.learning_rate for record in trainer.fit(blobs(20), epochs=2)] == expected
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_so_many_updates_the_mean_loss_since_the_last_point_is_reported(accumulate: int) -> None:
-    losses, points = [], []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        losses.append(F.cross_entropy(outputs, targets))
-        return losses[-1]
-
-    class Points(Callback):
-        def on_update(self, context: FitContext, record: UpdateRecord) -> None:
-            points.append(record)
-
-    # 35 samples in batches of 5 are 7 updates, or 4 of two batches each, the last of one.
-    trainer = make(
-        loss=loss, batch_size=5, accumulate=accumulate, log_every_updates=3, callbacks=[Points()], warmup_epochs=0
-    )
-    trainer.fit(blobs(35), epochs=2)
-    steps_of = {3: (0, 3), 6: (3, 6), 7: (6, 7), 9: (7, 9), 12: (9, 12), 14: (12, 14)}
-    if accumulate == 2:
-        steps_of = {3: (0, 6), 4: (6, 7), 6: (7, 11), 8: (11, 14)}
-    updates = [(number, 1 + (end > 7), slice(start, end)) for number, (start, end) in steps_of.items()]
-    assert [(point.update, point.epoch) for point in points] == [update[:2] for update in updates]
-    assert [point.samples for point in points] == [5 * update[2].stop for update in updates]
-    for point, (_, _, steps) in zip(points, updates, strict=True):
-        assert point.loss == pytest.approx(torch.stack(losses[steps]).mean().item(), rel=1e-12)
-        assert point.learning_rate == pytest.approx(0.1)
-    assert fitted(blobs(35), log_every_updates=1).equal(fitted(blobs(35), log_every_updates=0))
-
-
-def test_a_loss_that_is_not_finite_at_a_point_is_refused_there() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.sum() * math.inf
-
-    with pytest.raises(TrainerError, match="in epoch 1, by sample 20, at learning rate"):
-        make(loss=loss, log_every_updates=2).fit(blobs(100), epochs=1)
-
-
-class EventLog(Callback):
-    """Records its calls."""
-
-    def __init__(self, name: str, events: list[tuple[str, str, Any]]) -> None:
-        self._name, self._events = name, events
-
-    def on_fit_start(self, context: FitContext) -> None:
-        self._events.append((self._name, "fit starts", context.epochs))
-
-    def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
-        self._events.append((self._name, "progress", event.done))
-
-    def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
-        self._events.append((self._name, "epoch ends", record))
-
-    def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
-        self._events.append((self._name, "fit ends", records))
-
-
-def test_callbacks_are_called_in_their_order_with_what_fit_returns() -> None:
-    events: list[tuple[str, str, Any]] = []
-    records = make(callbacks=[EventLog("a", events), EventLog("b", events)]).fit(blobs(30), epochs=2)
-    assert events == [
-        (name, event, fact)
-        for event, fact in (
-            ("fit starts", 2),
-            ("epoch ends", records[0]),
-            ("epoch ends", records[1]),
-            ("fit ends", records),
-        )
-        for name in ("a", "b")
-    ]
-
-
-def test_a_progress_event_has_the_number_of_samples_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.trainer._PROGRESS_INTERVAL_S", 0.0)
-    events: list[tuple[str, str, Any]] = []
-    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
-    assert [fact for _, event, fact in events if event == "progress"] == [10, 20, 25]
-
-
-def test_progress_events_come_at_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.trainer._PROGRESS_INTERVAL_S", 1e9)
-    events: list[tuple[str, str, Any]] = []
-    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
-    assert "progress" not in {event for _, event, _ in events}
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_same_seed_gives_the_same_weights_bit_by_bit_and_another_seed_others(dropout: float) -> None:
     def run(seed: int) -> Tensor:
@@ -437,16 +255,6 @@ def test_the_model_stays_the_one_that_was_given() -> None:
     trainer.fit(blobs(20), epochs=1)
     assert trainer.model is model
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
-
-
-def test_the_default_record_of_a_second_fit_has_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    trainer = make(output="auto")
-    for number in (1, 2):
-        trainer.fit(blobs(20), epochs=1)
-        assert len(list((tmp_path / "runs").glob("*/summary.json"))) == number
 
 
 def test_a_loop_of_ones_own_gives_the_weights_of_fit() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from tests.unit.test_trainer import blobs, network, weights
+from tests.unit.blobs import blobs, network, weights
 from trainer import (
     Callback,
     CheckpointConfig,
