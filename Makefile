@@ -39,7 +39,7 @@ test-all: setup  ## Run every test but those with containers, all launchers with
 	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
 
 test-fast: setup  ## Run the tests that start no jobs, in about a minute
-	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" $(ARGS)
+	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n auto --maxprocesses 4 $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
 	@$(MAKE) --no-print-directory containers ONLY="docker and not slow"
