@@ -66,7 +66,7 @@ lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
-	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile
+	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
 
 bench: setup  ## Compare with plain Horovod, DDP and this machine's limit: tables, and bench.json
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)

@@ -217,7 +217,7 @@ UNTESTED = {
     "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
     "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
     "trainer submit gridengine --nodes 2 --ranks-per-node 2 --time 2h --directive='-pe mpi 4' -- python train.py": (
-        "needs a Grid Engine; tests/unit/test_submit_batch.py"
+        "needs a Grid Engine; tests/docker/test_gridengine.py"
     ),
     "docker push registry.example/trainer:1": "needs a registry",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir, succeed
+from tests.docker.cluster import ROOT, succeed
+from tests.docker.submitted import SchedulerCluster, Submitted, training, wait_for
 
 # A job that was put back waits for some seconds each time, and signals come once a minute.
 pytestmark = pytest.mark.timeout(600)
 
 FOLDER = ROOT / "tests/docker/slurm"
 SLURM_IMAGE = "trainer-slurm:test"
-_WAIT_S = 120.0
 
 
-class SlurmCluster(Cluster):
+class SlurmCluster(SchedulerCluster):
     """The containers, and a user on the controller."""
 
-    def __init__(self) -> None:
-        super().__init__(f"trainer-test-slurm-{os.getpid()}", str(FOLDER / "compose.yml"))
+    scheduler = "slurm"
 
-    def exec(self, node: str) -> list[str]:
-        """As the user who submits."""
-        return [*self._command, "exec", "-T", "--user", "trainer", node]
-
-    def root(self, *command: str) -> str:
-        """The output of a command of the administrator's on the controller."""
-        return self.compose("exec", "-T", "ctl", *command)
+    def ids(self, name: str) -> list[str]:
+        return self.run("ctl", "squeue", "-h", "-o", "%i", "--name", name).output.split()
 
     def ask(self, job: str, field: str) -> str:
         """A field of what Slurm knows of a job."""
@@ -41,48 +32,10 @@ class SlurmCluster(Cluster):
         return found[1] if found else ""
 
     def log(self, name: str) -> str:
-        """What the ranks and the script of a job have written."""
         return self.shell("ctl", f"cat runs/{name}-*.log runs/{name}-*/rank-*.log 2> /dev/null")
 
-
-class Submitted:
-    """A job of `trainer submit slurm --follow`, which runs beside the test."""
-
-    def __init__(self, cluster: SlurmCluster, name: str, *arguments: str) -> None:
-        self.cluster, self.name = cluster, name
-        self._outcome: list[Outcome] = []
-        self._thread = threading.Thread(target=self._run, args=arguments)
-        self._thread.start()
-        self.job = wait_for("the job's id", self._id)
-
-    def _run(self, *arguments: str) -> None:
-        options = ("--nodes", "2", "--ranks-per-node", "2", "--name", self.name, "--follow")
-        command = ("trainer", "submit", "slurm", *options, *arguments)
-        self._outcome.append(self.cluster.run("ctl", *command, timeout_s=500))
-
-    def _id(self) -> str:
-        found = self.cluster.run("ctl", "squeue", "-h", "-o", "%i", "--name", self.name).output.split()
-        return found[0] if found else ("ended" if self._outcome else "")
-
-    def wait_until_it_trains(self, text: str = "epoch 1") -> None:
-        wait_for(f"{text!r} in the log", lambda: text in self.cluster.log(self.name), self.describe)
-
-    def end(self, timeout_s: float = 500.0) -> Outcome:
-        self._thread.join(timeout_s)
-        assert self._outcome, f"the job has not ended\n{self.describe()}"
-        return self._outcome[0]
-
-    def describe(self) -> str:
-        return self.cluster.run("ctl", "scontrol", "show", "job", self.job).output + self.cluster.log(self.name)[-3000:]
-
-
-def wait_for(what: str, found: Callable[[], object], describe: Callable[[], str] = str) -> str:
-    deadline = time.monotonic() + _WAIT_S
-    while not (value := found()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"{what} does not come\n{describe()}")
-        time.sleep(0.5)
-    return str(value)
+    def describe(self, job: str) -> str:
+        return self.run("ctl", "scontrol", "show", "job", job).output
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +56,6 @@ def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
     wait_for("the end of all jobs", lambda: not slurm.root("squeue", "-h"))
     left = "".join(slurm.left_over(node) for node in ("n1", "n2"))
     assert not left, f"the test left processes:\n{left}"
-
-
-def training(name: str, epochs: int) -> tuple[str, ...]:
-    """A training that lasts as long as these epochs of MNIST, or so; that of MNIST is checked at its end."""
-    mnist = ("--dataset", "mnist", "--target-accuracy", "98.5", "--epochs", str(epochs))
-    digits = ("--dataset", "digits", "--epochs", str(20 * epochs), "--lr", "0.01")
-    data = mnist if data_dir() else digits
-    return ("--", "python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

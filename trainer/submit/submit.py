@@ -44,15 +44,29 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def follow(options: Options, job_id: str) -> int:
-    """Print what a job writes until it has ended; return its exit code, or 130 after Ctrl-C."""
-    follower = _Follower(options, job_id)
+    """Print what a job and its successors write until they have ended; return the largest exit code.
+
+    It is 130 after Ctrl-C.
+    """
+    ids, codes = [job_id], list[int]()
     try:
-        while (code := follower.look()) is None:
-            time.sleep(_POLL_S)
+        for job_id in ids:
+            codes.append(_follow_one(options, job_id))
+            for successor in options.scheduler.successors(options.job, job_id):
+                cancel = shlex.join(options.scheduler.cancel_command(successor))
+                _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
+                ids.append(successor)
     except KeyboardInterrupt:
         cancel = shlex.join(options.scheduler.cancel_command(job_id))
         _say(f"job {job_id} goes on; {cancel} ends it")
         return 130
+    return max(codes)
+
+
+def _follow_one(options: Options, job_id: str) -> int:
+    follower = _Follower(options, job_id)
+    while (code := follower.look()) is None:
+        time.sleep(_POLL_S)
     return code
 
 

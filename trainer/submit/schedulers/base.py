@@ -71,6 +71,11 @@ class Scheduler(ABC):
             TrainerError: the scheduler does not know it.
         """
 
+    def successors(self, job: Job, job_id: str) -> Sequence[str]:
+        """Return the ids under which an ended job goes on, where the scheduler does not keep its id."""
+        del job, job_id
+        return ()
+
     @abstractmethod
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Return what a job has printed since the last call, in whole lines.

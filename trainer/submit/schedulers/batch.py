@@ -17,7 +17,8 @@ _SCRIPT = """\
 #     {made_by}
 #
 # and is submitted, where that has not done it, by: mkdir -p runs && {submit} THIS-FILE
-# Not run: no {product} was at hand. It follows the documentation. Check first whether
+# {proof}
+# Check first whether
 {check_first}
 
 {directives}
@@ -64,6 +65,8 @@ class Batch(Scheduler):
     """What starts a program on another host of the job."""
     start: ClassVar[str] = ""
     """Lines before all others."""
+    proof: ClassVar[str] = "Not run: it follows the documentation."
+    """What the script was run against."""
     again: ClassVar[str]
     """Lines that have the job queued again after exit code 75."""
     check_first: ClassVar[str]
@@ -72,6 +75,11 @@ class Batch(Scheduler):
     @abstractmethod
     def directives(self, job: Job) -> list[str]:
         """Return the options of the job, each with a comment before it where it needs one."""
+
+    def ending(self, job: Job) -> str:
+        """Return `again` for a job."""
+        del job
+        return self.again
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
@@ -82,10 +90,10 @@ class Batch(Scheduler):
             timeout = fill(_TIMEOUT, grace_s=job.grace_s, seconds=job.time_s - job.grace_s)
         return fill(
             _SCRIPT, nodes=job.nodes, ranks_per_node=job.ranks_per_node, ranks=job.ranks, product=self.product,
-            made_by=job.made_by, name=job.name, submit=self.submit_command,
+            made_by=job.made_by, proof=self.proof, name=job.name, submit=self.submit_command,
             check_first=self.check_first, directives="".join(f"{line}\n" for line in lines), start=self.start,
             id=self.id + (f"-${self.index_variable}" if job.array else ""), hosts=self.hosts, agent=self.agent,
-            timeout=timeout, again=self.again,
+            timeout=timeout, again=self.ending(job),
             command=f"{shell_command(job.command, f'${self.index_variable}')}\n",
         )  # fmt: skip
 

@@ -9,15 +9,44 @@ from typing import ClassVar
 
 from trainer.errors import TrainerError
 from trainer.submit.job import Job, duration
-from trainer.submit.schedulers.base import State, call
+from trainer.submit.schedulers.base import State, call, fill, read_new
 from trainer.submit.schedulers.batch import Batch
+
+_AGAIN = """\
+# Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on a host
+# on which it has started ranks (qstat -j: "until clean up of a previous run has finished"). So the job submits itself
+# under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
+again() {
+    next=$(qsub -terse {task}"$0") || exit 99
+    echo "${next%%.*}" > "$logs/next"
+    echo "exit code $code: goes on as job ${next%%.*}"
+    exit 75
+}
+# A host that starts no program any more is lost. The first one runs this script.
+has_lost_a_host() {
+    for host in $(awk 'NR > 1 {print $1}' "$PE_HOSTFILE"); do
+        timeout 30 qrsh -inherit -nostdin "$host" true || return 0
+    done
+    return 1
+}
+# 75 says that the ranks have saved. A start that loses a host{or_told} is repeated three times in a row.
+export REPEATS_IN_A_ROW=${REPEATS_IN_A_ROW:-0}
+case $code in
+    0 | 78) ;;
+    75) REPEATS_IN_A_ROW=0; again ;;
+    *)
+        REPEATS_IN_A_ROW=$((REPEATS_IN_A_ROW + 1))
+        if [ "$REPEATS_IN_A_ROW" -le 3 ] && {lost}; then again; fi
+        ;;
+esac
+"""
 
 
 class GridEngine(Batch):
     """Son of Grid Engine, Open Grid Scheduler and others of the family."""
 
     name = "gridengine"
-    summary = "Grid Engine: qsub and mpirun (not run)"
+    summary = "Grid Engine: qsub and mpirun"
     product = "Grid Engine"
     suffix = ".sge"
     submit_command = "qsub"
@@ -26,16 +55,31 @@ class GridEngine(Batch):
     index_variable = "SGE_TASK_ID"
     hosts = """$(awk '{print $1 ":" $2}' "$PE_HOSTFILE" | paste -sd,)"""
     agent = "qrsh -inherit -nostdin -V"
+    start = (
+        "# A login shell may have set PATH anew; this is that of the shell that has submitted.\n"
+        "export PATH=$SGE_O_PATH\n"
+    )
+    proof = (
+        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py)."
+    )
     check_first = (
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"
-        "# (allocation_rule), and has control_slaves TRUE.\n"
+        "# (allocation_rule), and has control_slaves TRUE; and whether the execution hosts may submit (qconf -ss).\n"
     )
-    again = '# Exit code 99 puts the job back into the queue.\nif [ "$code" = 75 ]; then exit 99; fi\n'
+    again = _AGAIN
 
     lacks: ClassVar[Mapping[str, str]] = {
         **Batch.lacks, "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
         "cpus_per_rank": "name the site's resource with --directive",
     }  # fmt: skip
+
+    def ending(self, job: Job) -> str:
+        """Return the lines that have a job go on that was told to save, or has lost a host."""
+        lost, or_told = "has_lost_a_host", ""
+        if job.time_s:
+            lost = f'{{ [ "$SECONDS" -ge {job.time_s - job.grace_s} ] || {lost}; }}'
+            or_told = " or fails after USR2"
+        return fill(self.again, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
 
     def directives(self, job: Job) -> list[str]:
         """Return qsub's options."""
@@ -43,7 +87,8 @@ class GridEngine(Batch):
         if not any(text.split()[0] == "-pe" for text in job.directives):
             lines += ["# The site's parallel environment; --directive='-pe NAME SLOTS' names another.",
                       f"-pe mpi {job.ranks}"]  # fmt: skip
-        lines += ["# A job whose node is lost comes again.", "-r y", "-j y", "-o runs/"]
+        lines += ["# A job whose first host is lost comes again, where the site has set reschedule_unknown.", "-r y"]
+        lines += ["-j y", f"-o runs/{job.name}-$JOB_ID{'-$TASK_ID' if job.array else ''}.log"]
         if job.time_s:
             lines += [f"-l h_rt={duration(job.time_s)}"]
         if job.memory_gib:
@@ -67,13 +112,37 @@ class GridEngine(Batch):
         """Ask qstat, and the accounting for a job that it does not know any more."""
         try:
             call("qstat", "-j", job_id)
-        except TrainerError:
-            found = re.findall(r"^exit_status +(\d+)", call("qacct", "-j", job_id), re.MULTILINE)
-            # There is a record for each start, and 99 is that of one which was queued again.
-            code = max((int(one) for one in found if one != "99"), default=1)
-            return {job_id: State("ended", code if code in (0, 78) else 1)}
+        except TrainerError as error:
+            if "do not exist" not in str(error):
+                raise
+            # There is a record of each start, after one of each host on which ranks were started.
+            records = [dict(re.findall(r"^(\S+) +(\S+)", text, re.MULTILINE)) for text in _records(job_id)]
+            return {f"{job_id}.{record['taskid']}": State("ended", _code(record)) for record in records}
         return {job_id: State("in the queue or running")}
+
+    def successors(self, job: Job, job_id: str) -> Sequence[str]:
+        """Return the jobs that this one has submitted."""
+        found = sorted(Path("runs").glob(f"{job.name}-{job_id}{'-*' if job.array else ''}/next"))
+        return [path.read_text().strip() for path in found]
+
+    def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
+        """Read what the script has written; what the ranks print comes through mpirun."""
+        logs = f"{job.name}-{job_id}{'-*' if job.array else ''}.log"
+        return read_new(sorted(Path("runs").glob(logs)), seen)
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
         return ("qdel", job_id)
+
+
+def _records(job_id: str) -> list[str]:
+    return re.split(r"^=+$", call("qacct", "-j", job_id), flags=re.MULTILINE)[1:]
+
+
+def _code(record: Mapping[str, str]) -> int:
+    """Return the exit code that `trainer submit --follow` ends with."""
+    code = int(record["exit_status"])
+    # A job that ended with 75 goes on as another one, whose exit code counts.
+    if record["failed"] != "0" or code not in (0, 75, 78):
+        return 1
+    return 0 if code == 75 else code

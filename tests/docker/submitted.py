@@ -1,0 +1,94 @@
+"""Jobs of `trainer submit --follow` on a real scheduler, whose daemons run in containers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir
+
+_WAIT_S = 120.0
+
+
+class SchedulerCluster(Cluster):
+    """The containers of a scheduler, with a user on its controller, ctl."""
+
+    scheduler: ClassVar[str]
+
+    def __init__(self) -> None:
+        file = ROOT / "tests/docker" / self.scheduler / "compose.yml"
+        super().__init__(f"trainer-test-{self.scheduler}-{os.getpid()}", str(file))
+
+    def exec(self, node: str) -> list[str]:
+        """As the user who submits."""
+        return [*self._command, "exec", "-T", "--user", "trainer", node]
+
+    def root(self, *command: str) -> str:
+        """The output of a command of the administrator's on the controller."""
+        return self.compose("exec", "-T", "ctl", *command)
+
+    @abstractmethod
+    def ids(self, name: str) -> list[str]:
+        """The ids of the jobs of a name that wait or run."""
+
+    @abstractmethod
+    def log(self, name: str) -> str:
+        """What the ranks and the script of a job have written."""
+
+    @abstractmethod
+    def describe(self, job: str) -> str:
+        """What the scheduler knows of a job."""
+
+
+class Submitted:
+    """A job of `trainer submit --follow`, which runs beside the test."""
+
+    def __init__(self, cluster: SchedulerCluster, name: str, *arguments: str) -> None:
+        self.cluster, self.name = cluster, name
+        self._outcome: list[Outcome] = []
+        self._thread = threading.Thread(target=self._run, args=arguments)
+        self._thread.start()
+        self.job = wait_for("the job's id", self._id)
+
+    def _run(self, *arguments: str) -> None:
+        options = ("--nodes", "2", "--ranks-per-node", "2", "--name", self.name, "--follow")
+        command = ("trainer", "submit", self.cluster.scheduler, *options, *arguments)
+        self._outcome.append(self.cluster.run("ctl", *command, timeout_s=500))
+
+    def _id(self) -> str:
+        found = self.cluster.ids(self.name)
+        return found[0] if found else ("ended" if self._outcome else "")
+
+    def wait_until_it_trains(self, text: str = "epoch 1") -> None:
+        wait_for(f"{text!r} in the log", lambda: text in self.cluster.log(self.name), self.describe)
+
+    def end(self, timeout_s: float = 500.0) -> Outcome:
+        self._thread.join(timeout_s)
+        assert self._outcome, f"the job has not ended\n{self.describe()}"
+        return self._outcome[0]
+
+    def describe(self) -> str:
+        return self.cluster.describe(self.job) + self.cluster.log(self.name)[-3000:]
+
+
+def wait_for(what: str, found: Callable[[], object], describe: Callable[[], str] = str) -> str:
+    deadline = time.monotonic() + _WAIT_S
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} does not come\n{describe()}")
+        time.sleep(0.5)
+    return str(value)
+
+
+def training(name: str, epochs: int) -> tuple[str, ...]:
+    """A training that lasts as long as these epochs of MNIST, or so; that of MNIST is checked at its end."""
+    mnist = ("--dataset", "mnist", "--target-accuracy", "98.5", "--epochs", str(epochs))
+    digits = ("--dataset", "digits", "--epochs", str(20 * epochs), "--lr", "0.01")
+    data = mnist if data_dir() else digits
+    return ("--", "python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
