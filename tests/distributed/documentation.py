@@ -82,6 +82,7 @@ HERE = {
     ),
     "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
     "trainer doctor": Run(append="|| test $? = 1", prints="trainer doctor: "),
+    "trainer doctor --gpu": Run(append="|| test $? = 1", prints="trainer doctor: "),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
@@ -227,6 +228,7 @@ UNTESTED = {
     "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
+    "trainer doctor --gpu -H a:2,b:2": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
     "make bench": "the same",
     "make accuracy": "trains 15 times; tests/unit/test_benchmarks.py",
