@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainer import World, preparation
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.preparation import _connect
@@ -111,6 +112,32 @@ def test_the_first_line_tells_how_the_ranks_are_connected() -> None:
     log = NcclLog()
     assert _connect(Connected(), log) == "; NCCL: NET/IB with GPUDirect RDMA"
     log.close()
+
+
+@pytest.mark.parametrize(("over_nccl", "says"), [(True, "; NCCL: NET/IB with GPUDirect RDMA\n"), (False, "(cpu)\n")])
+def test_a_rank_with_a_gpu_joins_with_a_log(
+    over_nccl: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files: list[Path] = []
+
+    def make(*_: object) -> Connected:
+        files.append(Path(os.environ["NCCL_DEBUG_FILE"]))
+        strategy = Connected()
+        strategy.is_over_nccl, strategy.tuning = over_nccl, {}
+        return strategy
+
+    world = World(size=2, local_size=2, device=torch.device("cuda", 0))
+    for name in ("report_failures", "wait_for_threads_before_forks", "write_whole_lines", "report_join"):
+        monkeypatch.setattr(preparation, name, lambda *_: None)
+    for name, value in {"current_world": world, "gpu_id": "GPU-0", "share_machine": {}}.items():
+        monkeypatch.setattr(preparation, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(preparation, "make_strategy", make)
+    preparation.join("auto", RunConfig())
+    (line,) = capsys.readouterr().err.splitlines(keepends=True)
+    assert line.endswith(says)
+    assert not files[0].exists()
+    assert "NCCL_DEBUG" not in os.environ
 
 
 def test_a_log_without_connections_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
