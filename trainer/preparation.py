@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import Timer
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
+from trainer.launch.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.launch.network import machine_id
 from trainer.launch.output import print_line, write_whole_lines
 from trainer.launch.status import report_join, report_phase
@@ -31,6 +33,9 @@ from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy, Synchronizer, broadcast_optimizer_state
 from trainer.sync_batch_norm import convert_sync_batch_norm
 from trainer.tuning.host import share_machine
+
+_UNCONNECTED_S = 20.0
+"""After this long without a connection between the ranks, rank 0 says that it waits."""
 
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
@@ -53,10 +58,14 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
+    log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
     joined = make_strategy(strategy, world)
-    hosts, machines, gpus = zip(
-        *joined.all_gather_object((world.host, machine_id(), gpu_id(world.device))), strict=True
+    hosts, machines, gpus, over_nccl = zip(
+        *joined.all_gather_object((world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl)), strict=True
     )
+    if log is not None:
+        joined.description += _connect(joined, log) if all(over_nccl) else ""
+        log.close()
     if sharing_is_on() and (shared := describe_sharing(gpus)):
         joined.description += f"; {shared}"
     tuning = dict(joined.tuning) | share_machine(world, machines)
@@ -67,6 +76,29 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         print_line(f"trainer: {line}", sys.stderr)
     report_phase("joined")
     return joined
+
+
+def _connect(strategy: Strategy, log: NcclLog) -> str:
+    """Connect the ranks over NCCL; return how they are connected, for the first line of output. Collective.
+
+    They would be connected by the first exchange of weights, so that it takes no time of the run. Only then it is known
+    whether GPUDirect RDMA is used, which is why the line comes after it.
+    """
+    check_devices(strategy)
+    text = (
+        "trainer: NCCL has not connected the ranks so far; `trainer doctor --gpu`, with -H as the job has it, says why"
+    )
+    waiting = Timer(_UNCONNECTED_S, print_line, (text, sys.stderr))
+    waiting.daemon = True
+    if strategy.world.is_root:
+        waiting.start()
+    try:
+        strategy.all_reduce(torch.ones(1, device=strategy.world.device)).item()  # waits for the device
+    finally:
+        waiting.cancel()
+    found = strategy.all_gather_object(read_transports(log.read()))
+    transports = describe_transports(set().union(*found))
+    return f"; NCCL: {transports}" if transports else ""
 
 
 def _per_host(hosts: Iterable[str]) -> str:

@@ -65,6 +65,8 @@ LAUNCHED = {
 UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 
 _DIGITS = "--dataset digits --epochs 1"
+_MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
+_NEXT_BYTE = Run(append="--epochs 1", prints="epoch 1/1: test loss")
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
     "make help": Run(prints="check-gpu"),
@@ -73,21 +75,19 @@ HERE = {
     "diff -y -W 230 examples/next_byte_plain.py examples/next_byte.py": Run(
         append="|| test $? = 1", prints="run = trainer.init("
     ),
-    "python examples/next_byte_plain.py --no-shuffle": Run(append="--epochs 1", prints="epoch 1/1: test loss"),
-    "horovodrun -np 2 python examples/next_byte.py --no-shuffle": Run(
-        append="--epochs 1", prints="epoch 1/1: test loss"
-    ),
+    "python examples/next_byte_plain.py --no-shuffle": _NEXT_BYTE,
+    "horovodrun -np 2 python examples/next_byte.py --no-shuffle": _NEXT_BYTE,
     "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
-    "trainer run -np 2 python examples/mnist.py": Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297"),
-    "trainer doctor": Run(append="|| test $? = 1", prints="trainer doctor: "),
+    "trainer run -np 2 python examples/mnist.py": _MNIST,
+    **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
+    "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
+    "--directive=InstanceType=TI.S.4XLARGE32.POST -- python train.py": Run("", ("tione", "tione --dry-run"), "tccli"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
-    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": Run(
-        append="--dataset digits --epochs 1 --output none", prints="evaluated 297/297"
-    ),
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": _MNIST,
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
         replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
     ),
@@ -98,7 +98,6 @@ HERE = {
     ),
 }
 
-_MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
 _TIMED = Run(append=f"{_DIGITS} --output none --batch-size 40", prints="epoch 1/1")
 _BENCH = Run(append="--max-size 1K --factor 256 --repeats 1", prints="ranks: 4 on a: 2, b: 2")
 # One strategy and one shape; a batch that leaves four ranks enough steps of the 1,500 digits.

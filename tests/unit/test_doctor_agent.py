@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainer.doctor.agent import exchange
+from trainer.doctor.agent import gpus as agent_gpus
 from trainer.doctor.agent import machine as agent_machine
 from trainer.doctor.connection import AgentError, Connection, _command
 from trainer.doctor.relay import SEGMENT
@@ -21,6 +22,16 @@ from trainer.supervise.hosts import Host
 
 HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
 TOKEN = "0" * exchange.TOKEN_BYTES
+SMI = """#!/bin/sh
+case "$*" in
+*clocks_event_reasons*) echo 'Field "clocks_event_reasons.hw_thermal_slowdown" is not valid.'; exit 2 ;;
+--query-gpu=*) echo "0, NVIDIA A100, 525.60.13, Enabled, 0, Not Active, Not Active, 00000000:3B:00.0" ;;
+topo*) shift; echo "matrix of $*" ;;
+esac
+"""
+LSPCI = """#!/bin/sh
+printf '0000:3a:00.0 PCI bridge: one\\n\\tLnkCap: x16\\n\\t\\tACSCtl:\\tSrcValid+ ReqRedir+\\n'
+"""
 SOURCES = sorted(Path(exchange.__file__).parent.glob("*.py"))
 
 
@@ -100,6 +111,35 @@ def test_what_an_agent_reads_of_a_host(agent: Connection, tmp_path: Path) -> Non
     assert len(software["script"]) == len(software["library"]) == 12
     assert software["shadows"] == [str(tmp_path / "torch.py")]
     assert agent.call("software", 10, folder=str(tmp_path), script="x.py", python_path="")["script"] == "missing"
+
+
+def test_what_an_agent_reads_of_gpus(through_ssh: Callable[[str], Connection], tmp_path: Path) -> None:
+    """Of a driver that is older than the names of the reasons, as nvidia-smi prints it."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "lspci").write_text(LSPCI)
+    for program in ("nvidia-smi", "lspci"):
+        (tmp_path / program).chmod(0o755)
+    agent = through_ssh('NCCL_P2P_DISABLE=1 exec sh -c "$command"')
+    assert not agent.login().error
+    found = agent.call("gpus", 20)
+    assert found["query"].startswith("0, NVIDIA A100")
+    assert (found["topology"], found["p2p"]) == ("matrix of -m\n", "matrix of -p2p r\n")
+    assert found["pci"] == {"0000:3b:00.0": {"bridges": [], "iommu": ""}}  # there is no such device
+    assert found["acs"].splitlines() == ["0000:3a:00.0 PCI bridge: one", "\t\tACSCtl:\tSrcValid+ ReqRedir+"]
+    assert found["environment"] == {"NCCL_P2P_DISABLE": "1"}
+    assert found["kernel"] == os.uname().release
+
+
+def test_where_a_device_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of /sys, somewhere else, so that the first three parts of a path are not those of /sys/devices."""
+    place = tmp_path / "pci0000:3a" / "0000:3a:00.0" / "0000:3b:00.0"
+    (place / "iommu_group").mkdir(parents=True)
+    (place / "iommu_group" / "type").write_text("DMA-FQ\n")
+    (tmp_path / "0000:3b:00.0").symlink_to(place)
+    monkeypatch.setattr(agent_gpus, "_DEVICES", tmp_path)
+    way = agent_gpus._way("0000:3b:00.0")
+    assert way["bridges"][-2:] == ["pci0000:3a", "0000:3a:00.0"]
+    assert way["iommu"] == "DMA-FQ"
 
 
 def test_the_library_on_the_jobs_own_path_is_the_one_that_is_read(agent: Connection, tmp_path: Path) -> None:

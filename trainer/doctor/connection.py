@@ -68,7 +68,7 @@ class Connection:
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
-        self._send(_source("serve"), [_source(name) for name in ("exchange", "machine", "software")])
+        self._send(_source("serve"), [_source(name) for name in ("exchange", "machine", "software", "gpus")])
 
     def login(self) -> Login:
         """Wait until the agent runs; return how that went."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.launch.nccl_log import describe_transports, read_transports
 from trainer.supervise.hosts import Host
+
+RESULT = '{"bytes": '
+"""How the line begins in which an all-reduce tells its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,29 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """A small all-reduce over NCCL between two GPUs, of one host or of two."""
+
+    hosts: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    """What the ranks have printed, NCCL's log among it."""
+    was_killed: bool = False
+    """Whether it had not ended at its limit."""
+    limit_s: float = 0.0
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """Return what rank 0 has measured, as `all_reduce.py` prints it; empty where it did not come so far."""
+        lines = (line for output in self.outputs for line in output.splitlines() if line.startswith(RESULT))
+        return next(map(json.loads, lines), {})
+
+    @property
+    def transports(self) -> str:
+        """Return how the ranks were connected, in a few words."""
+        return describe_transports(read_transports("\n".join(self.outputs)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Everything that was found out."""
 
@@ -96,7 +124,10 @@ class Facts:
     pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
     clocks: Mapping[str, float] = field(default_factory=dict)
     """Seconds by which a host's clock is ahead of this one's."""
-    gpus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    gpus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`agent.gpus.gpus` of each host that was asked."""
+    all_reduces: tuple[AllReduce, ...] = ()
+    """Those that were tried between two GPUs."""
     incomplete: tuple[str, ...] = ()
     """What could not be looked at."""
 

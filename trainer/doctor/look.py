@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from trainer.doctor.agent import exchange
 from trainer.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
 from trainer.doctor.facts import Facts, Login, to_name
+from trainer.doctor.gpu_pairs import try_all_reduces
 from trainer.doctor.options import Options
 from trainer.doctor.pairs import look_at_pairs
 from trainer.doctor.progress import Progress
@@ -56,7 +57,10 @@ def look(options: Options, progress: Progress) -> Facts:
         )  # fmt: skip
         progress.show("reading versions and limits")
         facts = _ask(facts, options, connections)
-        return look_at_pairs(facts, connections, deadline, progress)
+        facts = look_at_pairs(facts, connections, deadline, progress)
+        if options.with_gpus:
+            facts = try_all_reduces(facts, connections, progress)
+        return facts
     finally:
         on_all(started, Connection.close)
 
@@ -76,11 +80,12 @@ def _enter(options: Options) -> dict[str, tuple[Login, Connection]]:
     """Start an agent on each host; return how that went, and the connections."""
 
     def enter(host: Host) -> tuple[Login, Connection]:
-        connection = Connection(host, _LOGIN_PART * options.timeout_s, options.timeout_s)
+        all_s = options.timeout_s + options.all_reduce_s
+        connection = Connection(host, _LOGIN_PART * options.timeout_s, all_s)
         login = connection.login()
         if login.error == NO_ANSWER and not host.is_here:
             connection.close()
-            connection = Connection(host, _RETRY_S, options.timeout_s, in_small_segments=True)
+            connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
             again = connection.login()
             login = login if again.error else replace(again, in_small_segments=True)
         return _with_settings(login, host), connection

@@ -9,6 +9,7 @@ from trainer.command import script_of, without_dashes
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts
 
+ALL_REDUCE_S = 60.0
 _DESCRIPTION = """\
 Look at hosts, and at the network between them, for what would make a training fail there.
 """
@@ -38,6 +39,11 @@ class Options:
     as_json: bool = False
     with_gpus: bool = False
 
+    @property
+    def all_reduce_s(self) -> float:
+        """Return the time for all-reduces between GPUs, after that for all else."""
+        return ALL_REDUCE_S if self.with_gpus else 0.0
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add `doctor` to the subcommands."""
@@ -48,9 +54,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )  # fmt: skip
     parser.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
-    parser.add_argument("--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, with nvidia-smi")
     parser.add_argument(
-        "--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help="for all of it (%(default).0f)"
+        "--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and sum between two of them"
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="for all of it but the sums of --gpu (%(default).0f)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

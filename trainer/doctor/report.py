@@ -35,6 +35,10 @@ def _well(facts: Facts) -> str:
     times = [pair.latency_s for pair in facts.pairs.values() if pair.latency_s]
     if rates and times:
         parts.append(f"each two hosts {8 * min(rates) / 1e9:.2g} Gbit/s and {max(times) * 1e3:.2g} ms at worst")
+    for one in facts.all_reduces:
+        if one.result:
+            rate = f"{one.result['bus_bytes_per_s'] / 1e9:.3g} GB/s"
+            parts.append(f"all-reduce between two GPUs of {' and '.join(one.hosts)} {rate} ({one.transports})")
     for software in list(facts.software.values())[:1]:
         versions = ("Python", "PyTorch", "Horovod", "Open MPI")
         parts.append(", ".join(f"{name} {software['versions'][name] or 'none'}" for name in versions))
@@ -54,12 +58,17 @@ def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
             host.name: {
                 "slots": host.slots, "login_s": facts.logins[host.name].seconds,
                 "machine": facts.machines.get(host.name), "software": facts.software.get(host.name),
-                "interfaces": facts.interfaces.get(host.name),
+                "interfaces": facts.interfaces.get(host.name), "gpus": facts.gpus.get(host.name),
                 "names": {name: asdict(seen) for name, seen in facts.names.get(host.name, {}).items() if name},
             }
             for host in facts.hosts
         },
         "pairs": [{"from": one, "to": other, **asdict(pair)} for (one, other), pair in facts.pairs.items()],
+        "all_reduces": [
+            {"hosts": one.hosts, "transports": one.transports, "result": one.result or None,
+             "outputs": [] if one.result else one.outputs}
+            for one in facts.all_reduces
+        ],
         "seconds": round(seconds, 3),
     }  # fmt: skip
     return json.dumps(value, indent=1)

@@ -175,6 +175,8 @@ class Strategy(ABC):
         """What was set for this host, and why; for the first line of output and for the run's record."""
         self.description = str(world)
         """Ranks and transport, in a few words."""
+        self.is_over_nccl = False
+        """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:

@@ -42,7 +42,8 @@ class DDPStrategy(Strategy):
         if world.device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # objects are sent over Gloo, gradients over NCCL
             torch.cuda.set_device(world.device)
-        transport = "NCCL" if world.device.type == "cuda" else "Gloo"
+        self.is_over_nccl = world.device.type == "cuda"
+        transport = "NCCL" if self.is_over_nccl else "Gloo"
         self.description = f"DistributedDataParallel over {transport}, {world}"
         self._wrapped: DistributedDataParallel | None = None
         self._seconds_before = 0.0

@@ -49,11 +49,12 @@ class HorovodStrategy(Strategy):
         self._hvd.init()
         self._closed = False
         self._check_world()
+        self.is_over_nccl = world.device.type == "cuda"
         self.description = f"Horovod over {self._transport()}, {world}"
 
     def _transport(self) -> str:
         controller = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        return f"NCCL (started by {controller})" if self.world.device.type == "cuda" else controller
+        return f"NCCL (started by {controller})" if self.is_over_nccl else controller
 
     def _check_build(self) -> None:
         if self.world.device.type == "cuda" and not self._hvd.nccl_built():

@@ -224,5 +224,5 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
 
 
 def _option(field: str) -> str:
-    names = {"directives": "directive", "memory_gib": "memory"}
+    names = {"directives": "directive", "memory_gib": "memory", "time_s": "time"}
     return "--" + names.get(field, field).replace("_", "-")

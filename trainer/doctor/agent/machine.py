@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ from typing import Any
 _CGROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60
 """Bytes, where a limit is not set."""
-_GPU_QUERY = (
-    "index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total,"
-    "clocks_event_reasons.hw_thermal_slowdown,clocks_event_reasons.hw_power_brake_slowdown"
-)
 
 
 def clock() -> float:
@@ -52,22 +47,6 @@ def machine(folder: str) -> dict[str, Any]:
         "reads_memory": _reads_memory(),
         "single_copy_is_off": _single_copy_is_off(),
     }
-
-
-def gpus() -> dict[str, str]:
-    """Return what nvidia-smi says; empty texts where there is none."""
-    return {
-        "query": _output(["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]),
-        "topology": _output(["nvidia-smi", "topo", "-m"]),
-        "peer_memory": _output(["sh", "-c", "cut -d' ' -f1 /proc/modules | grep -E 'nv(idia_)?_?peer_?mem'"]),
-    }
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10).stdout.decode()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _user() -> str:
@@ -211,4 +190,4 @@ def _single_copy_is_off() -> bool:
     return "none" in settings.values()
 
 
-OPERATIONS = {"clock": clock, "machine": machine, "gpus": gpus}
+OPERATIONS = {"clock": clock, "machine": machine}

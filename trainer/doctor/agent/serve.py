@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-LONGEST_S = 120
+LONGEST_S = 180
 """An agent whose connection hangs ends by itself after that."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.doctor.checks.all_reduces import check_all_reduces
+from trainer.doctor.checks.links import check_peers, check_rdma
 from trainer.doctor.facts import Facts
 from trainer.doctor.finding import Cause, Finding, problem, warning
 from trainer.supervise.hosts import Host
@@ -26,28 +27,16 @@ class Gpu:
     ecc_errors: str
     is_hot: bool
     is_power_braked: bool
+    bus_id: str
 
 
 def read_query(text: str) -> list[Gpu]:
     """Return the GPUs of `nvidia-smi --query-gpu=… --format=csv,noheader,nounits`."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [
-        Gpu(index, name, driver, persistence, ecc_errors, hot == "Active", braked == "Active")
-        for index, name, driver, persistence, ecc_errors, hot, braked in (row for row in rows if len(row) == 7)
+        Gpu(index, name, driver, persistence, ecc_errors, hot == "Active", braked == "Active", bus_id)
+        for index, name, driver, persistence, ecc_errors, hot, braked, bus_id in (row for row in rows if len(row) == 8)
     ]
-
-
-def read_topology(text: str) -> dict[tuple[str, str], str]:
-    """Return how each GPU is connected with each other GPU and adapter, from `nvidia-smi topo -m`."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
-    head = next(([cell.strip() for cell in line] for line in lines if "GPU0" in [one.strip() for one in line]), [])
-    links: dict[tuple[str, str], str] = {}
-    for cells in ([cell.strip() for cell in line] for line in lines):
-        if re.fullmatch(r"GPU\d+", cells[0]):
-            for title, link in zip(head[1:], cells[1:], strict=False):
-                if re.fullmatch(r"GPU\d+|NIC\d+|mlx5_\d+", title) and link != "X":
-                    links[cells[0], title] = link
-    return links
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -60,7 +49,9 @@ def check(facts: Facts) -> Iterator[Finding]:
             yield from _present(host, gpus, cuda)
             for gpu in gpus:
                 yield from _state(host, gpu)
-            yield from _links(host, read_topology(found["topology"]), found, facts.machines[host.name]["has_rdma"])
+            yield from check_peers(host, found)
+            yield from check_rdma(host, found, facts.machines[host.name]["has_rdma"])
+    yield from check_all_reduces(facts)
 
 
 def _present(host: Host, gpus: list[Gpu], cuda: str) -> Iterator[Finding]:
@@ -101,27 +92,4 @@ def _state(host: Host, gpu: Gpu) -> Iterator[Finding]:
         yield warning(
             Cause.GPU, (host.name,), f"persistence mode is off for {name}, so that each first use takes seconds",
             "`sudo nvidia-smi -pm 1`",
-        )  # fmt: skip
-
-
-def _links(
-    host: Host, links: Mapping[tuple[str, str], str], found: Mapping[str, str], has_rdma: bool
-) -> Iterator[Finding]:
-    far = sorted({gpu for (gpu, other), link in links.items() if other.startswith("GPU") and link == "SYS"})
-    if far:
-        yield warning(
-            Cause.GPU, (host.name,), f"{host.name} has GPUs on different sockets ({', '.join(far)}), so that what "
-            "they exchange goes through both processors", "`nvidia-smi topo -m`; give a job the GPUs of one socket",
-        )  # fmt: skip
-    if has_rdma and links and not found["peer_memory"]:
-        yield warning(
-            Cause.GPU, (host.name,), f"{host.name} has RDMA adapters and no nvidia_peermem, so that what GPUs send to "
-            "other hosts is copied through host memory", "`sudo modprobe nvidia_peermem`",
-        )  # fmt: skip
-    adapters = {other for _, other in links if not other.startswith("GPU")}
-    distant = sorted({gpu for gpu, _ in links if adapters and all(links.get((gpu, one)) == "SYS" for one in adapters)})
-    if distant:
-        yield warning(
-            Cause.GPU, (host.name,), f"{host.name} has GPUs on another socket than every adapter: {', '.join(distant)}",
-            "`nvidia-smi topo -m`; GPUDirect RDMA wants PIX or PXB",
         )  # fmt: skip

@@ -7,10 +7,11 @@ from trainer.submit.schedulers.lsf import LSF
 from trainer.submit.schedulers.mpijob import MPIJob
 from trainer.submit.schedulers.pbs import PBS
 from trainer.submit.schedulers.slurm import Slurm
+from trainer.submit.schedulers.tione import TIONE
 from trainer.submit.schedulers.trainjob import TrainJob
 
 SCHEDULERS: dict[str, Scheduler] = {
-    one.name: one for one in (Slurm(), MPIJob(), TrainJob(), JobSet(), GridEngine(), PBS(), LSF())
+    one.name: one for one in (Slurm(), MPIJob(), TrainJob(), JobSet(), GridEngine(), PBS(), LSF(), TIONE())
 }
 
 __all__ = ["SCHEDULERS", "Scheduler", "State", "Watch"]

@@ -113,6 +113,12 @@ class Watch:
         return max(self._known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
 
+def need(program: str) -> None:
+    """Raise `ConfigError` where a program is not installed."""
+    if shutil.which(program) is None:
+        raise ConfigError(f"{program} is not installed here; submit where it is, or print the file with --dry-run")
+
+
 def call(*command: str, stdin: Path | None = None) -> str:
     """Run a scheduler's command; return what it prints.
 
@@ -123,8 +129,7 @@ def call(*command: str, stdin: Path | None = None) -> str:
         ConfigError: it is not installed here.
         TrainerError: it fails.
     """
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} is not installed here; submit where it is, or print the file with --dry-run")
+    need(command[0])
     text = stdin.read_text() if stdin else ""
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,0 +1,118 @@
+"""The all-reduce of `trainer doctor --gpu`, run by its agents on CPUs over Gloo in place of GPUs over NCCL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.doctor import gpu_pairs
+from trainer.doctor.checks.all_reduces import first_error
+from trainer.doctor.connection import AgentError, Connection
+from trainer.doctor.facts import AllReduce
+from trainer.supervise.hosts import Host
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+
+LIMIT_S = 90.0
+
+
+@pytest.fixture
+def agents() -> Iterator[dict[str, Connection]]:
+    started = {name: Connection(Host("localhost", 1), 60, 170) for name in ("a", "b")}
+    try:
+        assert not any(one.login().error for one in started.values())
+        yield started
+    finally:
+        for one in started.values():
+            one.close()
+
+
+def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Have the agents run the program with a fault."""
+    source = gpu_pairs.SOURCE.read_text()
+    assert source.count(old) == 1
+    (tmp_path / "all_reduce.py").write_text(source.replace(old, new))
+    monkeypatch.setattr(gpu_pairs, "SOURCE", tmp_path / "all_reduce.py")
+
+
+def ended(one: AllReduce | str) -> AllReduce:
+    assert isinstance(one, AllReduce), one
+    return one
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        found += [file.parent.name] * (text in words)
+    return found
+
+
+def test_two_ranks_of_one_host_sum_right_and_say_how_fast(agents: dict[str, Connection]) -> None:
+    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    assert (one.hosts, one.was_killed) == (("a",), False)
+    assert one.result, one.outputs
+    assert (one.result["wrong"], one.result["bytes"], one.result["device"]) == (0, 2**20, "cpu")
+    # Of two ranks, the bus bandwidth of nccl-tests is that of the algorithm: 2 (n - 1) / n is 1.
+    assert one.result["bus_bytes_per_s"] == pytest.approx(one.result["bytes"] / one.result["seconds"])
+    assert one.result["bus_bytes_per_s"] > 1e6
+
+
+def test_two_hosts_sum_over_the_network(agents: dict[str, Connection]) -> None:
+    one = ended(gpu_pairs.run(agents, "gloo", address="127.0.0.1", limit_s=LIMIT_S))
+    assert one.hosts == ("a", "b")
+    assert one.result, one.outputs
+    assert one.result["wrong"] == 0
+
+
+def test_a_wrong_sum_is_noticed(agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(tmp_path, monkeypatch, "values = start + rank", "values = start + rank + rank * (start == 7)")
+    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    assert one.result["wrong"] == 2 * 263  # of 2**18 values, those whose remainder is 7; on both ranks
+
+
+def test_a_rank_that_fails_is_told_before_the_limit(
+    agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(tmp_path, monkeypatch, "values = start + rank", "values = start + (1 / (1 - rank))")
+    started = time.monotonic()
+    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    assert time.monotonic() - started < LIMIT_S
+    assert not one.result
+    assert first_error(one) == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_fails_with_one_line(agents: dict[str, Connection]) -> None:
+    one = ended(gpu_pairs.run({"a": agents["a"]}, "nccl", limit_s=LIMIT_S))
+    assert not one.result
+    assert "Error: " in first_error(one)
+
+
+def test_ranks_that_hang_are_killed_at_the_limit(
+    agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(tmp_path, monkeypatch, "values = start + rank", "values = start + (rank and time.sleep(1000))")
+    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=15))
+    assert one.was_killed
+    assert not one.result
+
+
+def test_ranks_end_with_their_agent(agents: dict[str, Connection]) -> None:
+    store = f"tcp://127.0.0.1:{agents['a'].call('free_port', 5, address='127.0.0.1')}"
+    arguments = {"source": gpu_pairs.SOURCE.read_text(), "backend": "gloo", "size": 2, "interface": ""}
+    with pytest.raises(AgentError, match="did not answer to 'all_reduce'"):  # the other rank never comes
+        agents["a"].call("all_reduce", 8, **arguments, ranks=[0], store=store, limit_s=120)
+    assert len(processes_with(store)) == 1
+    agents["a"].close()
+    until = time.monotonic() + 20
+    while processes_with(store) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert processes_with(store) == []

@@ -1,0 +1,125 @@
+"""The script that creates a task of TI-ONE, run with a program that stands in for tccli."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.job_files import render, stand_in
+from trainer.errors import ConfigError
+from trainer.submit.schedulers import SCHEDULERS, Watch
+
+NODES = ["--nodes", "2", "--ranks-per-node", "2", "--image", "ccr.example/train:1"]
+GROUP = ["--directive=ResourceGroupId=rsg-1", "--cpus-per-rank", "4", "--memory", "32GB"]
+HOURLY = ["--directive=InstanceType=TI.GN10.5XLARGE80.POST"]
+COMMAND = ["--", "python", "train.py", "it's $5", "{x}"]
+
+
+@pytest.fixture
+def tccli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have tccli note its arguments and the request, and answer with what is in the file `answer`."""
+    stand_in(
+        tmp_path, "tccli", f'cd {tmp_path}; printf "%s\\n" "$@" > arguments\n'
+        'for last; do :; done; cp "${last#file://}" request 2> /dev/null; cat answer',
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "answer").write_text('{"Id": "train-7", "RequestId": "x"}')
+    return tmp_path
+
+
+def created(folder: Path, *options: str) -> Any:
+    """Submit the script; return the request that tccli was given."""
+    (folder / "job.sh").write_text(render("tione", *NODES, *options, *COMMAND))
+    assert SCHEDULERS["tione"].submit(folder / "job.sh") == "train-7"
+    words = (folder / "arguments").read_text().splitlines()
+    assert words[:5] == ["tione", "CreateTrainingTask", "--version", "2021-11-11", "--cli-input-json"]
+    assert not Path(words[5].removeprefix("file://")).exists()
+    return json.loads((folder / "request").read_text())
+
+
+def test_a_task_in_a_resource_group(tccli: Path) -> None:
+    request = created(tccli, *GROUP, "--gpus-per-node", "2", "--directive=GpuType=V100")
+    assert (request["ChargeType"], request["ResourceGroupId"]) == ("PREPAID", "rsg-1")
+    assert request["ResourceConfigInfos"] == [
+        {"Role": "WORKER", "InstanceNum": 2, "Cpu": 8000, "Memory": 32768, "Gpu": 200, "GpuType": "V100"}
+    ]
+    assert request["ImageInfo"] == {"ImageType": "CUSTOM", "ImageUrl": "ccr.example/train:1"}
+    assert "DataConfigs" not in request
+
+
+def test_a_task_that_is_paid_by_the_hour(tccli: Path) -> None:
+    request = created(
+        tccli, *HOURLY, "--directive=RDMAConfig.Enable=true", "--directive=CFSSource.Id=cfs-1",
+        "--directive=ImageType=TCR", "--directive=RegistryId=tcr-1", "--directive=VpcId=vpc-1",
+    )  # fmt: skip
+    assert request["ChargeType"] == "POSTPAID_BY_HOUR"
+    assert request["ResourceConfigInfos"] == [
+        {"Role": "WORKER", "InstanceNum": 2, "InstanceType": "TI.GN10.5XLARGE80.POST", "RDMAConfig": {"Enable": True}}
+    ]
+    assert (request["ImageInfo"]["ImageType"], request["ImageInfo"]["RegistryId"]) == ("TCR", "tcr-1")
+    assert (request["VpcId"], request["DataSource"]) == ("vpc-1", "CFS")
+    (config,) = request["DataConfigs"]
+    assert (config["MappingPath"], config["CFSSource"]) == ("/trainer/runs", {"Id": "cfs-1", "Path": "/"})
+
+
+def test_each_node_starts_its_ranks_with_the_command_as_it_is(tccli: Path) -> None:
+    request = created(tccli, *HOURLY)
+    stand_in(tccli, "torchrun", 'printf "%s\\n" "$@" > ranks')
+    env = dict(os.environ, RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="23456", WORLD_SIZE="2")
+    subprocess.run(
+        ["bash", "-c", request["StartCmdInfo"]["StartCmd"]], cwd=tccli, env=env, check=True, timeout=20
+    )  # fmt: skip
+    words = (tccli / "ranks").read_text().splitlines()
+    assert words[-4:] == ["python", "train.py", "it's $5", "{x}"]
+    told = dict(zip(words[:12:2], words[1:12:2], strict=True))
+    assert told == {
+        "--nnodes": "2", "--nproc-per-node": "2", "--node-rank": "1", "--master-addr": "10.0.0.1",
+        "--master-port": "23456", "--log-dir": "runs/train",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (NODES, "tione needs one of --directive=ResourceGroupId=rsg-…"),
+        ([*NODES, *GROUP, *HOURLY], "tione needs one of"),
+        ([*NODES, "--directive=ResourceGroupId=rsg-1"], "--cpus-per-rank is missing; a resource group needs it; "
+         "--memory is missing"),
+        ([*NODES, *GROUP, "--gpus-per-node", "2"], "--directive=GpuType=… is missing"),
+        ([*NODES, *HOURLY, "--memory", "1GB"], "come with the InstanceType; leave them out"),
+        ([*NODES[:4], *HOURLY], "--image is missing"),
+        ([*NODES, *HOURLY, "--directive=Cpu=4"], "--directive is 'Cpu=4'; valid are ResourceGroupId,"),
+        ([*NODES, *HOURLY, "--directive=VpcId="], "--directive is 'VpcId='"),
+        ([*NODES, *HOURLY, "--directive=RDMAConfig.Enable=yes"], "of RDMAConfig.Enable it is true"),
+        ([*NODES, *HOURLY, "--time", "2h"], "tione has no --time; its API has no limit"),
+        ([*NODES, *HOURLY, "--claim", "a"], "tione has no --claim; runs/ comes from a file system"),
+        ([*NODES, *HOURLY, "--name", "a" * 61], "tione takes up to 60 characters"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused(options: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        render("tione", *options, "--", "python", "train.py")
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("STARTING", None), ("RUNNING", None), ("SUCCEED", 0), ("FAILED", 1), ("STOPPED", 1)]
+)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_states_are_read(tccli: Path, status: str, code: int | None, is_wrapped: bool) -> None:
+    answer = {"TrainingTaskDetail": {"Status": status}}
+    (tccli / "answer").write_text(json.dumps({"Response": answer} if is_wrapped else answer))
+    assert Watch(SCHEDULERS["tione"], "train-7").state().code == code
+    asked = (tccli / "arguments").read_text().split()
+    assert asked == ["tione", "DescribeTrainingTask", "--version", "2021-11-11", "--Id", "train-7"]
+
+
+def test_without_tccli_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="tccli is not installed here"):
+        SCHEDULERS["tione"].submit(tmp_path / "job.sh")
