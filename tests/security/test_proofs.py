@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from horovod.runner.http import proof
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.harness import ROOT
@@ -59,6 +59,7 @@ RFC_4231 = [
 ]
 
 
+@settings(deadline=None)
 @given(header=ANYTHING, length=st.one_of(st.none(), st.text(max_size=30)), path=st.text(max_size=30))
 def test_no_header_of_a_stranger_is_a_proof(header: str, length: str | None, path: str) -> None:
     try:
@@ -69,6 +70,7 @@ def test_no_header_of_a_stranger_is_a_proof(header: str, length: str | None, pat
         assert found is None
 
 
+@settings(deadline=None)
 @given(body=st.binary(max_size=100), method=st.sampled_from(["GET", "PUT", "DELETE"]), position=st.integers(0, 400))
 def test_a_changed_digit_makes_a_proof_invalid(body: bytes, method: str, position: int) -> None:
     header, _ = proof.sign(KEY, PORT, method, "/scope/key", body)
@@ -78,6 +80,7 @@ def test_a_changed_digit_makes_a_proof_invalid(body: bytes, method: str, positio
     assert proof.Verifier(KEY).admit(PORT, method, "/scope/key", str(len(body)), changed) is None
 
 
+@settings(deadline=None)
 @given(status=st.integers(0, 999), body=st.binary(max_size=50), header=ANYTHING)
 def test_no_header_of_a_stranger_proves_an_answer(status: int, body: bytes, header: str) -> None:
     header_sent, mac = proof.sign(KEY, PORT, "GET", "/scope/key", b"")
