@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 
@@ -18,9 +17,12 @@ def large() -> bytes:
     return bytes(20_000_000)
 
 
-def slow() -> str:
-    time.sleep(3)
-    return "done"
+def ready() -> int:
+    from tests.security.job_that_waits import wait
+
+    found = square()
+    wait()
+    return found
 
 
 def main(name: str, launcher: str) -> None:
