@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from horovod.runner.common.util.secret import make_secret_key
 from horovod.runner.http import proof
@@ -39,9 +41,12 @@ class Store:
         found = read_data_from_kvstore(HOST, self.port, "scope", "key", KEY)
         return bool(found == "the value") and time.monotonic() - began < 5
 
+    @property
+    def http(self) -> Any:
+        return self.server._httpd if isinstance(self.server, RendezvousServer) else self.server.httpd
+
     def names(self) -> set[str]:
-        httpd = self.server._httpd if isinstance(self.server, RendezvousServer) else self.server.httpd
-        return {f"{scope}/{key}" for scope, values in httpd.cache.items() for key in values}
+        return {f"{scope}/{key}" for scope, values in self.http.cache.items() for key in values}
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
         """Return status and body of the answer; 0 where the connection ended without one."""
@@ -249,13 +254,19 @@ def test_there_are_no_more_threads_than_connections_that_may_be_unproven(store: 
 
 
 def test_a_burst_of_requests_ends_nothing(store: Store, tmp_path: Path) -> None:
-    body = payload(tmp_path / "marker")
+    body, process = payload(tmp_path / "marker"), psutil.Process()
+    opened = process.num_fds()
     with ThreadPoolExecutor(8) as pool:
         statuses = set(pool.map(lambda number: store.send("PUT", f"/runfunc/{number}", body)[0], range(BURST)))
         assert store.serves()
     assert statuses <= {403, 0}
     assert not (tmp_path / "marker").exists()
     assert store.names() == {"scope/key"}
+    deadline = time.monotonic() + 10
+    while process.num_fds() > opened and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.num_fds() <= opened
+    assert not store.http._unproven
 
 
 def test_large_values_get_through(store: Store) -> None:
