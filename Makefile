@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -40,6 +40,9 @@ test-all: setup  ## Run every test but those with containers, all launchers with
 
 test-fast: setup  ## Run the tests that start no jobs, in about a minute
 	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n auto --maxprocesses 4 $(ARGS)
+
+test-security: setup  ## Attack the ports of jobs, a hundred jobs for each published exploit; half an hour
+	@$(IN_VENV) python -m pytest tests/security $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
 	@$(MAKE) --no-print-directory containers ONLY="docker and not slow"

@@ -174,6 +174,18 @@ BY_DOCKER = (
 
 # Commands that something else in this project runs, with its words there.
 ELSEWHERE = {
+    "python -m tests.security.attacks elastic PORT /tmp/marker": (
+        "tests/security/test_exploits.py",
+        '"tests.security.attacks", "elastic"',
+    ),
+    "python -m tests.security.attacks function PORT /tmp/marker": (
+        "tests/security/test_exploits.py",
+        '@pytest.mark.parametrize("name", EXPLOITS)',
+    ),
+    "TRAINER_UNPROTECTED_HOROVOD=/path/to/its/site-packages python -m pytest tests/security/test_exploits.py": (
+        "tests/security/test_exploits.py",
+        'os.environ.get("TRAINER_UNPROTECTED_HOROVOD"',
+    ),
     "make run": (".ci/run", "make run "),
     "make test": (".ci/run", "make test\n"),
     "make lint": (".ci/run", "make lint\n"),
@@ -224,6 +236,7 @@ UNTESTED = {
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
     "make test-fast": "is a part of `make test`",
     "make test-docker-all": "is `make test-docker` with more of the same",
+    "make test-security": "attacks 200 jobs; a part of it is in `make test`",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hmac
 import os
 import socket
 import subprocess
@@ -180,9 +181,20 @@ def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
     for port in ports:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._HEAD.pack(b"P", 0))
-            assert _end(stranger) == b""
+            assert len(_end(stranger)) <= 32  # the challenge, and nothing after it
     found = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
     assert all(found["errors"].values())
+
+
+def test_a_proof_that_was_recorded_is_refused(agent: Connection) -> None:
+    port = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)[0]
+    with exchange._connect("127.0.0.1", port, TOKEN, 5) as first:
+        exchange._ask(first, b"P", 0)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
+        challenge = exchange._receive(second, 32)
+        other = hmac.digest(TOKEN.encode(), challenge[::-1], "sha256")
+        second.sendall(other + exchange._HEAD.pack(b"P", 0))
+        assert _end(second) == b""
 
 
 def _end(connection: socket.socket) -> bytes:

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
 from trainer.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
-from trainer.strategies.parameter_server.wire import CHUNK_BYTES, decode, encode
+from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, decode, encode, prove, seal, unseal
 
 PROTO = Path(__file__).resolve().parents[2] / "trainer" / "strategies" / "parameter_server" / "exchange.proto"
 TOKEN = "the job's"  # noqa: S105
@@ -115,6 +116,37 @@ def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkey
         one.close()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    "facts", [(), ("address", 1, "gradients", "h"), ("address", 0, "values", "h"), ("another:1", 0, "gradients", "h")]
+)
+def test_the_token_itself_and_a_proof_for_another_stream_are_refused(
+    server: ServerProcess, facts: tuple[object, ...]
+) -> None:
+    sent = prove(TOKEN, *(server.endpoint if fact == "address" else fact for fact in facts)) if facts else TOKEN
+    metadata = (("authorization", sent), ("rank", "0"), ("channel", "gradients"), ("host", "h"))
+    with grpc.insecure_channel(server.endpoint) as channel, pytest.raises(grpc.RpcError) as refused:
+        next(channel.stream_stream(METHOD)(iter(()), metadata=metadata))
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    first, second = link(server, 0), link(server, 1)
+    push(first, 1.0)
+    push(second, 2.0)
+    assert floats(first.pull()) == floats(second.pull()) == [3.0]
+    first.close()
+    second.close()
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=60), at=st.integers(0, 200))
+def test_an_object_is_taken_as_it_was_sealed(data: bytes, at: int) -> None:
+    sealed = seal(TOKEN, 3, data)
+    assert unseal(TOKEN, 3, memoryview(sealed)) == data
+    changed = bytearray(sealed)
+    changed[at % len(sealed)] ^= 1
+    for token, number, found in ((TOKEN, 2, sealed), ("other", 3, sealed), (TOKEN, 3, bytes(changed)), (TOKEN, 3, b"")):
+        with pytest.raises(ValueError, match="does not come from a rank"):
+            unseal(token, number, found)
 
 
 def test_a_client_without_the_token_is_refused(server: ServerProcess) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from trainer.errors import ConfigError
 
+SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
+"""Holds the job's secret, where the supervisor or the user gives the ranks one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:

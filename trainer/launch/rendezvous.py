@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
@@ -88,7 +89,14 @@ def init_process_group(backend: str, world: World, rendezvous: Rendezvous, timeo
     if "nccl" in backend:
         choose_nccl_interface(address)
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = make_store(address, 0, world.size, True, wait_for_workers=False) if world.is_root else None
+    store = _serve_store(make_store, address, world.size) if world.is_root else None
     host, port = rendezvous.all_gather(f"{address} {store.port}" if store else "")[0].split()
     store = store or make_store(host, int(port), world.size, False)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _serve_store(make_store: Any, address: str, ranks: int) -> Any:
+    # Left to itself, the store listens on every interface, and it asks nobody who they are.
+    listener = socket.create_server((address, 0), backlog=max(128, ranks))
+    port = listener.getsockname()[1]
+    return make_store(address, port, ranks, True, wait_for_workers=False, master_listen_fd=listener.detach())

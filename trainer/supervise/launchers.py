@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ConfigError
+from trainer.launch.environment import SECRET
 from trainer.launch.status import JOB
 from trainer.supervise.hosts import Host, names, slots_of
 from trainer.supervise.sweep import SSH
@@ -77,7 +78,8 @@ def environment_for(job: str) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Open MPI's daemons on other hosts would carry no mark.
     agent = {"OMPI_MCA_orte_launch_agent": f"env {JOB}={job} orted"}
-    return {**agent, **os.environ, "PATH": path, JOB: job}
+    # Another at every start. It reaches the ranks as the rest of the environment does, on no command line.
+    return {**agent, **os.environ, "PATH": path, JOB: job, SECRET: secrets.token_hex(32)}
 
 
 def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[str]) -> Start:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import fcntl
 import hmac
+import os
 import random
 import socket
 import struct
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 TOKEN_BYTES = 32
+_CHALLENGE_BYTES = _PROOF_BYTES = 32
+_MOST_CONNECTIONS = 1024
 LARGE_BYTES = 256 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
 _HEAD = struct.Struct("!cQ")
@@ -120,7 +123,7 @@ def _can_bind(address: str) -> bool:
 def listen(address: str, token: str) -> list[int]:
     """Listen on this address for a minute, on a port that the kernel gives and on a chosen one; return both.
 
-    Whoever connects has to send the token first.
+    Whoever connects gets a random challenge, and has to answer with its HMAC-SHA256 under the token.
     """
     servers = [_bind(address, [0]), _bind(address, random.sample(_CHOSEN_PORTS, 20))]
     for server in servers:
@@ -143,6 +146,7 @@ def _bind(address: str, ports: list[int]) -> socket.socket:
 
 def _accept(server: socket.socket, token: bytes) -> None:
     deadline = time.monotonic() + _LISTEN_S
+    free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
     with server:
         while time.monotonic() < deadline:
             server.settimeout(max(0.01, deadline - time.monotonic()))
@@ -150,15 +154,20 @@ def _accept(server: socket.socket, token: bytes) -> None:
                 connection, _ = server.accept()
             except OSError:
                 return
-            threading.Thread(target=_serve, args=(connection, token), daemon=True).start()
+            if free.acquire(blocking=False):
+                threading.Thread(target=_serve, args=(connection, token, free), daemon=True).start()
+            else:
+                connection.close()
 
 
-def _serve(connection: socket.socket, token: bytes) -> None:
+def _serve(connection: socket.socket, token: bytes, free: threading.BoundedSemaphore) -> None:
     with connection:
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), token):
+            challenge = os.urandom(_CHALLENGE_BYTES)
+            connection.sendall(challenge)
+            if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), hmac.digest(token, challenge, "sha256")):
                 return
             while True:
                 kind, size = _HEAD.unpack(_receive(connection, _HEAD.size))
@@ -172,6 +181,8 @@ def _serve(connection: socket.socket, token: bytes) -> None:
                     connection.sendall(b"!")
         except OSError:
             return
+        finally:
+            free.release()
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -205,7 +216,8 @@ def _connect(address: str, port: int, token: str, timeout_s: float, segment: int
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.connect((address, port))
-        connection.sendall(token.encode())
+        challenge = _receive(connection, _CHALLENGE_BYTES)
+        connection.sendall(hmac.digest(token.encode(), challenge, "sha256"))
     except OSError:
         connection.close()
         raise

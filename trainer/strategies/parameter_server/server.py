@@ -25,7 +25,7 @@ import grpc
 import numpy as np
 
 # A script finds the modules in its own folder.
-from wire import METHOD, OPTIONS, decode, encode  # type: ignore[import-not-found]
+from wire import METHOD, OPTIONS, decode, encode, prove  # type: ignore[import-not-found]
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Server:
     """The state of a job, in the one thread of asyncio.
 
     Args:
-        token: the job's token, which every stream has to show.
+        token: the job's token, which every stream has to prove that it knows.
         ranks: world size.
         timeout_s: how long a chunk waits for the other ranks' before the job is ended.
     """
@@ -101,6 +101,8 @@ class Server:
         self._channels: dict[str, Channel] = {}
         self._hosts: dict[int, str] = {}
         self._open = 0
+        self.endpoint = ""
+        """Address and port, once the server has one."""
         self._failure = ""
         self.over = asyncio.Event()
 
@@ -124,7 +126,10 @@ class Server:
 
     async def _admit(self, context: Any) -> tuple[int, Channel, asyncio.Queue[bytes | None]]:
         told = {key: str(value) for key, value in context.invocation_metadata()}
-        if not hmac.compare_digest(told.get("authorization", ""), self._token):
+        facts = (told.get(name, "") for name in ("rank", "channel", "host"))
+        # Each rank and channel is admitted once, so a proof that somebody recorded is of no use.
+        right = prove(self._token, self.endpoint, *facts)
+        if not hmac.compare_digest(told.get("authorization", "").encode(), right.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: this is no rank of this job")
         rank = int(told["rank"])
         channel = self._channels.setdefault(told["channel"], Channel())
@@ -200,6 +205,7 @@ async def serve(settings: dict[str, Any]) -> None:
     service, method = METHOD.strip("/").split("/")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     port = server.add_insecure_port(f"{settings['address']}:0")
+    state.endpoint = f"{settings['address']}:{port}"
     await server.start()
     print(port, flush=True)
     watching = asyncio.create_task(state.watch())

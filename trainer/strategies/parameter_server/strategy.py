@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import secrets
 import subprocess
 import sys
 import threading
@@ -29,9 +28,10 @@ from trainer.launch.environment import set_default
 from trainer.launch.failure import at_exit
 from trainer.launch.network import address_toward, host_id
 from trainer.launch.rendezvous import Rendezvous
+from trainer.launch.secret import job_token
 from trainer.launch.world import World
 from trainer.strategies.bucketed import BucketedStrategy
-from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
+from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode, prove, seal, unseal
 from trainer.tuning import tune
 
 _SERVER = Path(__file__).resolve().with_name("server.py")
@@ -43,8 +43,8 @@ class ParameterServerStrategy(BucketedStrategy):
 
     Ranks spread evenly over the job start the servers; the default is one, on rank 0's host.
     TRAINER_PARAMETER_SERVERS sets another number, among which the chunks of every tensor are distributed. Servers
-    listen on the network between the ranks only, and accept only clients with the job's token, which is exchanged in
-    the rendezvous. Nothing is encrypted.
+    listen on the network between the ranks only, and accept only clients that prove the job's token. Nothing is
+    encrypted; see docs/security.md.
 
     Raises:
         ConfigError: gRPC is not installed, a setting is not valid, or the launcher provides no rendezvous.
@@ -57,13 +57,14 @@ class ParameterServerStrategy(BucketedStrategy):
         self.tuning = tune(world)
         rendezvous = Rendezvous(world)
         host_ids = rendezvous.all_gather(host_id())
-        token = rendezvous.all_gather(secrets.token_hex(32) if world.is_root else "")[0]
+        self._token = job_token(rendezvous, world)
+        self._objects = 0
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
-            self._server = ServerProcess(address_toward(host_ids), token, world.size, timeout_s)
+            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s)
         endpoints = [one for one in rendezvous.all_gather(self._server.endpoint if self._server else "") if one]
         self._streams = {
-            channel: [Stream(endpoint, channel, token, world) for endpoint in endpoints]
+            channel: [Stream(endpoint, channel, self._token, world) for endpoint in endpoints]
             for channel in ("gradients", "values")
         }
         rendezvous.close()
@@ -84,8 +85,14 @@ class ParameterServerStrategy(BucketedStrategy):
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         stream = self._streams["values"][0]
-        stream.push("", memoryview(pickle.dumps(value) if self.world.rank == root else b""))
-        return pickle.loads(stream.pull())  # noqa: S301 (inside the job only, whose ranks have shown its token)
+        self._objects += 1
+        own = seal(self._token, self._objects, pickle.dumps(value)) if self.world.rank == root else b""
+        stream.push("", memoryview(own))
+        try:
+            found = unseal(self._token, self._objects, stream.pull())
+        except ValueError as error:
+            raise TrainerError(f"the parameter server's answer is refused: {error}") from None
+        return pickle.loads(found)  # noqa: S301 (a rank of this job has sealed it)
 
     def barrier(self) -> None:
         self.broadcast_object(None)
@@ -130,7 +137,8 @@ class Stream:
         self._outbox: SimpleQueue[tuple[str, memoryview] | None] = SimpleQueue()
         self._sender_has_ended = threading.Event()
         self.bytes_sent = 0
-        metadata = (("authorization", token), ("rank", str(world.rank)), ("channel", channel), ("host", world.host))
+        proof = prove(token, endpoint, world.rank, channel, world.host)
+        metadata = (("authorization", proof), ("rank", str(world.rank)), ("channel", channel), ("host", world.host))
         self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
         # Without serializers, gRPC hands bytes over as they are.
         self._answers = self._connection.stream_stream(METHOD)(self._messages(), metadata=metadata)

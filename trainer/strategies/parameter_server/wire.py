@@ -6,6 +6,9 @@ fields is simple enough to write by hand: https://protobuf.dev/programming-guide
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+
 METHOD = "/trainer.ParameterServer/Exchange"
 CHUNK_BYTES = 1024 * 1024
 """Bytes of a tensor in one message: large beside a message's cost, small beside a tensor, so that chunks overlap."""
@@ -24,6 +27,28 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 _TYPE, _DATA = b"\x0a", b"\x12"  # fields 1 and 2, each a length and that many bytes
+
+
+def prove(token: str, *facts: object) -> str:
+    """Return an HMAC-SHA256 in hexadecimal digits over facts, none of which has a newline."""
+    return hmac.new(token.encode(), "\n".join(map(str, facts)).encode(), hashlib.sha256).hexdigest()
+
+
+def seal(token: str, number: int, data: bytes) -> bytes:
+    """Return data behind an HMAC-SHA256 (32 bytes) over it and its number."""
+    return hmac.digest(token.encode(), b"object\n%d\n" % number + data, "sha256") + data
+
+
+def unseal(token: str, number: int, sealed: bytes | memoryview) -> bytes:
+    """Return the data that `seal` was given.
+
+    Raises:
+        ValueError: it was sealed with another token or as another number, or it was changed.
+    """
+    data = bytes(sealed[32:])
+    if not hmac.compare_digest(seal(token, number, data), sealed):
+        raise ValueError(f"object {number} does not come from a rank of this job")
+    return data
 
 
 def encode(kind: str, data: bytes | memoryview) -> bytes:

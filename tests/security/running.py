@@ -1,0 +1,113 @@
+"""Jobs of horovodrun to attack: what they run, the ports that they open, and Horovod as it was before our patches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import horovod
+import patch_ng
+import psutil
+
+from tests.distributed.harness import BIN, MARK, ROOT, kill_job, processes_of
+
+SECURITY_PATCHES = ("0022", "0023", "0024")
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Running:
+    """A job that runs."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    output: Path
+
+    def listening(self) -> set[tuple[str, int]]:
+        """Addresses and ports on which its processes listen, by the kernel's tables in /proc/net."""
+        return {one for process in processes_of(self.mark) for one in listening(process)}
+
+    def wait_for_port(self) -> int:
+        """Return the first port that the launcher opens.
+
+        Raises:
+            TimeoutError: it opens none.
+        """
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        launcher = psutil.Process(self.process.pid)
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := listening(launcher):
+                return min(port for _, port in found)
+            time.sleep(0.01)
+        raise TimeoutError(f"no port was opened:\n{self.text()}")
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports on which a process listens; none where it has ended."""
+    try:
+        found = process.net_connections(kind="tcp")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return set()
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+@contextmanager
+def running(command: list[str], packages: Path | None = None) -> Iterator[Running]:
+    """Start a job, and leave nothing of it behind.
+
+    Args:
+        packages: a folder with the `horovod` to run; the installed one when None.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-security-") as folder:
+        paths = [str(packages)] if packages else []
+        paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths)}
+        env |= {MARK: folder, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+        output = Path(folder, "output")
+        with output.open("wb") as sink:
+            process = subprocess.Popen(
+                command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
+            )
+        try:
+            yield Running(process, folder, output)
+        finally:
+            kill_job(folder)
+            process.wait()
+
+
+def elastic(folder: Path, *command: str) -> list[str]:
+    """The command of an elastic job with one rank on this machine."""
+    script = folder / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    script.chmod(0o755)
+    return [
+        *[sys.executable, str(BIN / "horovodrun"), "--min-np", "1", "-np", "1", "--network-interface", "lo"],
+        *["--host-discovery-script", str(script), *command],
+    ]
+
+
+def function(name: str = "square", launcher: str = "gloo") -> list[str]:
+    """The command of a program that calls `horovod.run` with a function of tests.security.functions."""
+    return [sys.executable, "-m", "tests.security.functions", name, launcher]
+
+
+def before_our_patches(folder: Path) -> Path:
+    """Make a folder with the installed Horovod, and take SECURITY_PATCHES back from its Python files."""
+    shutil.copytree(Path(horovod.__file__).parent, folder / "horovod", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in sorted((ROOT / "patches").glob("*.patch"), reverse=True):
+        if path.name.startswith(SECURITY_PATCHES):
+            patches = patch_ng.fromfile(str(path))
+            patches.items = [item for item in patches.items if (item.target or item.source).endswith(b".py")]
+            assert patches.revert(strip=1, root=str(folder)), f"{path.name} cannot be taken back"
+    return folder
