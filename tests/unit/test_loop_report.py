@@ -208,7 +208,7 @@ def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         run.log({"note": "high"}, step=1)  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("run", [init("single"), of_rank_1()], ids=str)
+@pytest.mark.parametrize("run", [init("single"), of_rank_1()], ids=["rank 0", "rank 1"])
 def test_values_without_a_place_are_refused_on_every_rank(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"run\.log has nowhere to write: call run\.record\(\)"):
         run.log({"loss": 0.5}, step=1)
