@@ -45,13 +45,14 @@ def ended(one: AllReduce | str) -> AllReduce:
 
 
 def processes_with(text: str) -> list[str]:
+    """Return the processes that have an argument with this text."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        found += [file.parent.name] * (text in words)
+        found += [file.parent.name] * any(text in word for word in words)
     return found
 
 
@@ -105,14 +106,20 @@ def test_ranks_that_hang_are_killed_at_the_limit(
     assert not one.result
 
 
-def test_ranks_end_with_their_agent(agents: dict[str, Connection]) -> None:
-    store = f"tcp://127.0.0.1:{agents['a'].call('free_port', 5, address='127.0.0.1')}"
-    arguments = {"source": gpu_pairs.SOURCE.read_text(), "backend": "gloo", "size": 2, "interface": ""}
-    with pytest.raises(AgentError, match="did not answer to 'all_reduce'"):  # the other rank never comes
-        agents["a"].call("all_reduce", 8, **arguments, ranks=[0], store=store, limit_s=120)
-    assert len(processes_with(store)) == 1
-    agents["a"].close()
+def test_ranks_end_with_their_agent_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    agent = Connection(Host("localhost", 1), 60, 170)
+    try:
+        assert not agent.login().error
+        arguments = {"source": gpu_pairs.SOURCE.read_text(), "backend": "gloo", "size": 2, "interface": ""}
+        with pytest.raises(AgentError, match="did not answer to 'all_reduce'"):  # the other rank never comes
+            agent.call("all_reduce", 12, **arguments, ranks=[0], store="", limit_s=120)
+        assert len(processes_with(f"file://{tmp_path}")) == 1
+        assert list(tmp_path.iterdir())
+    finally:
+        agent.close()
     until = time.monotonic() + 20
-    while processes_with(store) and time.monotonic() < until:
+    while processes_with(f"file://{tmp_path}") and time.monotonic() < until:
         time.sleep(0.1)
-    assert processes_with(store) == []
+    assert processes_with(f"file://{tmp_path}") == []
+    assert list(tmp_path.iterdir()) == []

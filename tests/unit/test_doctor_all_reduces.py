@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import found, healthy, software, the_only
+from tests.unit.doctor_facts import found, healthy, pair, software, the_only
 from tests.unit.test_doctor_gpus import near, pci, two, with_gpus
 from trainer.doctor import gpu_pairs
 from trainer.doctor.connection import AgentError
@@ -68,10 +68,20 @@ def test_a_fast_one_is_a_figure_and_no_finding() -> None:
         (after("RuntimeError: Connection reset by peer\n", ""), "fails: RuntimeError: Connection reset by peer"),
         (after("", "Killed\n"), "fails: Killed"),
         (after("", ""), "fails: it prints nothing"),
+        (after("", RAISED, hosts=("a", "b"), was_killed=True), "between GPUs of a and b fails: torch.distributed."),
     ],
 )  # fmt: skip
 def test_what_goes_wrong(facts: Facts, line: str) -> None:
     assert line in the_only(facts)
+
+
+def test_what_another_finding_explains_is_not_repeated() -> None:
+    facts = after("", RAISED)
+    facts = replace(facts, gpus={"b": with_gpus(two(ecc="3"), near("NV18")).gpus["b"]})
+    assert "uncorrected memory errors" in the_only(facts)
+    unreached = {("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")}
+    one = with_gpus(two().splitlines()[0]).gpus["b"]
+    assert try_them(healthy(gpus={"a": one, "b": one}, pairs=unreached), "a", "b")[1] == []
 
 
 def test_without_nvlink_and_between_hosts_a_slow_one_is_no_finding() -> None:

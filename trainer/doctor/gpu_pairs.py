@@ -38,7 +38,7 @@ def try_all_reduces(facts: Facts, connections: Mapping[str, Connection], progres
     for first, second in pairwise(name for name, count in ready.items() if count):
         left = min(_LIMIT_S, until - time.monotonic() - _ANSWER_S)
         address = address_for(facts, first, second)
-        if not address or left < _LEAST_S:
+        if not address or left < _LEAST_S or not _is_reached(facts, first, second):
             continue
         progress.show(f"summing between GPUs of {first} and {second}")
         both = {name: connections[name] for name in (first, second)}
@@ -49,6 +49,12 @@ def try_all_reduces(facts: Facts, connections: Mapping[str, Connection], progres
 
 def _has_cuda(facts: Facts, name: str) -> bool:
     return bool(facts.software.get(name, {}).get("versions", {}).get("CUDA"))
+
+
+def _is_reached(facts: Facts, first: str, second: str) -> bool:
+    """Return whether bytes get through between two hosts; where they do not, that is the finding."""
+    pairs = [facts.pairs[ends] for ends in ((first, second), (second, first)) if ends in facts.pairs]
+    return not any(pair.error or pair.large for pair in pairs)
 
 
 def _interface(facts: Facts, here: str, there: str) -> str:

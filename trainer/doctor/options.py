@@ -58,13 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and sum between two of them"
     )
     parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        type=float,
-        default=20.0,
-        metavar="S",
+        "--timeout", dest="timeout_s", type=float, default=20.0, metavar="S",
         help="for all of it but the sums of --gpu (%(default).0f)",
-    )
+    )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -107,21 +108,26 @@ def all_reduce(
     if interface:
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     until = time.monotonic() + limit_s
-    # An empty folder, in which no file of the user's is imported in place of a package.
-    with tempfile.TemporaryDirectory(prefix="trainer-doctor-") as folder:
-        store = store or f"file://{folder}/store"
+    with contextlib.ExitStack() as stack:
+        if not store:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-doctor-"))
+            store = f"file://{folder}/store"
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in ranks]
         processes = []
-        for place, rank in enumerate(ranks):
+        for place, (rank, file) in enumerate(zip(ranks, files)):
             arguments = [backend, str(rank), str(size), str(place), store, str(int(limit_s) + 1)]
-            with Path(folder, f"output-{rank}").open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", source, *arguments], cwd=folder, env=environment, start_new_session=True,
-                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+            # In a folder without files of the user's, which Python would import in place of a package.
+            process = subprocess.Popen(
+                [sys.executable, "-c", source, *arguments], cwd="/", env=environment, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
             processes.append(process)
         killed = not _wait(processes, until)
-        outputs = [Path(folder, f"output-{rank}").read_text(errors="replace") for rank in ranks]
-    return {"outputs": [text[-_OUTPUT_CHARACTERS:] for text in outputs], "killed": killed}
+        outputs = []
+        for file in files:
+            file.seek(0)
+            outputs.append(file.read().decode(errors="replace")[-_OUTPUT_CHARACTERS:])
+    return {"outputs": outputs, "killed": killed}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> bool:

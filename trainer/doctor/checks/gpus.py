@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainer.doctor.checks.all_reduces import check_all_reduces
 from trainer.doctor.checks.links import check_peers, check_rdma
 from trainer.doctor.facts import Facts
-from trainer.doctor.finding import Cause, Finding, problem, warning
+from trainer.doctor.finding import Cause, Finding, Level, problem, warning
 from trainer.supervise.hosts import Host
 
 # The oldest driver that runs programs of a CUDA's major version (CUDA Toolkit release notes, minor version
@@ -41,17 +41,20 @@ def read_query(text: str) -> list[Gpu]:
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong with the GPUs of the hosts where they were looked at."""
-    for host in facts.answering:
-        if host.name in facts.gpus:
-            found = facts.gpus[host.name]
-            gpus = read_query(found["query"])
-            cuda = facts.software.get(host.name, {}).get("versions", {}).get("CUDA", "")
-            yield from _present(host, gpus, cuda)
-            for gpu in gpus:
-                yield from _state(host, gpu)
-            yield from check_peers(host, found)
-            yield from check_rdma(host, found, facts.machines[host.name]["has_rdma"])
-    yield from check_all_reduces(facts)
+    found = [finding for host in facts.answering if host.name in facts.gpus for finding in _of_host(facts, host)]
+    yield from found
+    yield from check_all_reduces(facts, [name for one in found if one.level is Level.PROBLEM for name in one.hosts])
+
+
+def _of_host(facts: Facts, host: Host) -> Iterator[Finding]:
+    found = facts.gpus[host.name]
+    gpus = read_query(found["query"])
+    cuda = facts.software.get(host.name, {}).get("versions", {}).get("CUDA", "")
+    yield from _present(host, gpus, cuda)
+    for gpu in gpus:
+        yield from _state(host, gpu)
+    yield from check_peers(host, found)
+    yield from check_rdma(host, found, facts.machines[host.name]["has_rdma"])
 
 
 def _present(host: Host, gpus: list[Gpu], cuda: str) -> Iterator[Finding]:
