@@ -153,7 +153,7 @@ def test_an_answer_is_believed_with_a_proof_only(tmp_path: Path) -> None:
                     connection.recv(65536)
                     connection.sendall(reply + payload(tmp_path / "m"))
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with pytest.raises(RuntimeError, match="has no proof"):
             read_data_from_kvstore(HOST, server.getsockname()[1], "runfunc", "func", KEY)

@@ -103,7 +103,7 @@ def test_an_answer_is_no_request_and_a_recorded_one_no_answer(service: BasicServ
                 connection.recv(65536)
                 connection.sendall(written)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with socket.create_connection(server.getsockname(), timeout=15) as connection:
             rfile, wfile = connection.makefile("rb"), connection.makefile("wb")
