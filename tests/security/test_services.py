@@ -91,27 +91,32 @@ def test_a_recorded_request_is_refused(service: BasicService) -> None:
     assert send(service, recorded) == b""
 
 
-def test_an_answer_is_no_request_and_a_recorded_one_no_answer(service: BasicService) -> None:
-    wire, both = Wire(KEY), bytes(64)
-    written = message(KEY, pickle.dumps(PingResponse(NAME, HOST)), b"answer" + both)
+@pytest.mark.parametrize("reflected", [True, False])
+def test_a_client_believes_neither_a_recorded_answer_nor_its_own_request(reflected: bool) -> None:
+    recorded = message(KEY, pickle.dumps(PingResponse(NAME, HOST)), b"answer" + bytes(64))
     with socket.create_server((HOST, 0)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
-            with connection:
+            with connection, connection.makefile("rb") as received:
                 connection.sendall(bytes(32))  # the challenge of the connection that was recorded
-                connection.recv(65536)
-                connection.sendall(written)
+                received.read(32)
+                request = received.read(len(message(KEY, pickle.dumps(PingRequest(), pickle.HIGHEST_PROTOCOL), b"")))
+                connection.sendall(request if reflected else recorded)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with socket.create_connection(server.getsockname(), timeout=15) as connection:
             rfile, wfile = connection.makefile("rb"), connection.makefile("wb")
+            wire = Wire(KEY)
             request, answer = wire.begin(rfile, wfile)
             wire.write(PingRequest(), wfile, request)
             with pytest.raises(Exception, match="digest did not match"):
                 wire.read(rfile, answer)
         thread.join()
+
+
+def test_an_answer_is_no_request(service: BasicService) -> None:
     with socket.create_connection((HOST, service.get_port()), timeout=15) as connection:
         both = connection.recv(32) + bytes(32)
         connection.sendall(bytes(32) + message(KEY, pickle.dumps(PingRequest()), b"answer" + both))
