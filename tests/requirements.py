@@ -59,6 +59,7 @@ REQUIREMENTS = {
         lambda: _succeeds("docker", "image", "inspect", "trainer:gpu"),
         "there is no image trainer:gpu; `make image-gpu` builds it",
     ),
+    "openssl": Requirement(lambda: _has_commands("openssl"), "there is no openssl: apt-get install openssl"),
     "root": Requirement(lambda: os.geteuid() == 0, "only root can do this"),
     "slurm": Requirement(
         lambda: _has_commands("slurmctld", "slurmd", "srun", "munged"),

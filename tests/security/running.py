@@ -63,26 +63,27 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @contextmanager
-def running(command: list[str], packages: Path | None = None) -> Iterator[Running]:
+def running(command: list[str], packages: Path | None = None, folder: Path = ROOT) -> Iterator[Running]:
     """Start a job, and leave nothing of it behind.
 
     Args:
         packages: a folder with the `horovod` to run; the installed one when None.
+        folder: where the job runs.
     """
-    with tempfile.TemporaryDirectory(prefix="trainer-security-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trainer-security-") as mark:
         paths = [str(packages)] if packages else []
         paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths)}
-        env |= {MARK: folder, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
-        output = Path(folder, "output")
+        env |= {MARK: mark, "TMPDIR": mark, "PYTHONUNBUFFERED": "1"}
+        output = Path(mark, "output")
         with output.open("wb") as sink:
             process = subprocess.Popen(
-                command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
+                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
             )
         try:
-            yield Running(process, folder, output)
+            yield Running(process, mark, output)
         finally:
-            kill_job(folder)
+            kill_job(mark)
             process.wait()
 
 

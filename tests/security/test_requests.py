@@ -153,7 +153,7 @@ def test_an_answer_is_believed_with_a_proof_only(tmp_path: Path) -> None:
                     connection.recv(65536)
                     connection.sendall(reply + payload(tmp_path / "m"))
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with pytest.raises(RuntimeError, match="has no proof"):
             read_data_from_kvstore(HOST, server.getsockname()[1], "runfunc", "func", KEY)
@@ -217,6 +217,24 @@ def test_an_endless_head_is_not_read(store: Store) -> None:
     with pytest.raises(ConnectionError):
         send_without_end()
     assert store.serves()
+
+
+def test_so_many_bytes_are_read_and_no_more() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(bytes(listener.UNPROVEN_BYTES + 300))
+        reader = listener.BoundedReader(ours)
+        parts = bytearray(1000)
+        received = 0
+        while received < listener.UNPROVEN_BYTES:
+            received += reader.readinto(parts)
+        assert received == listener.UNPROVEN_BYTES
+        with pytest.raises(TimeoutError):
+            reader.readinto(parts)
+        reader.expect(200)
+        assert reader.readinto(parts) == 200
+        with pytest.raises(TimeoutError):
+            reader.readinto(parts)
 
 
 def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

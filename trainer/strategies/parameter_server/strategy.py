@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, cast
@@ -31,6 +32,7 @@ from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.secret import job_token
 from trainer.launch.world import World
 from trainer.strategies.bucketed import BucketedStrategy
+from trainer.strategies.parameter_server.tls import Certificates, read_certificates
 from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode, prove, seal, unseal
 from trainer.tuning import tune
 
@@ -43,8 +45,8 @@ class ParameterServerStrategy(BucketedStrategy):
 
     Ranks spread evenly over the job start the servers; the default is one, on rank 0's host.
     TRAINER_PARAMETER_SERVERS sets another number, among which the chunks of every tensor are distributed. Servers
-    listen on the network between the ranks only, and accept only clients that prove the job's token. Nothing is
-    encrypted; see docs/security.md.
+    listen on the network between the ranks only, and accept only clients that prove the job's token. TRAINER_TLS names
+    a folder with certificates, with which everything is encrypted; see docs/security.md.
 
     Raises:
         ConfigError: gRPC is not installed, a setting is not valid, or the launcher provides no rendezvous.
@@ -54,6 +56,7 @@ class ParameterServerStrategy(BucketedStrategy):
         super().__init__(world)
         servers, timeout_s = server_settings(world.size)
         _import_grpc()
+        certificates = read_certificates()
         self.tuning = tune(world)
         rendezvous = Rendezvous(world)
         host_ids = rendezvous.all_gather(host_id())
@@ -61,16 +64,16 @@ class ParameterServerStrategy(BucketedStrategy):
         self._objects = 0
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
-            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s)
+            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s, certificates)
         endpoints = [one for one in rendezvous.all_gather(self._server.endpoint if self._server else "") if one]
         self._streams = {
-            channel: [Stream(endpoint, channel, self._token, world) for endpoint in endpoints]
+            channel: [Stream(endpoint, channel, self._token, world, certificates) for endpoint in endpoints]
             for channel in ("gradients", "values")
         }
         rendezvous.close()
         at_exit(self.close)
         count = "a parameter server" if servers == 1 else f"{servers} parameter servers"
-        self.description = f"{count} over gRPC, {world}"
+        self.description = f"{count} over gRPC{' with TLS' if certificates else ''}, {world}"
 
     def sum_gradients(self, flat: Tensor) -> None:
         _sum(self._streams["gradients"], flat)
@@ -130,7 +133,9 @@ class Stream:
         channel: "gradients" or "values"; each has its own order of chunks.
     """
 
-    def __init__(self, endpoint: str, channel: str, token: str, world: World) -> None:
+    def __init__(
+        self, endpoint: str, channel: str, token: str, world: World, certificates: Certificates | None = None
+    ) -> None:
         grpc = _import_grpc()
         self._error = grpc.RpcError
         self._endpoint = endpoint
@@ -139,7 +144,10 @@ class Stream:
         self.bytes_sent = 0
         proof = prove(token, endpoint, world.rank, channel, world.host)
         metadata = (("authorization", proof), ("rank", str(world.rank)), ("channel", channel), ("host", world.host))
-        self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
+        if certificates is None:
+            self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
+        else:
+            self._connection = certificates.channel(grpc, endpoint, OPTIONS)
         # Without serializers, gRPC hands bytes over as they are.
         self._answers = self._connection.stream_stream(METHOD)(self._messages(), metadata=metadata)
 
@@ -186,8 +194,11 @@ class ServerProcess:
         TrainerError: it does not start.
     """
 
-    def __init__(self, address: str, token: str, ranks: int, timeout_s: float) -> None:
-        settings = {"address": address, "token": token, "ranks": ranks, "timeout_s": timeout_s}
+    def __init__(
+        self, address: str, token: str, ranks: int, timeout_s: float, certificates: Certificates | None = None
+    ) -> None:
+        settings: dict[str, Any] = {"address": address, "token": token, "ranks": ranks, "timeout_s": timeout_s}
+        settings["tls"] = asdict(certificates) if certificates else None
         # In a session of its own, so that Ctrl-C reaches the ranks only; the server ends after them.
         self._process = subprocess.Popen(
             [sys.executable, str(_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
