@@ -219,24 +219,6 @@ def test_an_endless_head_is_not_read(store: Store) -> None:
     assert store.serves()
 
 
-def test_so_many_bytes_are_read_and_no_more() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(bytes(listener.UNPROVEN_BYTES + 300))
-        reader = listener.BoundedReader(ours)
-        parts = bytearray(1000)
-        received = 0
-        while received < listener.UNPROVEN_BYTES:
-            received += reader.readinto(parts)
-        assert received == listener.UNPROVEN_BYTES
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)
-        reader.expect(200)
-        assert reader.readinto(parts) == 200
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)
-
-
 def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "UNPROVEN_SECONDS", 1.5)
     slow = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(2)]

@@ -172,3 +172,21 @@ def test_an_elastic_ranks_key_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> No
         client.notify_hosts_updated(1.0, worker.HostUpdateResult.added)
     finally:
         manager._service.shutdown()
+
+
+def test_so_many_bytes_are_read_and_no_more() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(bytes(listener.UNPROVEN_BYTES + 300))
+        reader = listener.BoundedReader(ours)
+        parts = bytearray(1000)
+        received = 0
+        while received < listener.UNPROVEN_BYTES:
+            received += reader.readinto(parts)
+        assert received == listener.UNPROVEN_BYTES
+        with pytest.raises(TimeoutError):
+            reader.readinto(parts)
+        reader.expect(200)
+        assert reader.readinto(parts) == 200
+        with pytest.raises(TimeoutError):
+            reader.readinto(parts)
