@@ -13,9 +13,9 @@ from trainer.submit.schedulers.base import State, call, fill, read_new
 from trainer.submit.schedulers.batch import Batch
 
 _AGAIN = """\
-# Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on a host
-# on which it has started ranks (qstat -j: "until clean up of a previous run has finished"). So the job submits itself
-# under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
+# Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on hosts
+# other than the first that it has had (qstat -j: "until clean up of a previous run has finished"). So the job submits
+# itself under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
 again() {
     next=$(qsub -terse {task}"$0") || exit 99
     echo "${next%%.*}" > "$logs/next"
