@@ -87,7 +87,11 @@ class GridEngine(Batch):
         if not any(text.split()[0] == "-pe" for text in job.directives):
             lines += ["# The site's parallel environment; --directive='-pe NAME SLOTS' names another.",
                       f"-pe mpi {job.ranks}"]  # fmt: skip
-        lines += ["# A job whose first host is lost comes again, where the site has set reschedule_unknown.", "-r y"]
+        lines += [
+            "# A job whose first host is lost comes again where the site has set reschedule_unknown, and the job has a",
+            "# checkpointing environment with `when r` (--directive='-ckpt NAME'): without one, it is deleted.",
+            "-r y",
+        ]
         lines += ["-j y", f"-o runs/{job.name}-$JOB_ID{'-$TASK_ID' if job.array else ''}.log"]
         if job.time_s:
             lines += [f"-l h_rt={duration(job.time_s)}"]
