@@ -87,9 +87,10 @@ def test_ranks_that_have_saved_go_on_in_another_job(gridengine: GridEngineCluste
     assert f"exit code 75: goes on as job {first + 1}" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_job_that_is_deleted_stays_ended(gridengine: GridEngineCluster) -> None:
-    job = Submitted(gridengine, "delete", "--", "python", "-c", "import time; print('started'); time.sleep(500)")
-    job.wait_until_it_trains("started")
+    job = Submitted(gridengine, "delete", *training("delete", 5))
+    job.wait_until_it_trains()
     assert gridengine.run("ctl", "qdel", job.job).code == 0
     outcome = job.end()
     assert outcome.code == 1, outcome.output
@@ -118,10 +119,10 @@ def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: s
 
 
 def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluster) -> None:
-    program = "import os, sys, time; sys.exit(78 if os.environ['OMPI_COMM_WORLD_RANK'] == '3' else time.sleep(500))"
-    outcome = Submitted(gridengine, "mistake", "--", "python", "-c", program).end()
+    job = Submitted(gridengine, "mistake", *training("mistake", 1), "--network", "none")
+    outcome = job.end()
     assert outcome.code == 78, outcome.output
-    assert "goes on as" not in outcome.output
+    assert "network is 'none'" in outcome.output
 
 
 @pytest.mark.slow
