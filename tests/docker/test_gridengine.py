@@ -32,9 +32,9 @@ class GridEngineCluster(SchedulerCluster):
     def describe(self, job: str) -> str:
         return self.shell("ctl", f"qstat -f; qstat -j {job} || qacct -j {job}")
 
-    def master_host(self, job: str) -> str:
-        """The host on which the script of a running job is."""
-        (host,) = re.findall(r"all\.q@(n\d) +MASTER", self.run("ctl", "qstat", "-g", "t", "-j", job).output)
+    def first_host(self) -> str:
+        """The host on which the script of the running job is."""
+        (host,) = re.findall(r"all\.q@(n\d) +MASTER", self.run("ctl", "qstat", "-g", "t").output)
         return str(host)
 
 
@@ -87,6 +87,7 @@ def test_ranks_that_have_saved_go_on_in_another_job(gridengine: GridEngineCluste
     assert f"exit code 75: goes on as job {first + 1}" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_job_that_is_deleted_stays_ended(gridengine: GridEngineCluster) -> None:
     job = Submitted(gridengine, "delete", *training("delete", 5))
     job.wait_until_it_trains()
@@ -100,9 +101,11 @@ def test_a_job_that_is_deleted_stays_ended(gridengine: GridEngineCluster) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["first", "second"])
 def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: str) -> None:
-    job = Submitted(gridengine, f"lost-{lost}", *training(f"lost-{lost}", 3), "--checkpoint-every", "1s")
+    # Without a checkpointing environment, Grid Engine deletes a job of which a task on another host has been killed.
+    options = ["--directive=-ckpt restart"] if lost == "first" else []
+    job = Submitted(gridengine, f"lost-{lost}", *options, *training(f"lost-{lost}", 3), "--checkpoint-every", "1s")
     job.wait_until_it_trains()
-    first = gridengine.master_host(job.job)
+    first = gridengine.first_host()
     host = first if lost == "first" else {"n1": "n2", "n2": "n1"}[first]
     gridengine.compose("kill", host)
     try:
@@ -122,6 +125,7 @@ def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluste
     assert "network is 'none'" in outcome.output
 
 
+@pytest.mark.slow
 def test_each_job_of_an_array_goes_on_by_itself(gridengine: GridEngineCluster) -> None:
     program = (
         "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + sys.argv[1]); print('number', sys.argv[1]);"

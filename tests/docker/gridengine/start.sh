@@ -18,11 +18,12 @@ done
 cd /gridengine/configuration
 qconf -Ahgrp hosts
 qconf -Ap pe
+qconf -Ackpt checkpoint
 qconf -Aq queue
 # What differs from the defaults: short intervals, and that a host that is lost is noticed.
 qconf -ssconf | sed -e 's/^\(schedule_interval\) .*/\1 0:0:2/' -e 's/^\(flush_[a-z]*_sec\) .*/\1 1/' > /tmp/scheduler
 qconf -Msconf /tmp/scheduler
-qconf -sconf | sed -e 's/^\(load_report_time\) .*/\1 0:0:5/' -e 's/^\(max_unheard\) .*/\1 0:0:20/' \
+qconf -sconf | sed -e 's/^\(load_report_time\) .*/\1 0:0:5/' -e 's/^\(max_unheard\) .*/\1 0:1:0/' \
     -e 's/^\(reschedule_unknown\) .*/\1 0:0:10/' -e 's/flush_time=[0-9:]*/flush_time=0:0:1/' > /tmp/global
 qconf -Mconf /tmp/global
 wait "$master"

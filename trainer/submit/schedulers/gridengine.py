@@ -13,9 +13,9 @@ from trainer.submit.schedulers.base import State, call, fill, read_new
 from trainer.submit.schedulers.batch import Batch
 
 _AGAIN = """\
-# Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on a host
-# on which it has started ranks (qstat -j: "until clean up of a previous run has finished"). So the job submits itself
-# under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
+# Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on hosts
+# other than the first that it has had (qstat -j: "until clean up of a previous run has finished"). So the job submits
+# itself under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
 again() {
     next=$(qsub -terse {task}"$0") || exit 99
     echo "${next%%.*}" > "$logs/next"
@@ -87,7 +87,11 @@ class GridEngine(Batch):
         if not any(text.split()[0] == "-pe" for text in job.directives):
             lines += ["# The site's parallel environment; --directive='-pe NAME SLOTS' names another.",
                       f"-pe mpi {job.ranks}"]  # fmt: skip
-        lines += ["# A job whose first host is lost comes again, where the site has set reschedule_unknown.", "-r y"]
+        lines += [
+            "# A job whose first host is lost comes again where the site has set reschedule_unknown, and the job has a",
+            "# checkpointing environment with `when r` (--directive='-ckpt NAME'): without one, it is deleted.",
+            "-r y",
+        ]
         lines += ["-j y", f"-o runs/{job.name}-$JOB_ID{'-$TASK_ID' if job.array else ''}.log"]
         if job.time_s:
             lines += [f"-l h_rt={duration(job.time_s)}"]
