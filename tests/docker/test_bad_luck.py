@@ -219,7 +219,7 @@ def test_lost_keys_are_made_anew(own_cluster: Cluster) -> None:
     own_cluster.shell("a", "rm -r /cluster/id_ed25519* /cluster/nodes /cluster/known_hosts")
     outcome = own_cluster.run("a", *horovodrun(), "hostname")
     assert outcome.code == 1
-    assert lines_of(outcome) == ["horovodrun: host b shows a host key that is not known here, and is refused"]
+    assert lines_of(outcome)[0] == "horovodrun: host b shows a host key that is not known here, and is refused"
     own_cluster.compose("down", "--volumes", "--timeout", "1")
     own_cluster.up()
     assert own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts") != before
