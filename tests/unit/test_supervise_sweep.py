@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,15 +104,24 @@ def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path) -> Non
 def test_torchrun_has_one_agent_for_each_host() -> None:
     environment = environment_for("one")
     (alone,) = torchrun([HERE], ["python", "train.py"], environment)
-    assert alone.command[-6:] == ("--no-python", "--standalone", "--nproc-per-node", "1", "python", "train.py")
+    assert alone.command[-6:] == ("--node-rank", "0", "--nproc-per-node", "1", "python", "train.py")
+    assert option(alone.command, "--master-addr") == "127.0.0.1"
     first, second = torchrun([Host("localhost", 2), THERE], ["python", "train.py"], environment)
-    assert "is_host=1" in first.command
-    assert first.command[first.command.index("--nproc-per-node") + 1] == "2"
+    assert (option(first.command, "--node-rank"), option(first.command, "--nproc-per-node")) == ("0", "2")
+    assert option(first.command, "--master-addr") == socket.gethostname()
     assert second.command[-2:] == ("elsewhere", "sh -s")
-    assert "is_host=0" in second.script
-    endpoint = first.command[first.command.index("--rdzv-endpoint") + 1]
-    assert endpoint in second.script
-    assert not endpoint.startswith("localhost")
+    assert "--node-rank 1" in second.script
+    for name in ("--master-addr", "--master-port", "--rdzv-id"):
+        assert f"{name} {option(first.command, name)} " in second.script
+
+
+def test_torchruns_agents_load_no_pickles_from_their_store() -> None:
+    for start in torchrun([HERE, THERE], ["python", "train.py"], environment_for("one")):
+        assert "--rdzv-backend static" in f"{' '.join(start.command)} {start.script}"
+
+
+def option(command: Sequence[str], name: str) -> str:
+    return command[command.index(name) + 1]
 
 
 def on_elsewhere(*command: str) -> subprocess.Popen[bytes]:

@@ -88,21 +88,30 @@ def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[
 
 
 def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Return one agent of torchrun for each host; their rendezvous is a port of the first one."""
+    """Return one agent of torchrun for each host; their rendezvous is a port of the first one.
+
+    It is the static one: the agents of c10d load pickles from the store, which asks nobody who they are.
+    """
     run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--no-python")
-    if len(hosts) == 1 and hosts[0].is_here:
-        return [Start((*run, "--standalone", "--nproc-per-node", str(hosts[0].slots), *command))]
-    first = hosts[0].name if not hosts[0].is_here else socket.gethostname()
-    endpoint = f"{first}:{secrets.choice(_PORTS)}"
+    is_alone = len(hosts) == 1 and hosts[0].is_here
+    first = "127.0.0.1" if is_alone else socket.gethostname() if hosts[0].is_here else hosts[0].name
+    address = ("--master-addr", first, "--master-port", str(_free_port()))
     starts = []
-    for host in hosts:
-        is_first = "1" if host is hosts[0] else "0"
+    for number, host in enumerate(hosts):
         agent = (
-            *run, "--nnodes", str(len(hosts)), "--nproc-per-node", str(host.slots), "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", endpoint, "--rdzv-id", environment[JOB], "--rdzv-conf", f"is_host={is_first}", *command,
+            *run, "--rdzv-backend", "static", *address, "--rdzv-id", environment[JOB], "--nnodes", str(len(hosts)),
+            "--node-rank", str(number), "--nproc-per-node", str(host.slots), *command,
         )  # fmt: skip
         starts.append(Start(agent) if host.is_here else through_ssh(host, agent, environment))
     return starts
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on here; on another host it is free in all likelihood."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, str]) -> Start:
