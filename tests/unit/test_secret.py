@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer import World
+from trainer import ConfigError, TrainerError, World
 from trainer.launch.environment import SECRET
 from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.secret import job_secret, job_token
@@ -33,26 +33,41 @@ def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [SECRET, "HOROVOD_RENDEZVOUS_SECRET"])
 def test_with_a_secret_the_token_does_not_go_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "known to the job")
+    monkeypatch.setenv(name, "5e" * 32)
     one, other = Watched(), Watched()
     token = job_token(one, WORLD)
     assert token not in one.seen[0]
     assert len(token) == 64
     assert job_token(other, WORLD) != token
-    other.all_gather = lambda text: one.seen  # type: ignore[method-assign]
+    monkeypatch.setattr("secrets.token_hex", lambda _: one.seen[0])
     assert job_token(other, WORLD) == token
-    monkeypatch.setenv(name, "another")
+    monkeypatch.setenv(name, "6e" * 32)
     assert job_token(other, WORLD) != token
 
 
-def test_without_one_it_does() -> None:
-    rendezvous = Watched()
-    assert [job_token(rendezvous, WORLD)] == rendezvous.seen
+def test_every_rank_adds_to_the_token_and_sees_what_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous, first = Watched(), World(rank=0, size=2)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "a part")
+    tokens = []
+    for parts in (["a part", "one"], ["a part", "another"]):
+        monkeypatch.setattr(rendezvous, "all_gather", lambda _, parts=parts: parts)
+        tokens.append(job_token(rendezvous, first))
+    assert tokens[0] != tokens[1]
+    monkeypatch.setattr(rendezvous, "all_gather", lambda _: ["an earlier one", "one"])
+    with pytest.raises(TrainerError, match="what this rank has put there was changed"):
+        job_token(rendezvous, first)
+
+
+@pytest.mark.parametrize("secret", ["abc", "x" * 64])
+def test_a_secret_that_can_be_guessed_is_refused_and_not_shown(secret: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^TRAINER_SECRET has {len(secret)} characters; valid are") as error:
+        job_secret({SECRET: secret})
+    assert secret not in str(error.value)
 
 
 def test_the_supervisors_secret_comes_first_and_is_new_at_every_start() -> None:
-    assert job_secret({SECRET: "a", "HOROVOD_RENDEZVOUS_SECRET": "b"}) == "a"
-    assert job_secret({SECRET: "", "HOROVOD_RENDEZVOUS_SECRET": "b"}) == "b"
+    assert job_secret({SECRET: "a" * 64, "HOROVOD_RENDEZVOUS_SECRET": "b" * 64}) == "a" * 64
+    assert job_secret({SECRET: "", "HOROVOD_RENDEZVOUS_SECRET": "b" * 64}) == "b" * 64
     assert job_secret({}) == ""
     found = [environment_for("a job")[SECRET] for _ in range(2)]
     assert found[0] != found[1]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from collections.abc import Mapping
 
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.environment import SECRET
 from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.world import World
@@ -16,17 +18,33 @@ from trainer.launch.world import World
 _VARIABLES = (SECRET, "HOROVOD_RENDEZVOUS_SECRET")
 
 
+_DIGITS = re.compile("[0-9a-f]{64,}")
+
+
 def job_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the secret that the launcher or the user has put into every rank's environment; "" without one."""
-    return next((environ[name] for name in _VARIABLES if environ.get(name)), "")
+    """Return the secret that the launcher or the user has put into every rank's environment; "" without one.
+
+    Raises:
+        ConfigError: it can be guessed.
+    """
+    secret = next((environ[name] for name in _VARIABLES if environ.get(name)), "")
+    if secret and not _DIGITS.fullmatch(secret):
+        raise ConfigError(f"{SECRET} has {len(secret)} characters; valid are 64 random hexadecimal digits")
+    return secret
 
 
 def job_token(rendezvous: Rendezvous, world: World) -> str:
     """Return 64 hexadecimal digits that all ranks of this job know, other ones at each call. Collective.
 
     Where ranks have a secret, the rendezvous carries nothing from which another could learn them. Without one it
-    carries the digits themselves.
+    carries all that they are made from. Every rank adds to it, so that nobody can bring an earlier token back.
+
+    Raises:
+        ConfigError: the secret can be guessed.
+        TrainerError: what this rank has added was changed.
     """
-    salt = rendezvous.all_gather(secrets.token_hex(32) if world.is_root else "")[0]
-    secret = job_secret()
-    return hmac.new(secret.encode(), salt.encode(), hashlib.sha256).hexdigest() if secret else salt
+    own = secrets.token_hex(32)
+    parts = rendezvous.all_gather(own)
+    if parts[world.rank] != own:
+        raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
+    return hmac.new(job_secret().encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()

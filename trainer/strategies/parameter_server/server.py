@@ -28,6 +28,13 @@ import numpy as np
 # A script finds the modules in its own folder.
 from wire import METHOD, OPTIONS, decode, encode, prove  # type: ignore[import-not-found]
 
+# For who connects and opens no stream. Those of ranks are open for as long as the job trains.
+_BOUNDS = (
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 16),
+)
+
 
 @dataclass
 class Slot:
@@ -200,7 +207,7 @@ class Server:
 async def serve(settings: dict[str, Any]) -> None:
     """Serve one job, from printing the port until the last rank has left."""
     state = Server(settings["token"], settings["ranks"], settings["timeout_s"])
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(options=(*OPTIONS, *_BOUNDS))
     # Without serializers, gRPC passes bytes on unchanged.
     handler = grpc.stream_stream_rpc_method_handler(state.exchange)
     service, method = METHOD.strip("/").split("/")
