@@ -245,7 +245,7 @@ UNTESTED = {
     "make clean": "would take this environment away",
     "make wheels PYTHON=python3.12": "would make the environment anew",
     "make lock": "resolves all versions anew from the package index",
-    "python benchmarks/faults.py --trials 300": "takes a quarter of an hour; tests/distributed/test_faults.py",
+    "python benchmarks/faults.py --trials 300": "takes more than an hour; tests/distributed/test_faults.py",
     "python benchmarks/chaos.py --epochs 75": "takes fifteen minutes; tests/docker/test_surviving.py",
     "python benchmarks/doctor_faults.py": "makes 55 causes in containers; tests/docker/test_doctor.py has a short form",
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
