@@ -39,7 +39,7 @@ test-all: setup  ## Run every test but those with containers, all launchers with
 	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
 
 test-fast: setup  ## Run the tests that start no jobs, in about a minute
-	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n auto --maxprocesses 4 $(ARGS)
+	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n 4 --dist worksteal $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, a hundred jobs for each published exploit; half an hour
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)

@@ -28,6 +28,8 @@ _END_TIMEOUT_S = 5.0
 
 def pytest_configure() -> None:
     requirements.skipped()  # an unknown name ends the run here
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # there are as many workers as cores, or more
 
 
 @pytest.hookimpl(tryfirst=True)
