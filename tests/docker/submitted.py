@@ -6,14 +6,16 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar, TypeVar
 
 import pytest
 
-from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir
+from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir, succeed
 
 _WAIT_S = 120.0
+Started = TypeVar("Started", bound="SchedulerCluster")
 
 
 class SchedulerCluster(Cluster):
@@ -34,6 +36,10 @@ class SchedulerCluster(Cluster):
         return self.compose("exec", "-T", "ctl", *command)
 
     @abstractmethod
+    def end_jobs(self) -> None:
+        """End all jobs; return when the scheduler has none any more."""
+
+    @abstractmethod
     def ids(self, name: str) -> list[str]:
         """The ids of the jobs of a name that wait or run."""
 
@@ -44,6 +50,26 @@ class SchedulerCluster(Cluster):
     @abstractmethod
     def describe(self, job: str) -> str:
         """What the scheduler knows of a job."""
+
+
+@contextmanager
+def started(kind: type[Started], image: str) -> Iterator[Started]:
+    """Build the scheduler's image on ours, and start its containers."""
+    folder, tag = ROOT / "tests/docker" / kind.scheduler, f"trainer-{kind.scheduler}:test"
+    succeed(["docker", "build", "--build-arg", f"IMAGE={image}", "-t", tag, str(folder)], timeout_s=900)
+    cluster = kind()
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def end_jobs(cluster: SchedulerCluster) -> None:
+    """End all jobs, and see that they leave no process on a node."""
+    cluster.end_jobs()
+    left = "".join(cluster.left_over(node) for node in ("n1", "n2"))
+    assert not left, f"the test left processes:\n{left}"
 
 
 class Submitted:

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.cluster import ROOT, succeed
-from tests.docker.submitted import SchedulerCluster, Submitted, training, wait_for
+from tests.docker.submitted import SchedulerCluster, Submitted, end_jobs, started, training, wait_for
 
 pytestmark = pytest.mark.timeout(600)
-
-FOLDER = ROOT / "tests/docker/gridengine"
-GRIDENGINE_IMAGE = "trainer-gridengine:test"
 
 
 class GridEngineCluster(SchedulerCluster):
     """The containers, and a user on the master."""
 
     scheduler = "gridengine"
+
+    def end_jobs(self) -> None:
+        self.run("ctl", "qdel", "-u", "trainer")
+        wait_for("the end of all jobs", lambda: not self.root("qstat", "-u", "*"))
 
     def ids(self, name: str) -> list[str]:
         lines = self.run("ctl", "qstat", "-r").output
@@ -40,22 +40,14 @@ class GridEngineCluster(SchedulerCluster):
 
 @pytest.fixture(scope="module")
 def gridengine(image: str) -> Iterator[GridEngineCluster]:
-    succeed(["docker", "build", "--build-arg", f"IMAGE={image}", "-t", GRIDENGINE_IMAGE, str(FOLDER)], timeout_s=900)
-    cluster = GridEngineCluster()
-    try:
-        cluster.up()
+    with started(GridEngineCluster, image) as cluster:
         yield cluster
-    finally:
-        cluster.down()
 
 
 @pytest.fixture(autouse=True)
 def _ends_what_it_has_started(gridengine: GridEngineCluster) -> Iterator[None]:
     yield
-    gridengine.run("ctl", "qdel", "-u", "trainer")
-    wait_for("the end of all jobs", lambda: not gridengine.root("qstat", "-u", "*"))
-    left = "".join(gridengine.left_over(node) for node in ("n1", "n2"))
-    assert not left, f"the test left processes:\n{left}"
+    end_jobs(gridengine)
 
 
 def test_a_training_on_two_nodes(gridengine: GridEngineCluster) -> None:

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.cluster import ROOT, succeed
-from tests.docker.submitted import SchedulerCluster, Submitted, training, wait_for
+from tests.docker.submitted import SchedulerCluster, Submitted, end_jobs, started, training, wait_for
 
 # A job that was put back waits for some seconds each time, and signals come once a minute.
 pytestmark = pytest.mark.timeout(600)
-
-FOLDER = ROOT / "tests/docker/slurm"
-SLURM_IMAGE = "trainer-slurm:test"
 
 
 class SlurmCluster(SchedulerCluster):
     """The containers, and a user on the controller."""
 
     scheduler = "slurm"
+
+    def end_jobs(self) -> None:
+        self.root("scancel", "--user", "trainer")
+        wait_for("the end of all jobs", lambda: not self.root("squeue", "-h"))
 
     def ids(self, name: str) -> list[str]:
         return self.run("ctl", "squeue", "-h", "-o", "%i", "--name", name).output.split()
@@ -40,22 +40,14 @@ class SlurmCluster(SchedulerCluster):
 
 @pytest.fixture(scope="module")
 def slurm(image: str) -> Iterator[SlurmCluster]:
-    succeed(["docker", "build", "--build-arg", f"IMAGE={image}", "-t", SLURM_IMAGE, str(FOLDER)], timeout_s=900)
-    cluster = SlurmCluster()
-    try:
-        cluster.up()
+    with started(SlurmCluster, image) as cluster:
         yield cluster
-    finally:
-        cluster.down()
 
 
 @pytest.fixture(autouse=True)
 def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
     yield
-    slurm.root("scancel", "--user", "trainer")
-    wait_for("the end of all jobs", lambda: not slurm.root("squeue", "-h"))
-    left = "".join(slurm.left_over(node) for node in ("n1", "n2"))
-    assert not left, f"the test left processes:\n{left}"
+    end_jobs(slurm)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
