@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from trainer import World
 from trainer.tuning import host as host_module
 from trainer.tuning import open_mpi, tune
-from trainer.tuning.horovod import ONE_GROUP_BYTES, gradient_groups
 from trainer.tuning.host import host_cores, share_machine, tune_host
 from trainer.tuning.open_mpi import ring_from_bytes, single_copy_allowed, tune_open_mpi
 
@@ -264,29 +262,6 @@ def test_the_relocated_open_mpi_is_named_only_where_there_is_one(
         (tmp_path / "lib" / "libmpi.so.40").touch()
     tune_all(ranks(2))
     assert host.environment.get(OPAL_PREFIX) == (str(tmp_path) if there else None)
-
-
-def model_of(parameters: int, *, frozen: int = 0) -> nn.Module:
-    model = nn.Module()
-    model.register_parameter("trained", nn.Parameter(torch.empty(parameters, device="meta")))
-    model.register_parameter("frozen", nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("model", "groups"),
-    [
-        (model_of(10), 1),
-        (model_of(ONE_GROUP_BYTES // 4), 1),
-        (model_of(ONE_GROUP_BYTES // 4 + 1), None),
-        (model_of(10, frozen=ONE_GROUP_BYTES), 1),
-        (model_of(ONE_GROUP_BYTES // 4).double(), None),
-        (model_of(ONE_GROUP_BYTES // 2).half(), 1),
-    ],
-    ids=["tiny", "at the limit", "above it", "frozen above it", "float64 above it", "float16 at it"],
-)
-def test_small_models_send_their_gradients_as_one_group(model: nn.Module, groups: int | None) -> None:
-    assert gradient_groups(model) == groups
 
 
 @pytest.mark.parametrize(
