@@ -1,4 +1,4 @@
-"""Code of README.md and docs/*.md: what there is to check, and which check each piece belongs to.
+"""Which check each piece of code in README.md and docs/*.md belongs to.
 
 Python, diff, YAML and Dockerfile blocks are checked by their kind, so a new one is checked without further ado. Every
 command needs an entry in exactly one of the tables below. `tests/distributed/test_documentation.py` and
@@ -7,31 +7,9 @@ command needs an entry in exactly one of the tables below. `tests/distributed/te
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.distributed.harness import ROOT
-
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-
-_PROGRAMS = "python|horovodrun|mpirun|srun|torchrun|make|docker|source|printf|pip|git|ssh|sh|bash|apt-get"
-_OURS = "trainer(?! (?:run|doctor):)"  # with a colon it is what the command prints
-IS_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}|{_OURS}) \S")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A Python, diff, YAML, Dockerfile or text block, or a single command."""
-
-    page: str
-    line: int
-    kind: str
-    """The block's language, or "command"."""
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line} {self.kind}: {self.text.splitlines()[0]}"
+from tests.distributed.pages import Unit
 
 
 @dataclass(frozen=True)
@@ -44,6 +22,8 @@ class Run:
     """A part of the command, and what stands there in the test."""
     prints: str = ""
     """What its output has to contain."""
+    is_slow: bool = False
+    """Whether only a run of all tests runs it: a variant of a command that every run tries."""
 
     def small(self, command: str) -> str:
         """Return the command as the test runs it."""
@@ -106,10 +86,11 @@ _SCRIPT = f"examples/mnist.py {_DIGITS} --output none"
 _EFFICIENCY = "2x2 under horovod: efficiency"
 
 
-def _scaling_of_mnist(append: str = "", shape: str = "2x2") -> Run:
+def _scaling_of_mnist(shape: str = "2x2", *, is_slow: bool = False) -> Run:
     # What stands behind the script are its own arguments, so ours have to stand before it.
     options = _SCALING.replace("2x2", shape)
-    return Run(append, ("examples/mnist.py", f"{options} examples/mnist.py"), f"{shape} under horovod: efficiency")
+    script = ("examples/mnist.py", f"{options} examples/mnist.py")
+    return Run("--dataset digits", script, f"{shape} under horovod: efficiency", is_slow)
 
 
 # On node a of the two-node cluster; `docker compose exec a` in front is left out.
@@ -146,16 +127,15 @@ ON_NODE_A = {
         append="--dataset digits --output none",
         replace=("my_training.py", f"{_SCALING} examples/mnist.py"),
         prints=_EFFICIENCY,
+        is_slow=True,
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server --scaling weak "
-    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(
-        "--dataset digits"
-    ),
+    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ring --scaling strong --steps 200 --repeats 2 "
-    "examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist("--dataset digits"),
+    "examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(is_slow=True),
     "python scripts/scaling_test.py --hosts localhost:2 --scaling weak --strategies horovod,ddp,ring,parameter_server "
     "--steps 80 examples/mnist.py --network large --dataset mnist --epochs 1 --output none "
-    "--lr 0.001": _scaling_of_mnist("--dataset digits", "1x2"),
+    "--lr 0.001": _scaling_of_mnist("1x2", is_slow=True),
 }
 
 _TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:29500 project/train.py"
@@ -271,41 +251,3 @@ def claims(unit: Unit) -> int:
 def claimed() -> set[str]:
     """Return every command that a check expects in the pages."""
     return {command for table in _TABLES for command in table}
-
-
-def units(kind: str | None = None) -> list[Unit]:
-    """Return all blocks and commands of the pages, or those of one kind."""
-    found = [unit for page in PAGES for unit in read_page(page, (ROOT / page).read_text())]
-    return [unit for unit in found if kind in (None, unit.kind)]
-
-
-def read_page(page: str, text: str) -> Iterator[Unit]:
-    """Yield the fenced blocks, the commands in indented blocks, and the commands in running text and tables."""
-    lines, number = text.split("\n"), 0
-    while number < len(lines):
-        begin, line = number, lines[number]
-        number += 1
-        if line.startswith("```"):
-            number = lines.index("```", number)
-            yield Unit(page, begin + 1, line.removeprefix("```") or "no language", "\n".join(lines[begin + 1 : number]))
-            number += 1
-        elif line.startswith("    ") and line.strip():
-            while line.endswith("\\") or line.endswith("|"):
-                line = f"{line.removesuffix(chr(92)).rstrip()} {lines[number].strip()}"
-                number += 1
-            yield Unit(page, begin + 1, "command", _plain(line))
-        elif line.strip():
-            # A code span may go over the end of a line, in a paragraph but not in a table.
-            while not line.startswith("|") and lines[number].strip() and not lines[number].startswith(("|", "`" * 3)):
-                line = f"{line} {lines[number].strip()}"
-                number += 1
-            for span in re.findall(r"`([^`]+)`", line):
-                if IS_COMMAND.match(span):
-                    yield Unit(page, begin + 1, "command", _plain(span))
-
-
-def _plain(command: str) -> str:
-    """Return a command without its comment and without `docker compose exec a` in front."""
-    command = re.sub(r"\s{2,}# .*", "", command).strip()
-    inner = command.removeprefix("docker compose exec a ")
-    return inner if inner != command else command

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.distributed.documentation import units
 from tests.distributed.harness import Outcome, run_job
+from tests.distributed.pages import units
 
 # What train.py is in these tests: it runs every snippet of the pages as a script, and writes the weights of its model.
 RUN_SNIPPETS = """

@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.documentation import (
-    ELSEWHERE,
-    HERE,
-    IS_COMMAND,
-    LAUNCHED,
-    PAGES,
-    claimed,
-    claims,
-    read_page,
-    units,
-)
+from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, claimed, claims
 from tests.distributed.harness import ROOT
+from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from trainer import TrainerConfig
 from trainer.strategies import NAMES

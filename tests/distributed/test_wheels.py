@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import wheels
 
-from tests.distributed.documentation import units
+from tests.distributed.pages import units
 from tests.distributed.snippets import in_shell
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.documentation import BY_DOCKER, ON_NODE_A, Unit, units
+from tests.distributed.documentation import BY_DOCKER, ON_NODE_A
+from tests.distributed.pages import Unit, units
 from tests.docker.cluster import ROOT, Cluster, run, succeed
 
 RUN, WITH_CODE, WITH_GPUS, WITH_DATA, WITH_IMAGE, WITH_PROJECT, TRAIN, TORCHRUN_ON_B, TORCHRUN = BY_DOCKER
 HOST_ENV = {"NODE": "a", "ADDRESS_A": "10.0.0.1", "ADDRESS_B": "10.0.0.2"}
 
 
-@pytest.mark.parametrize("command", ON_NODE_A)
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.slow if how.is_slow else ()) for one, how in ON_NODE_A.items()]
+)
 def test_commands_run_on_a_node(cluster: Cluster, command: str) -> None:
     small = ON_NODE_A[command]
     outcome = cluster.run("a", "bash", "-c", small.small(command), timeout_s=280)
