@@ -19,9 +19,11 @@ from horovod.runner.util import listener
 from tests.security.attacks import payload
 from tests.security.stores import HOST, KEY, KINDS, Store, started
 
-BURST = 3000
+BURST = 1500
 SENDERS = 8
-HELD = 400
+HELD = 200
+# Threads whose connection has been ended, and which have yet to notice.
+ENDING = 40
 FLOOD_S = 2.0
 
 
@@ -138,8 +140,8 @@ def test_a_flood_of_connections_holds_nobody_up(store: Store) -> None:
             assert store.serves()
             watch.look()
     assert max(watch.files) > HELD  # it was one
-    assert max(watch.threads) <= 2 * listener.UNPROVEN_CONNECTIONS
-    assert max(watch.files) <= HELD + 2 * listener.UNPROVEN_CONNECTIONS
+    assert max(watch.threads) <= listener.UNPROVEN_CONNECTIONS + ENDING
+    assert max(watch.files) <= HELD + listener.UNPROVEN_CONNECTIONS + ENDING
     assert store.serves()
     assert watch.is_as_before()
 
@@ -156,5 +158,5 @@ def test_a_flood_of_connections_does_not_keep_an_elastic_rank_from_answering() -
             watch.look()
     assert slowest < 5
     assert max(watch.files) > HELD
-    assert max(watch.threads) <= 2 * listener.UNPROVEN_CONNECTIONS
+    assert max(watch.threads) <= listener.UNPROVEN_CONNECTIONS + ENDING
     service.shutdown()
