@@ -61,7 +61,12 @@ def serves(address: str, port: int) -> bool:
 @pytest.mark.parametrize("address", [HOST, SECOND])
 def test_listening_goes_on_when_there_are_file_descriptors_again(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accept, tries = socket.socket.accept, []
-    monkeypatch.setattr(socket.socket, "accept", lambda self: tries.append(1) or accept(self))
+
+    def count(self: socket.socket) -> tuple[socket.socket, Any]:
+        tries.append(self)
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", count)
     with on_two_addresses() as port, socket.socket() as connection:
         connection.settimeout(5)
         with no_more_files():
