@@ -57,8 +57,8 @@ class GridEngine(Batch):
     agent = "qrsh -inherit -nostdin -V"
     start = f"{PATH_ONLY}export PATH=$SGE_O_PATH\n"
     proof = (
-        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py),\n"
-        "# when it still took the whole environment of the shell that submits."
+        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py),"
+        "\n# when it still took the whole environment of the shell that submits."
     )
     check_first = (
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"
