@@ -26,8 +26,8 @@ JOBS = {
     "horovodrun-mpi horovod": {"mpi"},
     "mpirun ddp": {"mpi", "ddp", "ddp without torchrun"},
     "mpirun parameter_server": {"mpi", "parameter server"},
-    "torchrun ddp": {"torchrun", "ddp"},
-    "torchrun parameter_server": {"torchrun", "parameter server"},
+    "torchrun ddp": {"torchrun", "torchrun with c10d", "ddp"},
+    "torchrun parameter_server": {"torchrun", "torchrun with c10d", "parameter server"},
     "supervised ddp": {"mpi", "ddp", "ddp without torchrun"},
     "supervised-torchrun ddp": {"torchrun", "ddp"},
     "elastic": {"elastic"},
@@ -63,7 +63,7 @@ def process_name(process: psutil.Process) -> str:
     for pattern, name in (
         (r"parameter_server/server\.py", "parameter server"),
         (r"(^|/)mpirun ", "mpirun"),
-        (r"bin/torchrun ", "torchrun"),
+        (r"bin/torchrun | torch\.distributed\.run ", "torchrun"),
         (r"bin/horovodrun |tests\.security\.functions", "horovodrun"),
     ):
         if re.search(pattern, line):
