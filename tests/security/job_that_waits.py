@@ -45,6 +45,7 @@ def wait_in_training(strategy: str) -> None:
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
+    print(f"interface of Gloo: {os.environ.get('GLOO_SOCKET_IFNAME')}.", flush=True)
     wait()
     run.barrier()
 

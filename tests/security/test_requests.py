@@ -3,93 +3,26 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import pickle
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from horovod.runner.common.util.secret import make_secret_key
 from horovod.runner.http import proof
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
-from horovod.runner.http.http_server import KVStoreServer, RendezvousServer
-from horovod.runner.util import listener
 
 from tests.security.attacks import payload
-
-HOST = "127.0.0.1"
-KEY = make_secret_key()
-BURST = 3000
+from tests.security.stores import HOST, KEY, KINDS, Store, started
 
 
-class Store:
-    """A server of the launcher's with one value in it."""
-
-    def __init__(self, server: RendezvousServer | KVStoreServer, port: int) -> None:
-        self.server, self.port = server, port
-        put_data_into_kvstore(HOST, port, "scope", "key", "the value", KEY)
-
-    def serves(self) -> bool:
-        """Whether the job's own processes find what they have put there, and nothing else."""
-        began = time.monotonic()
-        found = read_data_from_kvstore(HOST, self.port, "scope", "key", KEY)
-        return bool(found == "the value") and time.monotonic() - began < 5
-
-    @property
-    def http(self) -> Any:
-        return self.server._httpd if isinstance(self.server, RendezvousServer) else self.server.httpd
-
-    def names(self) -> set[str]:
-        return {f"{scope}/{key}" for scope, values in self.http.cache.items() for key in values}
-
-    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
-        """Return status and body of the answer; 0 where the connection ended without one."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=15)
-        try:
-            sent = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body or None, sent)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        except (OSError, http.client.HTTPException):
-            return 0, b""
-        finally:
-            connection.close()
-
-    def send_raw(self, data: bytes) -> bytes:
-        """Return everything that the server sends until it closes the connection."""
-        with socket.create_connection((HOST, self.port), timeout=15) as connection:
-            answer = b""
-            try:
-                connection.sendall(data)
-                while part := connection.recv(65536):
-                    answer += part
-            except ConnectionError:
-                pass  # what it has not read, it need not answer
-            return answer
-
-
-@pytest.fixture(params=["rendezvous", "function"])
+@pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    if request.param == "rendezvous":
-        rendezvous = RendezvousServer(0, KEY)
-        port = rendezvous.start(addresses=[HOST])
-        rendezvous.init([])
-        yield Store(rendezvous, port)
-        rendezvous.stop()
-    else:
-        function = KVStoreServer(0, KEY)
-        yield Store(function, function.start_server([HOST]))
-        function.shutdown_server()
-
-
-def proven(store: Store, method: str, path: str, body: bytes = b"") -> str:
-    return str(proof.sign(KEY, store.port, method, path, body)[0])
+    with started(request.param) as one:
+        yield one
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "POST", "OPTIONS", "TRACE", "NONSENSE"])
@@ -105,7 +38,7 @@ def test_without_proof_nothing_is_read_or_changed(store: Store, tmp_path: Path, 
 
 def test_a_request_is_accepted_once(store: Store) -> None:
     body = base64.b64encode(pickle.dumps("first"))
-    header = proven(store, "PUT", "/scope/other", body)
+    header = store.proven("PUT", "/scope/other", body)
     assert store.send("PUT", "/scope/other", body, Horovod_Proof=header)[0] == 200
     put_data_into_kvstore(HOST, store.port, "scope", "other", "second", KEY)
     assert store.send("PUT", "/scope/other", body, Horovod_Proof=header)[0] == 403
@@ -197,7 +130,7 @@ def test_malformed_requests_are_refused_shortly(store: Store, data: bytes) -> No
 
 def test_a_request_may_end_anywhere(store: Store) -> None:
     body = b"x" * 20
-    header = proven(store, "PUT", "/scope/other", body)
+    header = store.proven("PUT", "/scope/other", body)
     whole = f"PUT /scope/other HTTP/1.1\r\nHorovod-Proof: {header}\r\nContent-Length: 20\r\n\r\n".encode() + body
     for length in [*range(1, len(whole), 7), len(whole) - 1]:
         with socket.create_connection((HOST, store.port), timeout=15) as connection:
@@ -217,56 +150,6 @@ def test_an_endless_head_is_not_read(store: Store) -> None:
     with pytest.raises(ConnectionError):
         send_without_end()
     assert store.serves()
-
-
-def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "UNPROVEN_SECONDS", 1.5)
-    slow = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(2)]
-    for connection in slow:
-        connection.sendall(b"G")
-    ended, began = 0, time.monotonic()
-    while ended < len(slow) and time.monotonic() - began < 10:
-        ended = 0
-        for connection in slow:
-            try:
-                connection.sendall(b"a")  # a byte now and then, for as long as it is let
-            except OSError:
-                ended += 1
-        assert store.serves()
-        time.sleep(0.1)
-    for connection in slow:
-        connection.close()
-    assert ended == len(slow)
-    assert time.monotonic() - began < 5
-
-
-def test_there_are_no_more_threads_than_connections_that_may_be_unproven(store: Store) -> None:
-    before = threading.active_count()
-    many = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(3 * listener.UNPROVEN_CONNECTIONS)]
-    assert store.serves()
-    deadline = time.monotonic() + 5
-    while threading.active_count() - before > listener.UNPROVEN_CONNECTIONS and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= listener.UNPROVEN_CONNECTIONS
-    for connection in many:
-        connection.close()
-    assert store.serves()
-
-
-def test_a_burst_of_requests_ends_nothing(store: Store, tmp_path: Path) -> None:
-    body, process = payload(tmp_path / "marker"), psutil.Process()
-    opened = process.num_fds()
-    with ThreadPoolExecutor(8) as pool:
-        statuses = set(pool.map(lambda number: store.send("PUT", f"/runfunc/{number}", body)[0], range(BURST)))
-        assert store.serves()
-    assert statuses <= {403, 0}
-    assert not (tmp_path / "marker").exists()
-    assert store.names() == {"scope/key"}
-    deadline = time.monotonic() + 10
-    while process.num_fds() > opened and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert process.num_fds() <= opened
-    assert not store.http._unproven
 
 
 def test_large_values_get_through(store: Store) -> None:

@@ -29,7 +29,6 @@ NAME = "a service"
 @pytest.fixture(scope="module")
 def service() -> Iterator[BasicService]:
     one = BasicService(NAME, KEY, ["lo"])
-    one._server.daemon_threads = True  # a connection's thread may end after the test
     yield one
     one.shutdown()
 

@@ -10,7 +10,14 @@ import pytest
 
 from trainer import ConfigError
 from trainer.launch import network
-from trainer.launch.network import address_toward, choose_nccl_interface, host_id, interface_of
+from trainer.launch.network import (
+    address_toward,
+    address_toward_master,
+    choose_gloo_interface,
+    choose_nccl_interface,
+    host_id,
+    interface_of,
+)
 
 LAUNCHERS = ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE")
 ELSEWHERE = "nowhere.invalid another-boot"
@@ -102,3 +109,33 @@ def test_an_interface_is_found_by_its_address() -> None:
     assert interface_of("10.9.9.9") == "eth8"
     with pytest.raises(ConfigError, match=r"no interface of this host has the address 10\.0\.0\.1"):
         interface_of("10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("address", "told", "chosen"),
+    [("127.0.0.1", "", "lo"), ("10.9.9.9", "", "eth8"), (None, "", ""), ("127.0.0.1", "eth7", "eth7")],
+)
+def test_gloo_listens_on_the_jobs_interface_unless_it_is_told_another(
+    address: str | None, told: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", told)
+    choose_gloo_interface(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("is_one_host", "route", "network_of_user", "address"),
+    [
+        (True, "10.1.2.3", "10.9.0.0/16", "127.0.0.1"),
+        (False, "10.1.2.3", "", "10.1.2.3"),
+        (False, "10.1.2.3", "10.9.0.0/16", "10.9.9.9"),
+        (False, "127.0.0.1", "", None),  # rank 0's host, whose name is one for the loopback address
+        (False, None, "", None),
+    ],
+)
+def test_the_jobs_address_under_a_launcher_that_sets_master_addr(
+    is_one_host: bool, route: str | None, network_of_user: str, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "route_to", lambda host: route)
+    monkeypatch.setenv("TRAINER_NETWORK", network_of_user)
+    assert address_toward_master(is_one_host=is_one_host) == address

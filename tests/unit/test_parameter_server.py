@@ -140,13 +140,14 @@ def test_the_token_itself_and_a_proof_for_another_stream_are_refused(
 @settings(deadline=None)
 @given(data=st.binary(max_size=60), at=st.integers(0, 200))
 def test_an_object_is_taken_as_it_was_sealed(data: bytes, at: int) -> None:
-    sealed = seal(TOKEN, 3, data)
-    assert unseal(TOKEN, 3, memoryview(sealed)) == data
+    sealed = seal(TOKEN, 3, 1, data)
+    assert unseal(TOKEN, 3, 1, memoryview(sealed)) == data
     changed = bytearray(sealed)
     changed[at % len(sealed)] ^= 1
-    for token, number, found in ((TOKEN, 2, sealed), ("other", 3, sealed), (TOKEN, 3, bytes(changed)), (TOKEN, 3, b"")):
-        with pytest.raises(ValueError, match="does not come from a rank"):
-            unseal(token, number, found)
+    wrong = ((TOKEN, 2, 1, sealed), (TOKEN, 3, 0, sealed), ("other", 3, 1, sealed), (TOKEN, 3, 1, bytes(changed)))
+    for token, number, root, found in (*wrong, (TOKEN, 3, 1, b"")):
+        with pytest.raises(ValueError, match=f"does not come from rank {root}"):
+            unseal(token, number, root, found)
 
 
 def test_a_client_without_the_token_is_refused(server: ServerProcess) -> None:

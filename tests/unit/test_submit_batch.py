@@ -28,7 +28,7 @@ def run(folder: Path, name: str, mpirun: str, *options: str) -> int:
         os.environ, PATH=f"{folder}:{os.environ['PATH']}", JOB_ID="7", SGE_TASK_ID="3", LSB_JOBID="7", LSB_JOBINDEX="3",
         PBS_JOBID="7.server", PBS_JOBNAME="train", PBS_O_WORKDIR=str(folder), LSB_MCPU_HOSTS="a 2 b 2",
         PE_HOSTFILE=str(folder / "hostfile"), PBS_NODEFILE=str(folder / "nodefile"),
-        SGE_O_PATH=f"{folder}:{os.environ['PATH']}",
+        **dict.fromkeys(("SGE_O_PATH", "PBS_O_PATH"), f"{folder}:{os.environ['PATH']}:/of/who/submits"),
     )  # fmt: skip
     script = render(name, *NODES, *options, *COMMAND)
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, timeout=30, check=False).returncode
@@ -42,6 +42,18 @@ def test_mpirun_gets_the_jobs_hosts_and_the_command(tmp_path: Path, name: str) -
     assert words[-3:] == ["python", "train.py", "a b"]
     assert words[words.index("--output-filename") + 1] == "runs/train-7"
     assert (tmp_path / "runs/train-7").is_dir()
+
+
+@pytest.mark.parametrize("name", ["gridengine", "pbs"])
+def test_of_the_shell_that_submits_the_job_takes_its_path_only(tmp_path: Path, name: str) -> None:
+    """Grid Engine and PBS show to everybody what is exported, secrets as well."""
+    script = render(name, *NODES, "--time", "1h", *COMMAND)
+    options = [line.split() for line in script.splitlines() if line.startswith(("#$ -", "#PBS -"))]
+    assert len(options) > 4
+    assert not [words for words in options if {"-v", "-V"} & set(words)]
+    assert "qsub -V" not in script
+    assert run(tmp_path, name, 'echo "$PATH" > path') == 0
+    assert (tmp_path / "path").read_text().endswith(":/of/who/submits\n")
 
 
 @pytest.mark.parametrize(("name", "submitted"), [("lsf", ""), ("pbs", "train.pbs")])

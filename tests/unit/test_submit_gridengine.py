@@ -55,13 +55,13 @@ def submitted(folder: Path) -> str:
 
 def test_a_job_that_has_saved_submits_itself(folder: Path) -> None:
     assert run(folder, "exit 75", repeats=2) == 75
-    assert submitted(folder) == "-terse script 0"
+    assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 0"
     assert (folder / "runs/train-7/next").read_text() == "8\n"
 
 
 def test_a_job_of_an_array_submits_itself_alone(folder: Path) -> None:
     assert run(folder, "exit 75", "--array", "1-4", qsub="echo 8.3-3:1") == 75
-    assert submitted(folder) == "-terse -t 3 script 0"
+    assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW -t 3 script 0"
     assert (folder / "runs/train-7-3/next").read_text() == "8\n"
 
 
@@ -80,7 +80,7 @@ def test_a_failure_is_not_repeated(folder: Path) -> None:
 def test_a_lost_host_has_the_job_repeated_three_times_in_a_row(folder: Path) -> None:
     (folder / "lost").touch()
     assert run(folder, "exit 1", "--time", "1h", repeats=2) == 75
-    assert submitted(folder) == "-terse script 3"
+    assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 3"
     (folder / "submitted").unlink()
     assert run(folder, "exit 1", "--time", "1h", repeats=3) == 1
     assert not submitted(folder)
@@ -89,7 +89,7 @@ def test_a_lost_host_has_the_job_repeated_three_times_in_a_row(folder: Path) -> 
 def test_ranks_that_fail_when_they_are_told_to_save_are_repeated(folder: Path) -> None:
     killed = "trap 'exit 140' USR2; while :; do sleep 0.02; done"
     assert run(folder, killed, "--time", "3s", "--grace", "2s") == 75
-    assert submitted(folder) == "-terse script 1"
+    assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 1"
 
 
 @pytest.mark.parametrize(

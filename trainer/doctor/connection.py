@@ -23,6 +23,7 @@ from trainer.supervise.sweep import SSH
 MARK = "trainer-doctor-agent"
 NO_ANSWER = "no answer in time"
 _SOURCES = Path(__file__).with_name("agent")
+_OPERATIONS = ("addresses", "exchange", "machine", "software", "gpus")
 _RELAY = Path(__file__).with_name("relay.py")
 # The current folder may hold a file that Python would import in place of one of its own modules.
 _BOOT = (
@@ -68,7 +69,7 @@ class Connection:
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
-        self._send(_source("serve"), [_source(name) for name in ("exchange", "machine", "software", "gpus")])
+        self._send(_source("serve"), [_source(name) for name in _OPERATIONS])
 
     def login(self) -> Login:
         """Wait until the agent runs; return how that went."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.doctor.agent import exchange
+from trainer.doctor.agent import addresses as agent_addresses
 from trainer.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
 from trainer.doctor.facts import Facts, Login, to_name
 from trainer.doctor.gpu_pairs import try_all_reduces
@@ -43,7 +43,7 @@ def look(options: Options, progress: Progress) -> Facts:
         raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
     progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
     with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
-        resolving = pool.submit(exchange.resolve, [host.name for host in options.hosts])
+        resolving = pool.submit(agent_addresses.resolve, [host.name for host in options.hosts])
         entered = _enter(options)
     names_here = resolving.result()
     started = {name: connection for name, (_, connection) in entered.items()}
@@ -151,4 +151,4 @@ def _ahead(connection: Connection) -> float:
 
 def _own_addresses(found: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
     addresses: Sequence[str] = [address for entry in found.values() for address in entry["addresses"]]
-    return frozenset(address for address, is_own in exchange.owns(list(addresses)).items() if is_own)
+    return frozenset(address for address, is_own in agent_addresses.owns(list(addresses)).items() if is_own)

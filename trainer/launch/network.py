@@ -11,6 +11,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from trainer.errors import ConfigError
+from trainer.launch.environment import set_default
 
 
 @cache
@@ -85,6 +86,32 @@ def choose_nccl_interface(address: str | None = None) -> None:
         return
     if not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(found)}"  # not also a longer name that begins so
+
+
+def choose_gloo_interface(address: str | None) -> None:
+    """Make Gloo in PyTorch listen on the interface with this address of this host's, unless it has been told one.
+
+    Left to itself, as with None, it listens on the address of the host's own name, which others may reach even where
+    all ranks are on one host.
+    """
+    if address:
+        set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+def address_toward_master(*, is_one_host: bool) -> str | None:
+    """Return this host's address on the network between the ranks where MASTER_ADDR has been set for them.
+
+    It is chosen as by `address_toward`; None where only the loopback address leads to rank 0, which is on this host.
+
+    Args:
+        is_one_host: whether all ranks are on this host.
+    """
+    if is_one_host:
+        return "127.0.0.1"
+    for address in (_of_user(), _of_launcher(), route_to(os.environ.get("MASTER_ADDR", ""))):
+        if address and not ip_address(address).is_loopback:
+            return address
+    return None
 
 
 def _of_user() -> str | None:

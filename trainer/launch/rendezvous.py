@@ -9,9 +9,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-from trainer.launch.environment import set_default
 from trainer.launch.mpi import connects_by_mpi, import_mpi
-from trainer.launch.network import address_toward, choose_nccl_interface, host_id, interface_of
+from trainer.launch.network import address_toward, choose_gloo_interface, choose_nccl_interface, host_id
 from trainer.launch.world import World
 
 _NUMBERS = count()
@@ -84,8 +83,8 @@ def init_process_group(backend: str, world: World, rendezvous: Rendezvous, timeo
     import torch.distributed as dist
 
     address = address_toward(rendezvous.all_gather(host_id()))
-    if "gloo" in backend and address != "127.0.0.1":
-        set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+    if "gloo" in backend:
+        choose_gloo_interface(address)
     if "nccl" in backend:
         choose_nccl_interface(address)
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.failure import at_exit
+from trainer.launch.network import address_toward_master, choose_gloo_interface
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
 from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer, without_gradient
@@ -54,6 +55,7 @@ class DDPStrategy(Strategy):
         if world.size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+            choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
             dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
         else:  # under any launcher but torchrun
             rendezvous = Rendezvous(world)

@@ -1,9 +1,7 @@
-"""What an agent does on the network: resolves names, listens, and exchanges bytes with the agent of another host."""
+"""What an agent does on the network: listens, and exchanges bytes with the agent of another host."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import hmac
 import os
 import random
@@ -12,12 +10,14 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 TOKEN_BYTES = 32
 _CHALLENGE_BYTES = _PROOF_BYTES = 32
-_MOST_CONNECTIONS = 1024
+# Of connections that have proven nothing yet.
+_MOST_UNPROVEN, _UNPROVEN_S = 128, 10.0
+_ACCEPT_AGAIN_S = 0.05
 LARGE_BYTES = 256 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
 _HEAD = struct.Struct("!cQ")
@@ -27,97 +27,7 @@ _CHOSEN_PORTS = range(20000, 32000)
 _WAYS = {"to": b"U", "from": b"D"}
 _SEGMENT_S = 1.5
 _SEGMENTS = (8948, 1448, 1408, 1398, 1368, 1328, 1228, 1148, 988, 524)
-_SIOCGIFCONF, _SIOCGIFADDR = 0x8912, 0x8915
 _LISTEN_S, _PINGS = 60.0, 20
-
-
-def interfaces() -> dict[str, dict[str, Any]]:
-    """Return the IPv4 addresses, MTU and speed (Mbit/s; 0 where unknown) of each interface that is up."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, address in _addresses():
-        folder = Path("/sys/class/net", name.partition(":")[0])
-        entry = found.setdefault(folder.name, {"addresses": [], "mtu": _number(folder / "mtu"), "speed": 0})
-        entry["addresses"].append(address)
-        if (folder / "device").exists():  # the speed of a virtual interface is made up
-            entry["speed"] = max(0, _number(folder / "speed"))
-    return found
-
-
-def _addresses() -> list[tuple[str, str]]:
-    size, entry = 4096 * 40, 40
-    buffer = array.array("B", bytes(size))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("iL", size, buffer.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))[0]
-    raw = buffer.tobytes()[:used]
-    return [
-        (raw[at : at + 16].split(b"\0")[0].decode(), socket.inet_ntoa(raw[at + 20 : at + 24]))
-        for at in range(0, used, entry)
-    ]
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def resolve(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return, for each name, its addresses, this host's own address and interface on the way there, and its source."""
-    by_address = {address: name for name, entry in interfaces().items() for address in entry["addresses"]}
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        found = dict(zip(names, pool.map(_resolve, names)))
-    for name, entry in found.items():
-        entry["interface"] = by_address.get(entry["own"], "")
-        entry["in_hosts_file"] = _in_hosts_file(name)
-    return found
-
-
-def _resolve(name: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"addresses": [], "error": "", "own": ""}
-    started = time.monotonic()
-    try:
-        infos = socket.getaddrinfo(name, 9, type=socket.SOCK_STREAM)
-    except OSError as error:
-        infos = []
-        entry["error"] = error.strerror or str(error)
-    entry["seconds"] = time.monotonic() - started
-    for info in infos:
-        if info[4][0] not in entry["addresses"]:
-            entry["addresses"].append(info[4][0])
-    first = next((str(one) for one in entry["addresses"] if ":" not in one), None)
-    if first is not None:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((first, 9))  # sends nothing: the kernel only chooses a route
-                entry["own"] = probe.getsockname()[0]
-        except OSError as error:
-            entry["error"] = error.strerror or str(error)
-    return entry
-
-
-def _in_hosts_file(name: str) -> bool:
-    try:
-        lines = Path("/etc/hosts").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(name in line.partition("#")[0].split()[1:] for line in lines)
-
-
-def owns(addresses: list[str]) -> dict[str, bool]:
-    """Return which addresses are this host's own."""
-    return {address: _can_bind(address) for address in addresses}
-
-
-def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 def listen(address: str, token: str) -> list[int]:
@@ -144,50 +54,85 @@ def _bind(address: str, ports: list[int]) -> socket.socket:
     return server
 
 
+class _Unproven:
+    """Connections that have proven nothing yet. A newer one ends the oldest, so that slow ones keep nobody out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, bool] = {}
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections[connection] = True
+            if len(self._connections) <= _MOST_UNPROVEN:
+                return
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+        with suppress(OSError):  # it has ended by itself
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def remove(self, connection: socket.socket) -> bool:
+        """Return whether it was there, and not ended already."""
+        with self._lock:
+            return self._connections.pop(connection, False)
+
+
 def _accept(server: socket.socket, token: bytes) -> None:
     deadline = time.monotonic() + _LISTEN_S
-    free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+    unproven = _Unproven()
     with server:
         while time.monotonic() < deadline:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
-            except OSError:
-                return
-            if free.acquire(blocking=False):
-                threading.Thread(target=_serve, args=(connection, token, free), daemon=True).start()
-            else:
-                connection.close()
+                unproven.add(connection)
+                threading.Thread(target=_serve, args=(connection, token, unproven), daemon=True).start()
+            except (OSError, RuntimeError):  # there is no file descriptor or thread left, or the time is over
+                time.sleep(_ACCEPT_AGAIN_S)
 
 
-def _serve(connection: socket.socket, token: bytes, free: threading.BoundedSemaphore) -> None:
-    with connection:
-        connection.settimeout(10.0)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _serve(connection: socket.socket, token: bytes, unproven: _Unproven) -> None:
+    with connection, suppress(OSError):
         try:
-            challenge = os.urandom(_CHALLENGE_BYTES)
-            connection.sendall(challenge)
-            if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), hmac.digest(token, challenge, "sha256")):
-                return
-            while True:
-                kind, size = _HEAD.unpack(_receive(connection, _HEAD.size))
-                if size > _MOST_BYTES:
-                    return
-                if kind == b"U":
-                    _discard(connection, size)
-                if kind == b"D":
-                    _send(connection, size)
-                else:
-                    connection.sendall(b"!")
-        except OSError:
-            return
+            is_proven = _is_proven(connection, token)
         finally:
-            free.release()
+            was_ended = not unproven.remove(connection)
+        if is_proven and not was_ended:
+            _answer(connection)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _is_proven(connection: socket.socket, token: bytes) -> bool:
+    deadline = time.monotonic() + _UNPROVEN_S
+    connection.settimeout(_UNPROVEN_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    challenge = os.urandom(_CHALLENGE_BYTES)
+    connection.sendall(challenge)
+    proof = _receive(connection, _PROOF_BYTES, deadline)
+    return hmac.compare_digest(proof, hmac.digest(token, challenge, "sha256"))
+
+
+def _answer(connection: socket.socket) -> None:
+    connection.settimeout(10.0)
+    while True:
+        kind, size = _HEAD.unpack(_receive(connection, _HEAD.size))
+        if size > _MOST_BYTES:
+            return
+        if kind == b"U":
+            _discard(connection, size)
+        if kind == b"D":
+            _send(connection, size)
+        else:
+            connection.sendall(b"!")
+
+
+def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     parts = b""
     while len(parts) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise socket.timeout("timed out")  # noqa: UP041 (Python 3.8)
+            connection.settimeout(left)
         part = connection.recv(size - len(parts))
         if not part:
             raise ConnectionResetError("the connection was closed")
@@ -293,7 +238,4 @@ def bandwidth(address: str, port: int, token: str, seconds: float) -> float:
         return received / (time.perf_counter() - started)
 
 
-OPERATIONS = {
-    "interfaces": interfaces, "resolve": resolve, "owns": owns, "listen": listen, "probe": probe,
-    "bandwidth": bandwidth,
-}  # fmt: skip
+OPERATIONS = {"listen": listen, "probe": probe, "bandwidth": bandwidth}

@@ -89,10 +89,10 @@ class ParameterServerStrategy(BucketedStrategy):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         stream = self._streams["values"][0]
         self._objects += 1
-        own = seal(self._token, self._objects, pickle.dumps(value)) if self.world.rank == root else b""
+        own = seal(self._token, self._objects, root, pickle.dumps(value)) if self.world.rank == root else b""
         stream.push("", memoryview(own))
         try:
-            found = unseal(self._token, self._objects, stream.pull())
+            found = unseal(self._token, self._objects, root, stream.pull())
         except ValueError as error:
             raise TrainerError(f"the parameter server's answer is refused: {error}") from None
         return pickle.loads(found)  # noqa: S301 (a rank of this job has sealed it)

@@ -34,20 +34,20 @@ def prove(token: str, *facts: object) -> str:
     return hmac.new(token.encode(), "\n".join(map(str, facts)).encode(), hashlib.sha256).hexdigest()
 
 
-def seal(token: str, number: int, data: bytes) -> bytes:
-    """Return data behind an HMAC-SHA256 (32 bytes) over it and its number."""
-    return hmac.digest(token.encode(), b"object\n%d\n" % number + data, "sha256") + data
+def seal(token: str, number: int, root: int, data: bytes) -> bytes:
+    """Return data behind an HMAC-SHA256 (32 bytes) over it, its number and the rank that sends it."""
+    return hmac.digest(token.encode(), b"object\n%d\n%d\n" % (number, root) + data, "sha256") + data
 
 
-def unseal(token: str, number: int, sealed: bytes | memoryview) -> bytes:
+def unseal(token: str, number: int, root: int, sealed: bytes | memoryview) -> bytes:
     """Return the data that `seal` was given.
 
     Raises:
-        ValueError: it was sealed with another token or as another number, or it was changed.
+        ValueError: it was sealed with another token, as another number or by another rank, or it was changed.
     """
     data = bytes(sealed[32:])
-    if not hmac.compare_digest(seal(token, number, data), sealed):
-        raise ValueError(f"object {number} does not come from a rank of this job")
+    if not hmac.compare_digest(seal(token, number, root, data), sealed):
+        raise ValueError(f"object {number} does not come from rank {root} of this job")
     return data
 
 

@@ -45,6 +45,11 @@ _TIMEOUT = """\
 # {grace_s} s before the time limit the ranks are told to save. mpirun hands USR2 on to them.
 timeout --foreground --preserve-status --signal=USR2 {seconds} \\
     """
+PATH_ONLY = """\
+# Of the shell that has submitted, the job takes PATH only: everybody on the cluster can read what else is exported
+# (qstat). Name what the job needs, and nothing secret, with --directive='-v NAME,NAME'.
+"""
+"""What is said before PATH is set, in a job file of Grid Engine or PBS."""
 
 
 class Batch(Scheduler):

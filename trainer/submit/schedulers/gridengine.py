@@ -10,14 +10,14 @@ from typing import ClassVar
 from trainer.errors import TrainerError
 from trainer.submit.job import Job, duration
 from trainer.submit.schedulers.base import State, call, fill, read_new
-from trainer.submit.schedulers.batch import Batch
+from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
 _AGAIN = """\
 # Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on hosts
 # other than the first that it has had (qstat -j: "until clean up of a previous run has finished"). So the job submits
 # itself under another id, which `trainer submit --follow` finds in next. Where this host may not submit, it is 99.
 again() {
-    next=$(qsub -terse {task}"$0") || exit 99
+    next=$(qsub -terse -v REPEATS_IN_A_ROW {task}"$0") || exit 99
     echo "${next%%.*}" > "$logs/next"
     echo "exit code $code: goes on as job ${next%%.*}"
     exit 75
@@ -55,12 +55,10 @@ class GridEngine(Batch):
     index_variable = "SGE_TASK_ID"
     hosts = """$(awk '{print $1 ":" $2}' "$PE_HOSTFILE" | paste -sd,)"""
     agent = "qrsh -inherit -nostdin -V"
-    start = (
-        "# A login shell may have set PATH anew; this is that of the shell that has submitted.\n"
-        "export PATH=$SGE_O_PATH\n"
-    )
+    start = f"{PATH_ONLY}export PATH=$SGE_O_PATH\n"
     proof = (
-        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py)."
+        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py),"
+        "\n# when it still took the whole environment of the shell that submits."
     )
     check_first = (
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"
@@ -83,7 +81,7 @@ class GridEngine(Batch):
 
     def directives(self, job: Job) -> list[str]:
         """Return qsub's options."""
-        lines = ["-S /bin/bash", f"-N {job.name}", "# In this folder, with this environment.", "-cwd", "-V"]
+        lines = ["-S /bin/bash", f"-N {job.name}", "# In this folder.", "-cwd"]
         if not any(text.split()[0] == "-pe" for text in job.directives):
             lines += ["# The site's parallel environment; --directive='-pe NAME SLOTS' names another.",
                       f"-pe mpi {job.ranks}"]  # fmt: skip

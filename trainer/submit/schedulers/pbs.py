@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from trainer.submit.job import Job, duration
 from trainer.submit.schedulers.base import State, call
-from trainer.submit.schedulers.batch import Batch
+from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
 
 class PBS(Batch):
@@ -23,7 +23,7 @@ class PBS(Batch):
     prefix = "#PBS"
     id = "${PBS_JOBID%%.*}"
     index_variable = "PBS_ARRAY_INDEX"
-    start = 'cd "$PBS_O_WORKDIR"\n'
+    start = f'cd "$PBS_O_WORKDIR"\n{PATH_ONLY}export PATH=$PBS_O_PATH\n'
     hosts = """$(sort "$PBS_NODEFILE" | uniq -c | awk '{print $2 ":" $1}' | paste -sd,)"""
     agent = "pbs_tmrsh"
     check_first = (
@@ -47,7 +47,7 @@ class PBS(Batch):
         lines = [
             f"-N {job.name}", "# A chunk is a node.", f"-l select={job.nodes}:{':'.join(chunk)}",
             "# Each on a host of its own.", "-l place=scatter", "# A job whose node is lost comes again.", "-r y",
-            "# With the environment of the shell that submits.", "-V", "-j oe", "-o runs/",
+            "-j oe", "-o runs/",
         ]  # fmt: skip
         if job.time_s:
             lines.append(f"-l walltime={duration(job.time_s)}")
