@@ -67,8 +67,6 @@ class Batch(Scheduler):
     """Lines before all others."""
     proof: ClassVar[str] = "Not run: it follows the documentation."
     """What the script was run against."""
-    again: ClassVar[str]
-    """Lines that have the job queued again after exit code 75."""
     check_first: ClassVar[str]
     """What to look at before the first use, as lines of a comment."""
 
@@ -76,10 +74,9 @@ class Batch(Scheduler):
     def directives(self, job: Job) -> list[str]:
         """Return the options of the job, each with a comment before it where it needs one."""
 
-    def ending(self, job: Job) -> str:
-        """Return `again` for a job."""
-        del job
-        return self.again
+    @abstractmethod
+    def again(self, job: Job) -> str:
+        """Return lines that have the job queued again after exit code 75."""
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
@@ -93,7 +90,7 @@ class Batch(Scheduler):
             made_by=job.made_by, proof=self.proof, name=job.name, submit=self.submit_command,
             check_first=self.check_first, directives="".join(f"{line}\n" for line in lines), start=self.start,
             id=self.id + (f"-${self.index_variable}" if job.array else ""), hosts=self.hosts, agent=self.agent,
-            timeout=timeout, again=self.ending(job),
+            timeout=timeout, again=self.again(job),
             command=f"{shell_command(job.command, f'${self.index_variable}')}\n",
         )  # fmt: skip
 

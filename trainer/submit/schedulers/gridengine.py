@@ -66,20 +66,18 @@ class GridEngine(Batch):
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"
         "# (allocation_rule), and has control_slaves TRUE; and whether the execution hosts may submit (qconf -ss).\n"
     )
-    again = _AGAIN
-
     lacks: ClassVar[Mapping[str, str]] = {
         **Batch.lacks, "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
         "cpus_per_rank": "name the site's resource with --directive",
     }  # fmt: skip
 
-    def ending(self, job: Job) -> str:
+    def again(self, job: Job) -> str:
         """Return the lines that have a job go on that was told to save, or has lost a host."""
         lost, or_told = "has_lost_a_host", ""
         if job.time_s:
             lost = f'{{ [ "$SECONDS" -ge {job.time_s - job.grace_s} ] || {lost}; }}'
             or_told = " or fails after USR2"
-        return fill(self.again, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
+        return fill(_AGAIN, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
 
     def directives(self, job: Job) -> list[str]:
         """Return qsub's options."""
