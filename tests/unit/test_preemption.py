@@ -93,8 +93,8 @@ def test_one_that_waits_in_a_library_is_watched_as_well() -> None:
 
 
 def test_the_end_of_python_is_not_ended_by_the_signal() -> None:
-    # As Python clears its modules, its signal handlers have gone. A job script repeats the signal until all ranks end.
-    late = "class Late:\n    def __del__(self, kill=os.kill, process=os.getpid()): kill(process, 12)\nlate = Late()"
+    # An object of the module sys is deleted after the handlers. A job script repeats the signal until all ranks end.
+    late = "class Late:\n    def __del__(self, kill=os.kill, process=os.getpid()): kill(process, 12)\nsys.late = Late()"
     assert run(before=late, after="sys.exit(75)")[:2] == (75, "")
 
 

@@ -99,7 +99,8 @@ def _ignore_usr2() -> None:
     Python gives each signal with a handler its default action back as it ends. A job script repeats SIGUSR2 until the
     ranks have ended, and would end one that has saved with another exit code, while it leaves the job.
     """
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():  # the thread that watches ends the process at once
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _leave_signals() -> None:
