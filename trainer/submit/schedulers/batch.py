@@ -33,17 +33,18 @@ hosts={hosts}
 
 # plm_rsh_agent: Open MPI starts its daemon on the other hosts through the scheduler, so that no ssh is needed.
 # --output-filename: a folder for each rank, with its stdout and stderr.
+{wrapper_note}
 {timeout}mpirun -np {ranks} -H "$hosts" --bind-to none -x PATH -x PYTHONUNBUFFERED \\
     --mca plm_rsh_agent "{agent}" --output-filename "$logs" \\
     {command}
-{wait}
+code=$?
 
 {again}
 exit "$code"
 """
 _TIMEOUT = """\
 # {grace_s} s before the time limit the ranks are told to save. mpirun hands USR2 on to them.
-{session}timeout --foreground --preserve-status --signal=USR2 {seconds} \\
+timeout --foreground --preserve-status --signal=USR2 {seconds} \\
     """
 
 
@@ -63,12 +64,10 @@ class Batch(Scheduler):
     """The shell's words for the hosts of the job."""
     agent: ClassVar[str]
     """What starts a program on another host of the job."""
-    session: ClassVar[str] = ""
-    """What starts mpirun in a session of its own, where it needs one."""
-    background: ClassVar[str] = ""
-    """What has mpirun run in the background, where the script has to do something meanwhile."""
-    wait: ClassVar[str] = "code=$?\n"
-    """Lines that wait for mpirun, and set its exit code."""
+    wrapper: ClassVar[str] = ""
+    """A line before the command, through which each rank is started."""
+    wrapper_note: ClassVar[str] = ""
+    """What it is for, as lines of a comment."""
     start: ClassVar[str] = ""
     """Lines before all others."""
     proof: ClassVar[str] = "Not run: it follows the documentation."
@@ -88,17 +87,16 @@ class Batch(Scheduler):
         """Return the batch script."""
         lines = [line if line.startswith("# ") else f"{self.prefix} {line}" for line in self.directives(job)]
         lines += [f"{self.prefix} {text}" for text in job.directives]
-        timeout = self.session
+        timeout = ""
         if job.time_s:
-            seconds = job.time_s - job.grace_s
-            timeout = fill(_TIMEOUT, grace_s=job.grace_s, seconds=seconds, session=self.session)
+            timeout = fill(_TIMEOUT, grace_s=job.grace_s, seconds=job.time_s - job.grace_s)
         return fill(
             _SCRIPT, nodes=job.nodes, ranks_per_node=job.ranks_per_node, ranks=job.ranks, product=self.product,
             made_by=job.made_by, proof=self.proof, name=job.name, submit=self.submit_command,
             check_first=self.check_first, directives="".join(f"{line}\n" for line in lines), start=self.start,
             id=self.id + (f"-${self.index_variable}" if job.array else ""), hosts=self.hosts, agent=self.agent,
-            timeout=timeout, again=self.again(job), wait=self.wait,
-            command=f"{shell_command(job.command, f'${self.index_variable}')}{self.background}\n",
+            timeout=timeout, again=self.again(job), wrapper_note=self.wrapper_note,
+            command=f"{self.wrapper}{shell_command(job.command, f'${self.index_variable}')}\n",
         )  # fmt: skip
 
     def problems(self, job: Job) -> list[str]:

@@ -40,13 +40,13 @@ case $code in
         ;;
 esac
 """
-_WAIT = """\
-# qdel and the time limit kill the processes of this script's group, and only mpirun can end the ranks on all hosts. So
-# mpirun is in a session of its own, and is told to end when this script has gone.
-mpirun=$!
-setsid bash -c 'while kill -0 $1 && kill -0 $2; do sleep 1; done; kill $2' end $$ "$mpirun" > /dev/null 2>&1 &
-wait "$mpirun"
-code=$?
+_WRAPPER = """\
+bash -c '( (trap "" USR2; while kill -0 $PPID && kill -0 $$; do sleep 5; done; kill -9 $$) > /dev/null 2>&1 & )
+    exec "$@"' rank \\
+"""
+_WRAPPER_NOTE = """\
+# bash -c: a rank is killed within 5 s when mpirun, or its daemon on another host, has gone. qdel and the time limit
+# kill these at once, and ranks that do not exchange over MPI would stay.
 """
 
 
@@ -63,9 +63,8 @@ class GridEngine(Batch):
     index_variable = "SGE_TASK_ID"
     hosts = """$(awk '{print $1 ":" $2}' "$PE_HOSTFILE" | paste -sd,)"""
     agent = "qrsh -inherit -nostdin -V"
-    session = "setsid "
-    background = " &"
-    wait = _WAIT
+    wrapper = _WRAPPER
+    wrapper_note = _WRAPPER_NOTE
     start = (
         "# A login shell may have set PATH anew; this is that of the shell that has submitted.\n"
         "export PATH=$SGE_O_PATH\n"
