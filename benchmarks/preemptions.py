@@ -28,8 +28,6 @@ from trainer.submit.schedulers import SCHEDULERS, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("runs/preemptions")
-EPOCHS_EACH = 6
-"""Epochs for each preemption, about as many as a start comes to."""
 PAUSE_S = 0.1
 _POLL_S = 0.5
 _RUNNING_WITHIN_S = 600.0
@@ -42,7 +40,7 @@ def main() -> int:
         raise TrainerError(f"{FOLDER} is there already; remove it, or rename it")
     FOLDER.mkdir(parents=True)
     began = time.monotonic()
-    job = submit(options.count * EPOCHS_EACH)
+    job = submit(options.count * options.epochs_each)
     done = preempt(job, options.count, options.longest_s, random.Random(options.seed))  # noqa: S311 (no secret)
     watch = Watch(SCHEDULERS["slurm"], job)
     while (state := watch.state()).code is None:
@@ -132,6 +130,10 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--longest-s", type=float, default=60.0, metavar="S",
         help="from a start to the signal, at most (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--epochs-each", type=int, default=6, metavar="N",
+        help="epochs of the training for each preemption, about as many as a start comes to (default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(arguments)
 

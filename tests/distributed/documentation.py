@@ -206,6 +206,7 @@ ELSEWHERE |= {
 UNTESTED = {
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --follow -- python train.py --checkpoint "
     "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
+    "srun --mpi=list": "needs a Slurm; tests/distributed/test_srun.py runs `srun --mpi=pmix`",
     "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
     "trainer submit gridengine --nodes 2 --ranks-per-node 2 --time 2h --directive='-pe mpi 4' -- python train.py": (
         "needs a Grid Engine; tests/docker/test_gridengine.py"

@@ -92,6 +92,12 @@ def test_one_that_waits_in_a_library_is_watched_as_well() -> None:
     assert code == 128 + signal.SIGUSR2
 
 
+def test_the_end_of_python_is_not_ended_by_the_signal() -> None:
+    # An object of the module sys is deleted after the handlers. A job script repeats the signal until all ranks end.
+    late = "class Late:\n    def __del__(self, kill=os.kill, process=os.getpid()): kill(process, 12)\nsys.late = Late()"
+    assert run(before=late, after="sys.exit(75)")[:2] == (75, "")
+
+
 def test_a_child_ends_by_the_signal_and_tells_the_parent_nothing(preemption: Preemption) -> None:
     child = os.fork()
     if child == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,18 @@ def test_ranks_that_fail_when_they_are_told_to_save_are_repeated(folder: Path) -
     killed = "trap 'exit 140' USR2; while :; do sleep 0.02; done"
     assert run(folder, killed, "--time", "3s", "--grace", "2s") == 75
     assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 1"
+
+
+def test_a_rank_ends_when_what_has_started_it_was_killed(folder: Path) -> None:
+    stand_in(folder, "sleep", "exec /bin/sleep 0.05")
+    stand_in(folder, "python", "echo $$ > rank; exec /bin/sleep 60")
+    mpirun = 'while [ "$1" != bash ]; do shift; done; "$@" & until [ -s rank ]; do sleep; done; kill -9 $$'
+    assert run(folder, mpirun) == 137
+    rank = Path("/proc", (folder / "rank").read_text().strip())
+    deadline = time.monotonic() + 20
+    while rank.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not rank.exists()
 
 
 @pytest.mark.parametrize(

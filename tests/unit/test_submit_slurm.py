@@ -19,18 +19,21 @@ COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
 class Batch:
     """The script, run with an srun and a scontrol of the test's own."""
 
-    def __init__(self, folder: Path, srun: str, *options: str, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, srun: str, *options: str, ready: str = "touch $LOGS/ready-{0..3}", **variables: str
+    ) -> None:
         self.folder = folder
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
-        stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{srun}')
+        stand_in(folder, "srun", f'{probe}\ntouch srun-runs; printf "%s\\n" "$@" > srun-arguments\n{ready}\n{srun}')
         stand_in(
             folder, "scontrol", '[ ! -s refusals ] || { sed -i 1d refusals; exit 1; }; echo "$@" > scontrol-arguments'
         )
         script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2").replace("sleep $pause", "")
         (folder / "job.sbatch").write_text(script.replace("step=$!", "$BEFORE_STEP\nstep=$!"))
         env = dict(
-            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train", **variables
-        )
+            os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17", SLURM_JOB_NAME="train",
+            LOGS="runs/train-17", **variables,
+        )  # fmt: skip
         self._process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
 
     def signal(self, number: signal.Signals) -> None:
@@ -128,6 +131,27 @@ def test_processes_of_a_rank_that_do_not_handle_usr2_go_on(tmp_path: Path) -> No
     batch.signal(signal.SIGUSR2)
     assert batch.code() == 0
     assert (tmp_path / "saved").exists()
+
+
+def test_ranks_that_do_not_ignore_usr2_yet_are_told_later(tmp_path: Path) -> None:
+    # Slurm sends it as soon as the ranks are started, and those that have not come to their first line would end by it.
+    (tmp_path / "runs/train-17").mkdir(parents=True)
+    for rank in range(4):
+        (tmp_path / f"runs/train-17/ready-{rank}").touch()  # of an earlier start
+    ready = "touch $LOGS/ready-{0..2}; sleep 0.6; trap 'exit 75' USR2; touch $LOGS/ready-3"
+    batch = Batch(tmp_path, "for i in {1..100}; do sleep 0.02; done", ready=ready)
+    batch.signal(signal.SIGUSR2)
+    assert batch.code() == 0
+    assert batch.is_requeued
+    assert not (tmp_path / "runs/train-17/unsaved").exists()
+
+
+def test_each_rank_says_that_it_ignores_usr2(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python", "kill -USR2 $$; touch survived")
+    step = 'while [ "$1" != bash ]; do shift; done; SLURM_PROCID=2 "$@"'
+    Batch(tmp_path, step, ready="").code()
+    assert [path.name for path in (tmp_path / "runs/train-17").glob("ready-*")] == ["ready-2"]
+    assert (tmp_path / "survived").exists()
 
 
 def test_ranks_that_handle_usr2_only_later_are_told_again(tmp_path: Path) -> None:

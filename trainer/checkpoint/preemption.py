@@ -7,6 +7,7 @@ come, as during an evaluation.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -47,6 +48,7 @@ class Preemption:
         self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._earlier[number] = signal.signal(number, self._note)
+        atexit.register(_ignore_usr2)
         threading.Thread(target=self._watch, args=(reader,), name="trainer-preemption", daemon=True).start()
 
     def handled(self) -> None:
@@ -58,6 +60,7 @@ class Preemption:
         self._is_closed = True
         if not self._earlier:
             return
+        atexit.unregister(_ignore_usr2)
         for number, handler in self._earlier.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal has returned
         self._earlier.clear()
@@ -88,6 +91,16 @@ class Preemption:
                 end_process("", EXIT_CODE)
             time.sleep(_POLL_S)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
+
+
+def _ignore_usr2() -> None:
+    """Ignore SIGUSR2 until the process has ended.
+
+    Python gives each signal with a handler its default action back as it ends. A job script repeats SIGUSR2 until the
+    ranks have ended, and would end one that has saved with another exit code, while it leaves the job.
+    """
+    if threading.current_thread() is threading.main_thread():  # the thread that watches ends the process at once
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _leave_signals() -> None:

@@ -15,6 +15,7 @@ from trainer.data.base import Group, Loader, Step, check_one_size, check_options
 from trainer.data.moving import move
 from trainer.data.order import EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
+from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
@@ -198,7 +199,9 @@ class ShardedLoader(Loader):
         self._places.batches = [order[place].tolist() for place in places]
         generator = self._data_loader.generator
         generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
-        for batch in self._data_loader:
+        with usr2_blocked():  # which starts the workers
+            batches = iter(self._data_loader)
+        for batch in batches:
             yield move(batch, self.world.device)
 
     @cached_property

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainer.data.base import Group, Loader, Step, check_one_size, check_options
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
+from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
@@ -186,7 +187,9 @@ class StreamLoader(Loader):
         self._batches.generator.manual_seed(mix_seeds(self._seed, self.epoch, self.world.rank))
         self.epoch += 1
         drawn = 0
-        for count, batch in self._batches:
+        with usr2_blocked():  # which starts the workers
+            batches = iter(self._batches)
+        for count, batch in batches:
             drawn += count
             yield count, batch
         if self._length not in (None, drawn) and not self.drop_last:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,14 +49,15 @@ def follow(options: Options, job_id: str) -> int:
 
     It is 130 after Ctrl-C.
     """
-    ids, codes = [job_id], list[int]()
+    not_followed, codes = deque([job_id]), list[int]()
     try:
-        for job_id in ids:
+        while not_followed:
+            job_id = not_followed.popleft()
             codes.append(_follow_one(options, job_id))
             for successor in options.scheduler.successors(options.job, job_id):
                 cancel = shlex.join(options.scheduler.cancel_command(successor))
                 _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
-                ids.append(successor)
+                not_followed.append(successor)
     except KeyboardInterrupt:
         cancel = shlex.join(options.scheduler.cancel_command(job_id))
         _say(f"job {job_id} goes on; {cancel} ends it")

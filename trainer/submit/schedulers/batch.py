@@ -33,6 +33,7 @@ hosts={hosts}
 
 # plm_rsh_agent: Open MPI starts its daemon on the other hosts through the scheduler, so that no ssh is needed.
 # --output-filename: a folder for each rank, with its stdout and stderr.
+{wrapper_note}
 {timeout}mpirun -np {ranks} -H "$hosts" --bind-to none -x PATH -x PYTHONUNBUFFERED \\
     --mca plm_rsh_agent "{agent}" --output-filename "$logs" \\
     {command}
@@ -68,12 +69,14 @@ class Batch(Scheduler):
     """The shell's words for the hosts of the job."""
     agent: ClassVar[str]
     """What starts a program on another host of the job."""
+    wrapper: ClassVar[str] = ""
+    """A line before the command, through which each rank is started."""
+    wrapper_note: ClassVar[str] = ""
+    """What it is for, as lines of a comment."""
     start: ClassVar[str] = ""
     """Lines before all others."""
     proof: ClassVar[str] = "Not run: it follows the documentation."
     """What the script was run against."""
-    again: ClassVar[str]
-    """Lines that have the job queued again after exit code 75."""
     check_first: ClassVar[str]
     """What to look at before the first use, as lines of a comment."""
 
@@ -81,10 +84,9 @@ class Batch(Scheduler):
     def directives(self, job: Job) -> list[str]:
         """Return the options of the job, each with a comment before it where it needs one."""
 
-    def ending(self, job: Job) -> str:
-        """Return `again` for a job."""
-        del job
-        return self.again
+    @abstractmethod
+    def again(self, job: Job) -> str:
+        """Return lines that have the job queued again after exit code 75."""
 
     def render(self, job: Job) -> str:
         """Return the batch script."""
@@ -98,8 +100,8 @@ class Batch(Scheduler):
             made_by=job.made_by, proof=self.proof, name=job.name, submit=self.submit_command,
             check_first=self.check_first, directives="".join(f"{line}\n" for line in lines), start=self.start,
             id=self.id + (f"-${self.index_variable}" if job.array else ""), hosts=self.hosts, agent=self.agent,
-            timeout=timeout, again=self.ending(job),
-            command=f"{shell_command(job.command, f'${self.index_variable}')}\n",
+            timeout=timeout, again=self.again(job), wrapper_note=self.wrapper_note,
+            command=f"{self.wrapper}{shell_command(job.command, f'${self.index_variable}')}\n",
         )  # fmt: skip
 
     def problems(self, job: Job) -> list[str]:

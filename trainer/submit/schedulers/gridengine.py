@@ -40,6 +40,14 @@ case $code in
         ;;
 esac
 """
+_WRAPPER = """\
+bash -c '( (trap "" USR2; while kill -0 $PPID && kill -0 $$; do sleep 5; done; kill -9 $$) > /dev/null 2>&1 & )
+    exec "$@"' rank \\
+"""
+_WRAPPER_NOTE = """\
+# bash -c: a rank is killed within 5 s when mpirun, or its daemon on another host, has gone. qdel and the time limit
+# kill these at once, and ranks that do not exchange over MPI would stay.
+"""
 
 
 class GridEngine(Batch):
@@ -55,6 +63,8 @@ class GridEngine(Batch):
     index_variable = "SGE_TASK_ID"
     hosts = """$(awk '{print $1 ":" $2}' "$PE_HOSTFILE" | paste -sd,)"""
     agent = "qrsh -inherit -nostdin -V"
+    wrapper = _WRAPPER
+    wrapper_note = _WRAPPER_NOTE
     start = f"{PATH_ONLY}export PATH=$SGE_O_PATH\n"
     proof = (
         "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py),"
@@ -64,20 +74,18 @@ class GridEngine(Batch):
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"
         "# (allocation_rule), and has control_slaves TRUE; and whether the execution hosts may submit (qconf -ss).\n"
     )
-    again = _AGAIN
-
     lacks: ClassVar[Mapping[str, str]] = {
         **Batch.lacks, "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
         "cpus_per_rank": "name the site's resource with --directive",
     }  # fmt: skip
 
-    def ending(self, job: Job) -> str:
+    def again(self, job: Job) -> str:
         """Return the lines that have a job go on that was told to save, or has lost a host."""
         lost, or_told = "has_lost_a_host", ""
         if job.time_s:
             lost = f'{{ [ "$SECONDS" -ge {job.time_s - job.grace_s} ] || {lost}; }}'
             or_told = " or fails after USR2"
-        return fill(self.again, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
+        return fill(_AGAIN, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
 
     def directives(self, job: Job) -> list[str]:
         """Return qsub's options."""

@@ -25,7 +25,6 @@ class LSF(Batch):
     hosts = "$(printf '%s:%s\\n' $LSB_MCPU_HOSTS | paste -sd,)"
     agent = "blaunch"
     check_first = "# the queue allows jobs on several hosts, and blaunch is on the PATH of the nodes.\n"
-    again = "# LSF itself puts the job back into the queue at exit code 75 (-Q).\n"
 
     lacks: ClassVar[Mapping[str, str]] = {**Batch.lacks, "memory_gib": "its unit is the site's: --directive='-M 16GB'"}
 
@@ -45,6 +44,11 @@ class LSF(Batch):
             minutes = -(-job.time_s // 60)
             lines += ["# Hours and minutes.", f"-W {minutes // 60}:{minutes % 60:02}"]
         return lines
+
+    def again(self, job: Job) -> str:
+        """Return a comment: the option -Q does it."""
+        del job
+        return "# LSF itself puts the job back into the queue at exit code 75 (-Q).\n"
 
     def submit(self, path: Path) -> str:
         """Submit with bsub, which reads the file from its input."""

@@ -11,6 +11,11 @@ from trainer.submit.job import Job, duration
 from trainer.submit.schedulers.base import State, call
 from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
+_AGAIN = """\
+# A job may not put itself back into the queue (qrerun is the operator's): the same file is submitted again.
+[ "$code" != 75 ] || qsub "runs/$PBS_JOBNAME.pbs" || exit 1
+"""
+
 
 class PBS(Batch):
     """OpenPBS and PBS Professional."""
@@ -30,10 +35,6 @@ class PBS(Batch):
         "# pbs_tmrsh is on the PATH of the nodes, and the site allows a job to submit another one. It submits\n"
         "# runs/NAME.pbs, so that this file has to be there.\n"
     )
-    again = (
-        "# A job may not put itself back into the queue (qrerun is the operator's): the same file is submitted again.\n"
-        '[ "$code" != 75 ] || qsub "runs/$PBS_JOBNAME.pbs" || exit 1\n'
-    )
 
     lacks: ClassVar[Mapping[str, str]] = {**Batch.lacks, "array": "submit a job for each, under a --name of its own"}
 
@@ -52,6 +53,11 @@ class PBS(Batch):
         if job.time_s:
             lines.append(f"-l walltime={duration(job.time_s)}")
         return lines
+
+    def again(self, job: Job) -> str:
+        """Return lines that submit the file again, where the ranks have saved."""
+        del job
+        return _AGAIN
 
     def submit(self, path: Path) -> str:
         """Submit with qsub."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
-from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, read_new
+from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, fill, read_new
 
 _PROOF = "Run on 2026-11-22 with Slurm 22.05.8, on two nodes in containers (tests/docker/test_slurm.py)."
 _ENDED = frozenset(
@@ -52,6 +52,7 @@ trap cancelled=yes TERM
 export PYTHONUNBUFFERED=1
 logs=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
+rm -f "$logs"/ready-*
 errors=$logs/srun.log
 # As in 17, or 17_3 in an array: the number of an array alone means all its jobs.
 id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
@@ -76,10 +77,10 @@ export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks_per_node} OMP_NUM_THREADS=${{O
 _WAIT = """\
 step=$!
 
-# bash runs a trap only between two commands or in wait, so the step is in the background. Until it has ended, USR2 is
-# sent to it again and again, because ranks that are still starting ignore it.
+# bash runs a trap only between two commands or in wait, so the step is in the background. Once all ranks ignore USR2
+# (ready-0, …), it is sent to the step again and again until that has ended, because they handle it only later.
 while kill -0 "$step" 2> /dev/null; do
-    [ ! "$asked" ] || kill -USR2 "$step" 2> /dev/null
+    [ ! "$asked" ] || [ "$(ls "$logs" | grep -c '^ready-')" -lt {ranks} ] || kill -USR2 "$step" 2> /dev/null
     sleep 5 &
     wait -n "$step" $!
 done
@@ -133,7 +134,15 @@ class Slurm(Scheduler):
         own = "".join(f"#SBATCH {text}\n" for text in job.directives)
         if own:
             own = "# --directive: of an option that comes twice, sbatch takes the last.\n" + own
-        return head + _resources(job) + _KEEPING.format(grace_s=job.grace_s) + own + body + _step(job) + _WAIT
+        return (
+            head
+            + _resources(job)
+            + _KEEPING.format(grace_s=job.grace_s)
+            + own
+            + body
+            + _step(job)
+            + fill(_WAIT, ranks=job.ranks)
+        )
 
     def problems(self, job: Job) -> list[str]:
         """Refuse what Slurm would read in another way."""
@@ -207,7 +216,7 @@ def _step(job: Job) -> str:
         options.append(f"--cpus-per-task={job.cpus_per_rank}")
     command = shell_command(job.command, "$SLURM_ARRAY_TASK_ID")
     variables = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID " if job.launcher == "torchrun" else ""
-    prefix = f'bash -c \'trap "" USR2; {variables}exec "$@"\' rank '
+    prefix = f'bash -c \'trap "" USR2; : > "$0/ready-$SLURM_PROCID"; {variables}exec "$@"\' "$logs" '
     if job.image.endswith(".sif") or "://" in job.image:
         nv = " --nv" if job.gpus_per_node else ""
         prefix += f'apptainer exec{nv} --bind "$PWD" --pwd "$PWD" {shell_command((job.image,))} '
@@ -222,6 +231,7 @@ def _step(job: Job) -> str:
         "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
         "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
         "# trap: USR2 comes to all processes of a rank, and would kill those that do not handle it, as a wrapper.\n"
+        "# It would kill a rank that has not come to the trap yet, too, so each says in a file that it has.\n"
     )
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
