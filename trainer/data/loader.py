@@ -16,6 +16,7 @@ from trainer.data.moving import move
 from trainer.data.order import EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.errors import ConfigError
+from trainer.launch.marks import loading
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
@@ -198,7 +199,7 @@ class ShardedLoader(Loader):
         self._places.batches = [order[place].tolist() for place in places]
         generator = self._data_loader.generator
         generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
-        for batch in self._data_loader:
+        for batch in loading(self._data_loader):
             yield move(batch, self.world.device)
 
     @cached_property

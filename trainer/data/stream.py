@@ -14,6 +14,7 @@ from trainer.data.base import Group, Loader, Step, check_one_size, check_options
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.marks import loading
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
@@ -186,7 +187,7 @@ class StreamLoader(Loader):
         self._batches.generator.manual_seed(mix_seeds(self._seed, self.epoch, self.world.rank))
         self.epoch += 1
         drawn = 0
-        for count, batch in self._batches:
+        for count, batch in loading(self._batches):
             drawn += count
             yield count, batch
         if self._length not in (None, drawn) and not self.drop_last:
