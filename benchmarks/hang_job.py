@@ -1,18 +1,13 @@
-"""A training in which one rank makes a fault that keeps the others waiting; `benchmarks/hangs.py` starts it.
-
-    horovodrun -np 3 python benchmarks/hang_job.py sleeps --hang-timeout 5
-"""
+"""A training in which one rank makes a fault that keeps the others waiting; `benchmarks/hangs.py` starts it."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +39,7 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def spin() -> None:
-    """Compute in C without ever letting another thread of Python run."""
-    # PyDLL keeps the interpreter's lock, as a C extension does that forgets to release it.
-    call = ctypes.PyDLL(None).usleep
-    call.restype = ctypes.c_int
-    while True:
-        call(999_999)
-
-
-def busy() -> None:
-    """Take all of a processor in one call of C that keeps the interpreter's lock."""
+    """Take all of a processor in one call of C, which keeps the interpreter's lock."""
     sum(range(10**12))
 
 
@@ -86,21 +72,37 @@ def value_of(run: trainer.Run, length: int = 10) -> None:
     run.strategy.all_reduce(torch.ones(length))
 
 
-# What the faulty rank does instead of one step's `value_of`, or beside it.
-FAULTS: dict[str, Callable[[trainer.Run], object]] = {
-    "none": value_of,
-    "sleeps": lambda run: (time.sleep(LONG_S), value_of(run)),
-    "spins": lambda _: spin(),
-    "computes": lambda _: busy(),
-    "stopped": lambda run: (stop(), value_of(run)),
-    "skips": lambda _: None,
-    "one-too-many": lambda run: (value_of(run), value_of(run)),
-    "shape": lambda run: value_of(run, 11),
-    "cut-off": lambda run: (cut_off(), value_of(run)),
-    "loader": value_of,
-    "backward": value_of,
-    "exits": lambda _: sys.exit(0),
-}
+FAULTS = (
+    "none",
+    "sleeps",
+    "spins",
+    "stopped",
+    "skips",
+    "one-too-many",
+    "shape",
+    "cut-off",
+    "loader",
+    "backward",
+    "exits",
+)
+
+
+def make_fault(fault: str, run: trainer.Run) -> None:
+    """Do what the faulty rank does in place of one step's all-reduce, or beside it."""
+    if fault == "sleeps":
+        time.sleep(LONG_S)
+    elif fault == "spins":
+        spin()
+    elif fault == "stopped":
+        stop()
+    elif fault == "one-too-many":
+        value_of(run)
+    elif fault == "cut-off":
+        cut_off()
+    elif fault == "exits":
+        sys.exit(0)
+    if fault != "skips":
+        value_of(run, 11 if fault == "shape" else 10)
 
 
 def parse() -> argparse.Namespace:
@@ -129,7 +131,7 @@ def main() -> None:
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
             print(f"fault {time.time():.3f}", file=sys.stderr, flush=True)
-            FAULTS[args.fault](run)
+            make_fault(args.fault, run)
         elif args.values:
             value_of(run)
         optimizer.step()

@@ -14,7 +14,7 @@ from trainer.hang.limits import LONGEST_S, Limit
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.report import announce, warn
 from trainer.hang.views import Host, View, view_from
-from trainer.hang.wire import TIMEOUT_S, Link, Refused, is_timeout
+from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
 SILENT_S = 15.0
 """A host that has not been heard for so long is lost; one that never was is named."""
@@ -63,8 +63,8 @@ class Hub:
         now = time.monotonic()
         self._limit.postpone(now)
         self._look_until = 0.0
-        for one in (*self._links, *self._hosts):
-            one.heard_at = now if one.heard_at else 0.0
+        for link in self._links:
+            link.heard_at = now
 
     def tick(self) -> None:
         """Hear the others, and judge."""
@@ -152,8 +152,8 @@ class Hub:
             for message in link.receive():
                 self._take(link, message, now)
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
-                raise Refused("it has not proven anything in time")
-        except (Refused, OSError, ValueError, TypeError, KeyError) as error:
+                raise RefusedError("it has not proven anything in time")
+        except (RefusedError, OSError, ValueError, TypeError, KeyError) as error:
             self._drop(link, is_lost=is_timeout(error))
 
     def _take(self, link: Link, message: dict[str, Any], now: float) -> None:
@@ -180,7 +180,7 @@ class Hub:
         for link in list(self._links):
             try:
                 link.send(message)
-            except (Refused, OSError) as error:
+            except (RefusedError, OSError) as error:
                 self._drop(link, is_lost=is_timeout(error))
 
     def _beat(self, now: float) -> None:

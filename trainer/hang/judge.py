@@ -15,6 +15,8 @@ from trainer.hang.views import Host, View
 from trainer.launch.marks import State
 
 _MOST_NAMED, _MOST_FRAMES = 8, 6
+_INNERMOST = 2
+_OTHERS = ("/site-packages/", "/lib/python3", "/trainer/strategies/", "/trainer/data/", "/trainer/updates.py")
 UNREACHABLE, UNWATCHED = "host unreachable", "not watched"
 _STATES = {
     GONE: "gone: its process has ended",
@@ -72,12 +74,19 @@ def _say(hosts: Sequence[Host], waiting: Mapping[int, View], blamed: Mapping[int
         view = views.get(rank)
         lines.append(f"rank {rank} on {host_of[rank]} {_what_it_does(view, why, bool(others))}")
         if view is not None and not why:
-            lines += [f"    {frame}" for frame in view.frames[:_MOST_FRAMES]]
+            lines += [f"    {frame}" for frame in _shown(view.frames)]
     if len(blamed) > _MOST_NAMED:
         lines.append(f"and {len(blamed) - _MOST_NAMED} more ranks that did not come")
     lines += [f"{_ranks(ranks)} for {what}" for what, ranks in _by_collective(others).items()]
     lines.append(f"what to do: {_advice(blamed, views, others)}")
     return Verdict((f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}", *lines), tuple(blamed))
+
+
+def _shown(frames: Sequence[str]) -> list[str]:
+    """Return the innermost frames, and those of the user's own files around them."""
+    own = [frame for frame in frames if not any(part in frame for part in _OTHERS)]
+    shown = dict.fromkeys((*frames[:_INNERMOST], *own))
+    return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
 def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], others: Mapping[int, View]) -> str:
@@ -99,7 +108,9 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         return f"is {_STATES[view.process]}"
     if view.waits:
         return f"waits for {name(view)}{', which the others do not' if has_others else ''}"
-    doing = "waits for its data" if view.state == State.LOADER else "computes" if view.cpu > 0.5 else "does something else"
+    doing = (
+        "waits for its data" if view.state == State.LOADER else "computes" if view.cpu > 0.5 else "does something else"
+    )
     where = ":" if view.frames else ", and has not told its stack"
     return f"{doing}{f' ({view.phase})' if view.phase not in ('', 'training') else ''}{where}"
 
@@ -152,6 +163,7 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
 
 def is_paused(hosts: Sequence[Host]) -> bool:
     """Return whether somebody has stopped the job: all its ranks, or those beside rank 0, as Ctrl-Z does."""
+
     def all_stopped(some: Sequence[Host]) -> bool:
         views = [view for host in some for view in host.views.values()]
         return bool(views) and all(view.process in (STOPPED, TRACED) for view in views)

@@ -46,7 +46,7 @@ def look(pid: int, started: int = 0) -> Process:
     if found is None or (started and found.started != started) or found.state in "ZX":
         return Process(GONE, started, 0.0)
     thread = _read(Path(f"/proc/{pid}/task/{pid}/stat"))
-    return thread and Process(thread.state, found.started, thread.cpu_s) or found
+    return Process(thread.state, found.started, thread.cpu_s) if thread else found
 
 
 def _read(path: Path) -> Process | None:
@@ -94,7 +94,7 @@ def collect_stacks(file: int, before: int) -> str:
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:
-    """Return the frames of the main thread, the innermost first.
+    """Return the frames of the main thread, the innermost first, without those that only note what it does.
 
     Args:
         stacks: as faulthandler writes them.
@@ -102,11 +102,15 @@ def main_frames(stacks: str, thread: int) -> list[Frame]:
     """
     for part in re.split(r"\n\s*\n", stacks):
         if re.match(rf"\s*(?:Current thread|Thread) 0x0*{thread:x} ", part):
-            return [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(part)]
+            frames = [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(part)]
+            return [frame for frame in frames if not frame.path.endswith("/trainer/launch/marks.py")]
     return []
 
 
-_COMPILER = re.compile(r"/torch/(_dynamo|_inductor|_functorch/_aot_autograd)/(?!eval_frame\.py)|/triton/(compiler|backends)/")
+# Those of a compiler at work; other files of torch._dynamo are in the stack of every compiled model that runs.
+_COMPILER = re.compile(
+    r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile))\.py$|/triton/(compiler|backends)/"
+)
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)(/|\.py$)")
 _WAITS = (
     (re.compile(r"/torch/nn/parallel/distributed\.py$|/torch/autograd/graph\.py$"), "gradients"),

@@ -12,7 +12,7 @@ from trainer.hang.limits import Limit
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.report import announce
 from trainer.hang.views import Host, View
-from trainer.hang.wire import Link, Refused, connect, is_timeout
+from trainer.hang.wire import Link, RefusedError, connect, is_timeout
 
 _REPORT_S = 1.0
 _AGAIN_S, _TRIES = 5.0, 6
@@ -66,7 +66,7 @@ class Spoke:
         views = self._note(self._ranks.views(), now)
         try:
             self._talk(views, now)
-        except (Refused, OSError, ValueError) as error:
+        except (RefusedError, OSError, ValueError) as error:
             self._lose(error)
         if self._is_lost and now - self._limit.progress_at > self._limit.seconds + SILENT_S:
             name, ranks = self._hosts[0].name, self._hosts[0].ranks
@@ -81,7 +81,7 @@ class Spoke:
             try:
                 self._link.send({"host": self._own, "views": self._dicts(self._ranks.views()), "bye": True})
                 self._link.flush_for(0.5)
-            except (Refused, OSError):
+            except (RefusedError, OSError):
                 pass
             self._link.close()
 

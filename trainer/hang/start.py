@@ -94,7 +94,7 @@ def describe(world: World) -> Entry | None:
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
         atexit.register(note_phase, _ENDED)
-        namespace = os.readlink("/proc/self/ns/pid")
+        namespace = Path("/proc/self/ns/pid").readlink()
         address = own_address(world.rank, marks, stacks).as_dict()
         return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)
     except Exception as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -26,7 +25,7 @@ _MOST_BYTES = 16 * 1024 * 1024
 _MOST_WAITING = 64 * 1024 * 1024
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The other side is no watcher of this job, or its connection is broken."""
 
 
@@ -70,7 +69,7 @@ class Link:
         """Queue a message, and send what can be sent now.
 
         Raises:
-            Refused: the other side does not take any more.
+            RefusedError: the other side does not take any more.
             OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
         """
         if not self.is_proven:
@@ -79,7 +78,7 @@ class Link:
         self._out += _HEAD.pack(len(data), self._mac(self._is_hub, self._sent, data)) + data
         self._sent += 1
         if len(self._out) > _MOST_WAITING:
-            raise Refused("it takes no more messages")
+            raise RefusedError("it takes no more messages")
         self.flush()
 
     def flush(self) -> None:
@@ -104,7 +103,7 @@ class Link:
         """Yield the messages that have come.
 
         Raises:
-            Refused: the other side has ended the connection, or proves nothing.
+            RefusedError: the other side has ended the connection, or proves nothing.
             OSError: as for `send`.
         """
         is_over = False
@@ -117,7 +116,7 @@ class Link:
             self._read_hello()
         yield from self._messages()
         if is_over:
-            raise Refused("it has ended the connection")
+            raise RefusedError("it has ended the connection")
 
     def _read_hello(self) -> None:
         if len(self._in) < (_NONCE + _PROOF if self._is_hub else _NONCE):
@@ -126,7 +125,7 @@ class Link:
         hub, spoke = (self._own, other) if self._is_hub else (other, self._own)
         proof = hmac.digest(self._token, b"watcher" + hub + spoke, "sha256")
         if self._is_hub and not hmac.compare_digest(proof, bytes(self._in[_NONCE : _NONCE + _PROOF])):
-            raise Refused("it does not know the job's token")
+            raise RefusedError("it does not know the job's token")
         if not self._is_hub:
             self._out += self._own + proof
         del self._in[: _NONCE + _PROOF if self._is_hub else _NONCE]
@@ -137,13 +136,13 @@ class Link:
         while self.is_proven and len(self._in) >= _HEAD.size:
             length, mac = _HEAD.unpack_from(self._in)
             if length > _MOST_BYTES - _HEAD.size:
-                raise Refused(f"a message of {length} bytes")
+                raise RefusedError(f"a message of {length} bytes")
             if len(self._in) < _HEAD.size + length:
                 return
             data = bytes(self._in[_HEAD.size : _HEAD.size + length])
             del self._in[: _HEAD.size + length]
             if not hmac.compare_digest(mac, self._mac(not self._is_hub, self._received, data)):
-                raise Refused("a message that no watcher of this job has sent")
+                raise RefusedError("a message that no watcher of this job has sent")
             self._received += 1
             self.heard_at = time.monotonic()
             message = json.loads(data)
@@ -178,5 +177,3 @@ def is_timeout(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (
         110, 113, 101,  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
     )  # fmt: skip
-
-
