@@ -19,6 +19,8 @@ from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 SILENT_S = 15.0
 """A host that has not been heard for so long is lost; one that never was is named."""
 _BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
+_ANSWER_S = 4.0
+"""Four times as long as between two reports of a watcher."""
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
 
@@ -111,6 +113,8 @@ class Hub:
             if here - self._looked and now < self._look_until:
                 return
             self._look_until, self._next_look = 0.0, now + _AGAIN_S
+            for number in here - self._looked:
+                self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
             excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
             if "debugger" in excuses:
                 self._limit.postpone(now)
@@ -162,7 +166,7 @@ class Hub:
             for earlier in [one for one in self._links if one.host == link.host and one is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]
-        host.is_connected, host.is_lost, host.heard_at = True, False, now
+        host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
         host.has_left = bool(message.get("bye"))
         self._note(host, {view.rank: view for view in map(view_from, message.get("views", ()))}, now)
         if message.get("looked"):

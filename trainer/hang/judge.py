@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.hang.limits import TRAINING
 from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
 from trainer.hang.views import Host, View
 from trainer.launch.marks import State
@@ -46,7 +47,9 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     waiting = {rank: view for rank, view in present.items() if view.waits and view.process not in _STATES}
     if not waiting:
         return None
-    absent = {rank: missing.get(rank, "") for host in hosts for rank in host.ranks if rank not in waiting}
+    seen = dict.fromkeys(present, "")
+    ranks = [rank for host in hosts for rank in host.ranks]
+    absent = {rank: {**missing, **seen}.get(rank, UNWATCHED) for rank in ranks if rank not in waiting}
     if absent:
         # A host that is merely not watched is blamed where nobody else can be.
         sure = {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
@@ -60,7 +63,7 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
 
 
 def _problem(host: Host) -> str:
-    if host.is_lost or (not host.is_connected and not host.has_left and not host.heard_at):
+    if host.is_lost or host.is_silent or (not host.is_connected and not host.has_left and not host.heard_at):
         return UNREACHABLE
     return UNWATCHED if not host.is_connected and not host.has_left else ""
 
@@ -112,7 +115,7 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         "waits for its data" if view.state == State.LOADER else "computes" if view.cpu > 0.5 else "does something else"
     )
     where = ":" if view.frames else ", and has not told its stack"
-    return f"{doing}{f' ({view.phase})' if view.phase not in ('', 'training') else ''}{where}"
+    return f"{doing}{f' ({view.phase})' if view.phase not in TRAINING else ''}{where}"
 
 
 def name(view: View) -> str:

@@ -13,7 +13,7 @@ FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
 """The first ones compile, allocate and connect."""
-_TRAINING = {"", "joining", "joined", "training"}
+TRAINING = {"", "joining", "joined", "training"}
 """Phases of a rank that trains; a loop without a loader of ours reports none after it has joined."""
 
 
@@ -65,7 +65,7 @@ def stage_of(views: Collection[View]) -> str:
     steps = max((view.steps for view in views), default=0)
     if steps < 1:
         return "start"
-    others = sorted({view.phase for view in views} - _TRAINING)
+    others = sorted({view.phase for view in views} - TRAINING)
     if others:
         return ", ".join(others)
     return "training" if steps > _FIRST_STEPS else "first steps"

@@ -78,3 +78,5 @@ class Host:
     """Its watcher has said goodbye: its ranks have ended."""
     is_lost: bool = False
     """Its connection has timed out, which a watcher that ends does not do."""
+    is_silent: bool = False
+    """Its watcher has not answered a question, and nothing else has come from it since."""
