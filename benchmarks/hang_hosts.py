@@ -15,6 +15,10 @@ CUT_OFF = "iptables -I INPUT -i hang+ -j DROP && iptables -I OUTPUT -o hang+ -j 
 _SSH = """#!/bin/sh
 while :; do
     case "$1" in
+    --)
+        shift
+        break
+        ;;
     -o | -p | -i | -l) shift 2 ;;
     -*) shift ;;
     *) break ;;

@@ -22,6 +22,11 @@ LONG_S = 600
 STEPS = 60
 
 
+def tell() -> None:
+    """Say that the fault is made now."""
+    print("fault is made", file=sys.stderr, flush=True)
+
+
 class Slow(torch.utils.data.Dataset[Any]):
     """A dataset one of whose samples does not come on the faulty rank."""
 
@@ -34,6 +39,7 @@ class Slow(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._drawn += 1
         if self._is_faulty and self._drawn > 4 * self._at:
+            tell()
             time.sleep(LONG_S)
         return torch.randn(4), torch.tensor(index % 2)
 
@@ -53,6 +59,7 @@ def step_in_backward() -> torch.Tensor:
 
         @staticmethod
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            tell()
             time.sleep(LONG_S)
             return gradient
 
@@ -89,6 +96,8 @@ FAULTS = (
 
 def make_fault(fault: str, run: trainer.Run) -> None:
     """Do what the faulty rank does in place of one step's all-reduce, or beside it."""
+    if fault not in ("backward", "loader"):
+        tell()
     if fault == "sleeps":
         time.sleep(LONG_S)
     elif fault == "spins":
@@ -130,7 +139,6 @@ def main() -> None:
         loss = F.cross_entropy(forward(inputs), targets)
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
-            print(f"fault {time.time():.3f}", file=sys.stderr, flush=True)
             make_fault(args.fault, run)
         elif args.values:
             value_of(run)
