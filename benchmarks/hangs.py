@@ -20,8 +20,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.hang_hosts import ADDRESSES, hosts, on_host
-from tests.distributed.harness import BIN, MARK, ROOT, command_for, kill_job
+from tests.distributed.harness import BIN, MARK, ROOT, command_for, kill_job, processes_of
 
 JOB = str(ROOT / "benchmarks" / "hang_job.py")
 STRATEGIES = {
@@ -47,6 +49,8 @@ class Trial:
     """First lines of the verdicts."""
     seconds: float | None
     """From the fault to the verdict."""
+    left: tuple[str, ...] = ()
+    """Processes that were there 10 s after the launcher had ended."""
 
     @property
     def culprits(self) -> list[int]:
@@ -119,13 +123,19 @@ def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folde
                     seen_at.setdefault(word, time.monotonic())
             time.sleep(0.1)
         codes = [one.poll() for one in processes]
+        left = _left(folder)
         kill_job(folder)
         for one in processes:
             one.wait()
     output = log.read_text(errors="replace")
     seconds = seen_at["hang: no progress"] - seen_at["fault "] if len(seen_at) == 2 else None
     code = None if None in codes else max(codes, key=abs)  # type: ignore[arg-type, type-var]
-    return Trial(code, output, tuple(re.findall(r"trainer: hang: (no progress .*)", output)), seconds)
+    return Trial(code, output, tuple(re.findall(r"trainer: hang: (no progress .*)", output)), seconds, left)
+
+
+def _left(folder: str) -> tuple[str, ...]:
+    _, left = psutil.wait_procs(processes_of(folder), timeout=10.0)
+    return tuple(" ".join(one.cmdline()) for one in left)
 
 
 def main() -> None:
