@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, command_for, processes_of
+from tests.distributed.harness import ROOT, command_for, processes_of, program
 from tests.security.running import Running, elastic, function, listening, running
 
 SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
@@ -26,7 +26,18 @@ JOBS = {
     "torchrun parameter_server": {"torchrun", "parameter server"},
     "elastic": {"elastic"},
     "function": {"function"},
+    "hosts": {"torchrun", "ddp", "hosts"},
 }
+
+
+def two_hosts(script: str) -> list[str]:
+    """The command of a job on two hosts; the second is this one with processes of its own, as a container has them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
+    node += f" --master-port {port} --node-rank"
+    second = f"unshare --pid --fork --mount-proc {node} 1 {script} ddp"
+    return ["sh", "-c", f"{node} 0 {script} ddp & {second} && wait $!"]
 
 
 def table() -> list[tuple[str, str, set[str]]]:
@@ -41,6 +52,7 @@ def process_name(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
     for pattern, name in (
         (r"parameter_server/server\.py", "parameter server"),
+        (r"trainer\.hang\.watcher", "watcher"),
         (r"(^|/)mpirun ", "mpirun"),
         (r"bin/torchrun ", "torchrun"),
         (r"bin/horovodrun |tests\.security\.functions", "horovodrun"),
@@ -76,12 +88,16 @@ def command(name: str, folder: Path) -> list[str]:
         return elastic(folder, sys.executable, SCRIPT, "elastic")
     if name == "function":
         return function("ready")
+    if name == "hosts":
+        return two_hosts(SCRIPT)
     launcher, strategy = name.split()
     return command_for(launcher, 2, [SCRIPT, strategy])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.needs("root")] if name == "hosts" else []) for name in JOBS]
+)
 def test_a_job_listens_where_the_table_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAIT_FOR", str(tmp_path / "go"))
     with running(command(name, tmp_path)) as job:
