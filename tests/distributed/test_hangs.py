@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 # One strategy a fault, and one fault a strategy at least.
 QUICK = {
     ("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips"), ("ring", "loader"),
-    ("parameter_server", "one-too-many"), ("ddp", "spins"),
+    ("parameter_server", "one-too-many"),
 }  # fmt: skip
 # These end with an error of the transport's own, or with a host that only root can cut off.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}

@@ -51,15 +51,19 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     ranks = [rank for host in hosts for rank in host.ranks]
     absent = {rank: {**missing, **seen}.get(rank, UNWATCHED) for rank in ranks if rank not in waiting}
     if absent:
-        # A host that is merely not watched is blamed where nobody else can be.
-        sure = {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
-        return _say(hosts, waiting, sure, idle_s)
+        return _say(hosts, waiting, _surest(absent, views), idle_s)
     groups = Counter(view.collective for view in waiting.values())
     if len(groups) == 1:
         return _say(hosts, waiting, {}, idle_s)
     (most, most_of), (_, next_of) = groups.most_common(2)
     different = {rank: "" for rank, view in waiting.items() if view.collective != most or most_of == next_of}
     return _say(hosts, waiting, dict(sorted(different.items())), idle_s)
+
+
+def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:
+    # Others may be about to end because one is gone. A host that is merely not watched is blamed where nobody else is.
+    gone = {rank: why for rank, why in absent.items() if not why and views[rank].process == GONE}
+    return gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
 
 
 def _problem(host: Host) -> str:
