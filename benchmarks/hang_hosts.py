@@ -11,21 +11,20 @@ ADDRESSES = {"hang-a": "10.77.31.1", "hang-b": "10.77.31.2"}
 NETWORK = "10.77.31.0/24"
 CUT_OFF = "iptables -I INPUT -i hang+ -j DROP && iptables -I OUTPUT -o hang+ -j DROP"
 """Run on a host, takes its network away without a word to anybody."""
-# Takes the place of ssh: calls the command on the other host of this machine.
+# Takes the place of ssh, whose options may also come behind the host: calls the command on that host of this machine.
 _SSH = """#!/bin/sh
+host=
 while :; do
     case "$1" in
-    --)
-        shift
-        break
-        ;;
     -o | -p | -i | -l) shift 2 ;;
     -*) shift ;;
-    *) break ;;
+    *)
+        [ -z "$host" ] || break
+        host=$1
+        shift
+        ;;
     esac
 done
-host=$1
-shift
 exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' "$host" "$*"
 """
 
