@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,9 @@ def run_trial(strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[
     launcher, name = STRATEGIES[strategy]
     arguments = [JOB, fault, "--strategy", name, "--hang-timeout", str(hang_timeout_s), *extra]
     with tempfile.TemporaryDirectory(prefix="trainer-hang-") as folder:
-        place = hosts(Path(folder, "hosts")) if fault == "cut-off" else nullcontext({})
+        place: AbstractContextManager[dict[str, str]] = nullcontext({})
+        if fault == "cut-off":
+            place = hosts(Path(folder, "hosts"))
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_INHERITED)}
         environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", MARK: folder, "TMPDIR": folder}
         environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -129,7 +131,7 @@ def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folde
             one.wait()
     output = log.read_text(errors="replace")
     seconds = seen_at["hang: no progress"] - seen_at["fault "] if len(seen_at) == 2 else None
-    code = None if None in codes else max(codes, key=abs)  # type: ignore[arg-type, type-var]
+    code = None if None in codes else max(codes, key=abs)  # type: ignore[arg-type]
     return Trial(code, output, tuple(re.findall(r"trainer: hang: (no progress .*)", output)), seconds, left)
 
 

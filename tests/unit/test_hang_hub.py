@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -201,7 +201,8 @@ def test_who_does_not_know_the_token_is_not_heard(listener: socket.socket) -> No
 
 
 def test_a_message_that_was_changed_or_comes_twice_is_refused() -> None:
-    for change in (lambda data: data[:-2] + b"2}", lambda data: data + data):
+    changes: list[Callable[[bytes], bytes]] = [lambda data: data[:-2] + b"2}", lambda data: data + data]
+    for change in changes:
         left, right = socket.socketpair()
         hub, other = Link(left, TOKEN, is_hub=True), Link(right, TOKEN, is_hub=False)
         hub.flush()

@@ -46,8 +46,8 @@ class Process:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(Process, "started", [])
-    monkeypatch.setattr(hang.subprocess, "Popen", Process)
-    monkeypatch.setattr(hang.atexit, "register", lambda *_: None)
+    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", Process)
+    monkeypatch.setattr("trainer.hang.start.atexit.register", lambda *_: None)
     monkeypatch.delenv("TRAINER_HANG_TIMEOUT", raising=False)
     yield Ranks()
     marks.close_record()
@@ -138,7 +138,7 @@ def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
 def test_a_watcher_that_cannot_be_started_is_said(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hang.subprocess, "Popen", _fail)
+    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", _fail)
     hang.start(ranks, entries(ranks), None)
     assert "not permitted" in capfd.readouterr().err
 

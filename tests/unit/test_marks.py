@@ -9,10 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainer.callbacks.run_folder import RunFolder
+from trainer.checkpoint.durable import write_file
+from trainer.data.loader import InMemory, ShardedLoader
 from trainer.launch import marks
 from trainer.launch.marks import SIZE, Mark, State, loading, note_waits, read_mark, waits
 from trainer.launch.status import UpdateCounter, report_phase
+from trainer.launch.world import World
+from trainer.strategies.base import Synchronizer
+from trainer.strategies.single import SingleStrategy
 
 
 @pytest.fixture
@@ -105,6 +112,37 @@ def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Pat
     assert read(record).events > found.events
     marks.note_folder("runs/one")
     assert read(record).folder == "runs/one"
+
+
+def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", {"checkpoints": ""}, tensorboard=False)
+    assert read(record).folder == str(folder.path)
+    before = read(record).progress
+    write_file(tmp_path / "state", lambda stream: stream.write(bytes(3 << 20)))
+    assert read(record).progress > before
+
+
+def test_the_end_of_a_pass_is_between_epochs(record: Path) -> None:
+    data = InMemory(torch.zeros(4, 2), torch.zeros(4))
+    for _ in ShardedLoader(data, 2, world=World()):
+        assert read(record).phase == ""
+    assert read(record).phase == "between epochs"
+
+
+def test_every_strategy_notes_its_collectives(record: Path) -> None:
+    class Strategy(SingleStrategy):
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(read(record))
+            return tensor
+
+    class Waiting(Synchronizer):
+        def finish(self) -> None:
+            seen.append(read(record))
+
+    seen: list[Mark] = []
+    Strategy(World()).all_reduce(torch.ones(5))
+    Waiting(torch.nn.Linear(1, 1)).finish()
+    assert [(one.what, one.elements, one.collectives) for one in seen] == [("all_reduce", 5, 0), ("gradients", 0, 1)]
 
 
 def test_another_thread_changes_nothing_but_progress(record: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SIGNAL = signal.SIGRTMAX - 5
+SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """Nobody else's: of PyTorch, MPI, NCCL and the schedulers none takes it, and it is far from both ends of the range."""
 GONE, STOPPED, TRACED, UNINTERRUPTIBLE = "X", "T", "t", "D"
 _TICKS_S = os.sysconf("SC_CLK_TCK")
