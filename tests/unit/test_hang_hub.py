@@ -111,6 +111,17 @@ def test_who_debugs_or_compiles_is_waited_for(listener: socket.socket, excuse: s
     assert hub.verdict is None
 
 
+@pytest.mark.parametrize(("excuse", "is_judged"), [("debugger", False), ("compiles", True)])
+def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever(
+    monkeypatch: pytest.MonkeyPatch, excuse: str, is_judged: bool
+) -> None:
+    monkeypatch.setattr(hub_module, "LONGEST_S", 0.2)
+    monkeypatch.setattr(hub_module, "_AGAIN_S", 0.05)
+    hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, TOKEN, 0.1, "job")
+    run(hub, seconds=0.6)
+    assert (hub.verdict is not None) is is_judged
+
+
 def test_a_stopped_job_is_waited_for_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = Ranks(View(rank=0, steps=9, process="T"), View(rank=1, steps=9, process="T"))
     hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 0.1, "job")

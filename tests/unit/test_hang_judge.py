@@ -116,11 +116,12 @@ def test_a_host_that_is_merely_not_watched_is_blamed_last() -> None:
 
 def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause() -> None:
     assert judged(host("a", waiting(0), absent(1, process="X"), absent(2))).culprits == (1,)
+    assert judged(host("a", waiting(0), absent(1, phase="ended"), absent(2, process="X"))).culprits == (1,)
 
 
 def test_a_host_whose_ranks_have_ended_is_not_dead() -> None:
     told = judged(host("a", waiting(0)), host("b", absent(1, process="X", phase="ended"), has_left=True))
-    assert "rank 1 on b is gone: its process has ended" in told.lines
+    assert "rank 1 on b has ended: its script has reached its end, or has called sys.exit" in told.lines
 
 
 def test_collectives_are_named_as_the_user_knows_them() -> None:

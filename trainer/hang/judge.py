@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trainer.hang.limits import TRAINING
 from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
 from trainer.hang.views import Host, View
-from trainer.launch.marks import State
+from trainer.launch.marks import ENDED, State
 
 _MOST_NAMED, _MOST_FRAMES = 8, 6
 _INNERMOST = 2
@@ -61,9 +61,10 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
 
 
 def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:
-    # Others may be about to end because one is gone. A host that is merely not watched is blamed where nobody else is.
+    # Others may fail because one has ended or is gone. A host that is merely not watched is blamed where nobody else is.
+    ended = {rank: why for rank, why in absent.items() if not why and views[rank].phase == ENDED}
     gone = {rank: why for rank, why in absent.items() if not why and views[rank].process == GONE}
-    return gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
+    return ended or gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
 
 
 def _problem(host: Host) -> str:
@@ -111,6 +112,8 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         return "cannot be asked: host unreachable"
     if why or view is None:
         return f"cannot be asked: {why or UNWATCHED}"
+    if view.phase == ENDED:
+        return "has ended: its script has reached its end, or has called sys.exit"
     if view.process in _STATES:
         return f"is {_STATES[view.process]}"
     if view.waits:
@@ -159,6 +162,8 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
         STOPPED: "kill -CONT lets it go on, if you have stopped it",
         UNINTERRUPTIBLE: "look at the disks and network file systems of its host (dmesg)",
     }
+    if view.phase == ENDED:
+        return "every rank has to take as many steps, and to call the same collectives, before it ends"
     if view.process in known:
         return known[view.process]
     if view.waits:

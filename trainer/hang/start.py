@@ -29,13 +29,12 @@ from trainer.hang.ranks import SIGNAL, own_address
 from trainer.hang.report import warn
 from trainer.hang.watcher import IGNORED
 from trainer.hang.wire import serve
-from trainer.launch.marks import close_record, note_phase, open_record
+from trainer.launch.marks import ENDED, close_record, note_phase, open_record
 from trainer.launch.network import address_toward, host_id
 from trainer.launch.secret import job_secret
 from trainer.launch.world import World
 
 VARIABLE = "TRAINER_HANG_TIMEOUT"
-_ENDED = "ended"
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
 
 
@@ -93,7 +92,7 @@ def describe(world: World) -> Entry | None:
         stacks = os.memfd_create("trainer-stacks")
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-        atexit.register(note_phase, _ENDED)
+        atexit.register(note_phase, ENDED)
         namespace = Path("/proc/self/ns/pid").readlink()
         address = own_address(world.rank, marks, stacks).as_dict()
         return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)

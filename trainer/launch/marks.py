@@ -20,6 +20,8 @@ from typing import Any
 
 SIZE = 1024
 """Bytes of a record."""
+ENDED = "ended"
+"""Phase of a rank whose script has ended."""
 _MAGIC = b"trnmarks"
 _HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
 _STATE = struct.Struct("<qqqq24s")  # state, collectives, events, elements; what is waited for
