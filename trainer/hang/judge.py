@@ -61,7 +61,7 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
 
 
 def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:
-    # Others may fail because one has ended or is gone. A host that is merely not watched is blamed where nobody else is.
+    # Others may fail because one has ended or is gone. A host that is merely not watched is blamed last.
     ended = {rank: why for rank, why in absent.items() if not why and views[rank].phase == ENDED}
     gone = {rank: why for rank, why in absent.items() if not why and views[rank].process == GONE}
     return ended or gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
