@@ -37,7 +37,7 @@ def announce(verdict: Verdict, hosts: Sequence[Host], script: str) -> None:
 def _write(verdict: Verdict, hosts: Sequence[Host], script: str) -> Path:
     views = {rank: (host.name, view) for host in hosts for rank, view in host.views.items()}
     folder = _folder(next((view.folder for _, view in views.values() if view.folder), ""), script)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "verdict.txt").write_text("".join(f"{line}\n" for line in verdict.lines))
     for rank, (name, view) in views.items():
         (folder / f"rank-{rank}.txt").write_text(f"rank {rank} on {name}: {_facts(view)}\n\n{view.stacks}")
