@@ -81,11 +81,13 @@ class RunConfig(_Checked):
     """A step may leave parameters without a gradient, also on some ranks only. Costs a little speed."""
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
+    hang_timeout_s: float | None = None
+    """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_in(precision=PRECISIONS, compression=COMPRESSIONS, reduction=REDUCTIONS, device=DEVICES)
         yield from self._not_positive("accumulate")
-        yield from self._negative("seed")
+        yield from self._negative("seed", *(["hang_timeout_s"] if self.hang_timeout_s is not None else []))
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if self.reduction == "adasum" and self.precision == "fp16":

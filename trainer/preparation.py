@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.errors import ConfigError, TrainerError
+from trainer.hang import start as hang
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
@@ -60,9 +61,9 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         torch.cuda.set_device(world.device)
     log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
     joined = make_strategy(strategy, world)
-    hosts, machines, gpus, over_nccl = zip(
-        *joined.all_gather_object((world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl)), strict=True
-    )
+    own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
+    hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)
+    hang.start(joined, watched, config.hang_timeout_s)
     if log is not None:
         joined.description += _connect(joined, log) if all(over_nccl) else ""
         log.close()

@@ -215,6 +215,7 @@ UNTESTED = {
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
+    "python -m benchmarks.hangs": "takes a quarter of an hour, and needs root; tests/distributed/test_hangs.py",
     "make test-fast": "is a part of `make test`",
     "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-security": "attacks 200 jobs; a part of it is in `make test`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, command_for, processes_of
+from tests.distributed.harness import ROOT, command_for, processes_of, program
 from tests.security.running import Running, elastic, function, listening, running
 
 SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
@@ -32,6 +33,7 @@ JOBS = {
     "supervised-torchrun ddp": {"torchrun", "ddp"},
     "elastic": {"elastic"},
     "function": {"function"},
+    "hosts": {"torchrun", "ddp", "hosts"},
 }
 # Others look at each of their rows.
 SLOW = {"horovodrun-gloo parameter_server", "torchrun parameter_server"}
@@ -51,6 +53,16 @@ class Row:
         return int(number) * (ranks if each == "a rank" else 1)
 
 
+def two_hosts(script: str) -> list[str]:
+    """The command of a job on two hosts; the second is this one with processes of its own, as a container has them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
+    node += f" --master-port {port} --node-rank"
+    second = f"unshare --pid --fork --mount-proc {node} 1 {script} ddp"
+    return ["sh", "-c", f"{node} 0 {script} ddp & {second} && wait $!"]
+
+
 def table() -> list[Row]:
     text = (ROOT / "docs" / "security.md").read_text().split("## The ports of a job")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
@@ -62,6 +74,7 @@ def process_name(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
     for pattern, name in (
         (r"parameter_server/server\.py", "parameter server"),
+        (r"trainer\.hang\.watcher", "watcher"),
         (r"(^|/)mpirun ", "mpirun"),
         (r"bin/torchrun | torch\.distributed\.run ", "torchrun"),
         (r"bin/horovodrun |tests\.security\.functions", "horovodrun"),
@@ -103,6 +116,8 @@ def command(name: str, folder: Path) -> list[str]:
         return elastic(folder, sys.executable, SCRIPT, "elastic")
     if name == "function":
         return function("ready")
+    if name == "hosts":
+        return two_hosts(SCRIPT)
     launcher, strategy = name.split()
     if launcher.startswith("supervised"):
         by_torchrun = ["--torchrun"] if "torchrun" in launcher else []
@@ -111,7 +126,13 @@ def command(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in JOBS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[*[pytest.mark.slow] * (one in SLOW), *[pytest.mark.needs("root")] * (one == "hosts")])
+        for one in JOBS
+    ],
+)
 def test_a_job_listens_where_the_table_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAIT_FOR", str(tmp_path / "go"))
     with running(command(name, tmp_path), folder=tmp_path) as job:

@@ -127,3 +127,12 @@ def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
     counter.on_step(has_loader=False)
     counter.on_step(has_loader=False)
     assert counter.count == 2
+
+
+def test_a_hang_is_noted_in_the_file_of_another_process_and_stays(file: Path) -> None:
+    status.report_phase("training")
+    status.report_hang(1, "1: rank 1 did not come")
+    status.report_failure("lost peer", "follows from it", Launch(rank=1, size=4))
+    found = read(file)
+    assert (found.error, found.message, found.phase) == ("hang", "1: rank 1 did not come", "training")
+    status.report_hang(3, "nobody's")  # has no file

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.launch.status import LOST_PEER, MISTAKE, RankStatus
+from trainer.launch.status import HANG, LOST_PEER, MISTAKE, RankStatus
 from trainer.supervise.attempt import find_dead
 from trainer.supervise.hosts import Host
 from trainer.supervise.judge import Facts, Judgement, Verdict, hint, judge
@@ -43,6 +43,16 @@ def test_an_exception_is_told_with_its_rank_and_host_and_those_that_follow_are_n
     assert told == Judgement(Verdict.FAILED, "rank 1 on b failed in update 10: MemoryError", ("b",))
     told = judged(rank(0, error="KeyError", message="'x'\nmore", update=0, first_update=0), codes=[1])
     assert told.text == "rank 0 on a failed before its first update: KeyError: 'x'"
+
+
+def test_a_hang_that_the_watch_has_found_is_told_with_its_hosts() -> None:
+    said = "no progress for 31 s: rank 1 on x did not come to the gradients of step 8"
+    told = judged(rank(0, error=LOST_PEER), rank(1, error=HANG, message=f"1: {said}"), codes=[143], dead=[1])
+    assert told == Judgement(Verdict.HUNG, said, ("b",))
+    told = judged(rank(0, error=HANG, message="0,1: both"), rank(1), codes=[1])
+    assert told == Judgement(Verdict.HUNG, "both", may_be_network=True)
+    told = judged(rank(0, error=HANG, message=": all: wait"), rank(1), codes=[1])
+    assert told == Judgement(Verdict.HUNG, "all: wait", may_be_network=True)
 
 
 def test_a_rank_that_is_gone_without_a_word_is_named() -> None:

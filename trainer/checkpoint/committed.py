@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.durable import FileEntry
 from trainer.checkpoint.manifest import MANIFEST, Manifest, Order, order_of
 from trainer.errors import DataError
+from trainer.launch.marks import progress
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _CHUNK_BYTES = 8 << 20
 
@@ -81,8 +86,16 @@ def _read_manifest(path: Path) -> Manifest:
     raise DataError(f"checkpoint {path}: {problem}")
 
 
+class _ReportedFile(io.FileIO):
+    """A file that reports progress as it is read, because a large one takes minutes."""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        progress()
+        return super().readinto(buffer)
+
+
 def _difference(path: Path, entry: FileEntry) -> str:
-    with path.open("rb", buffering=0) as file:
+    with _ReportedFile(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry.size:
             return f"has {size:,} bytes instead of {entry.size:,}"

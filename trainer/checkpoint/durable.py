@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from trainer.launch.marks import progress
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -56,6 +58,7 @@ class _HashingFile(io.RawIOBase):
             raise
         self._hash.update(view[:written])
         self._size += written
+        progress()
         return written
 
     def entry(self) -> FileEntry:

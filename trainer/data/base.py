@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.marks import note_phase
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import TimedPlan, step_timer
 
@@ -198,6 +199,7 @@ class Loader(ABC):
                 observer.ended(self, was_left=was_left)
             if on_step is not None:
                 on_step(NO_STEP)
+            note_phase("between epochs")
 
     def _weighed(self, weigh_by: Callable[[Any], Tensor | float]) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what their batches count for. Collective, once per update."""

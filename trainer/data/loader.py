@@ -17,6 +17,7 @@ from trainer.data.order import EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError
+from trainer.launch.marks import loading
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
@@ -201,7 +202,7 @@ class ShardedLoader(Loader):
         generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
         with usr2_blocked():  # which starts the workers
             batches = iter(self._data_loader)
-        for batch in batches:
+        for batch in loading(batches):
             yield move(batch, self.world.device)
 
     @cached_property

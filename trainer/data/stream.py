@@ -15,6 +15,7 @@ from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.marks import loading
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
 
@@ -189,7 +190,7 @@ class StreamLoader(Loader):
         drawn = 0
         with usr2_blocked():  # which starts the workers
             batches = iter(self._batches)
-        for count, batch in batches:
+        for count, batch in loading(batches):
             drawn += count
             yield count, batch
         if self._length not in (None, drawn) and not self.drop_last:

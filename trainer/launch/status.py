@@ -21,12 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from trainer.launch import marks
+
 JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work: to be started again, or not."""
-MISTAKE, LOST_PEER = "mistake", "lost peer"
-"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's."""
+MISTAKE, LOST_PEER, HANG = "mistake", "lost peer", "hang"
+"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's; a hang.
+
+The message of a hang begins with the ranks that are to blame, as in "1,3: …".
+"""
 SIZE = 1024
 """Bytes of a status file."""
 _MARK = b"trainer-status"
@@ -125,6 +130,7 @@ def _make(path: Path, place: Place) -> mmap.mmap:
 def report_update(update: int) -> None:
     """Note the number of updates that this rank has completed. Takes less than a microsecond."""
     global _reports
+    marks.note_update(update)
     if _file is not None:
         now, _reports = time.monotonic(), 0
         _PROGRESS.pack_into(_file, _AT_COUNTERS, update, now, 0)
@@ -147,6 +153,7 @@ class UpdateCounter:
 
     def on_step(self, has_loader: bool) -> None:
         """Note a step of an optimizer. Those of several optimizers on a loader's batch are one update."""
+        marks.note_step()
         if not (has_loader and self._is_counted):
             self.count += 1
             self._is_counted = True
@@ -156,6 +163,7 @@ class UpdateCounter:
 def report_phase(phase: str) -> None:
     """Note what this rank does now: "training", "evaluation", "saving", … Counts as progress."""
     global _reports
+    marks.note_phase(phase)
     if _file is not None:
         _reports += 1
         struct.pack_into("16s", _file, _AT_TEXTS, phase.encode()[:16])
@@ -173,8 +181,18 @@ def report_failure(kind: str, message: str, place: Place) -> None:
     if _file is None:
         report_join(place)
     if _file is not None:
-        phase = _file[_AT_TEXTS : _AT_TEXTS + 16]
+        phase, before = _TEXTS.unpack_from(_file, _AT_TEXTS)[:2]
+        if before.rstrip(b"\0") == HANG.encode():
+            return  # which is why this rank fails
         _TEXTS.pack_into(_file, _AT_TEXTS, phase, kind.encode()[:80], message.encode()[:512])
+
+
+def report_hang(rank: int, message: str) -> None:
+    """Note in the file of another process, a rank of this host, that the job is ended because it hangs."""
+    path = Path(tempfile.gettempdir(), folder_name(os.environ.get(JOB, ""), os.geteuid()), f"rank-{rank}")
+    with suppress(OSError), path.open("r+b") as file:
+        file.seek(_AT_TEXTS + 16)
+        file.write(struct.pack("80s512s", HANG.encode(), message.encode()[:512]))
 
 
 def report_end(how: str) -> None:

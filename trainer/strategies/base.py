@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.config import RunConfig
 from trainer.errors import TrainerError
+from trainer.launch.marks import note_waits
 from trainer.launch.world import World
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -29,6 +30,10 @@ class Synchronizer:
         self.forward = forward
         self.retire: Callable[[], object] = _nothing
         """Leaves the gradients alone from now on: another synchronizer takes over this model. Holds no model."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        note_waits(cls, dict.fromkeys(("before_backward", "finish", "after_step"), "gradients"), counts=False)
 
     def keep_local(self, local: bool) -> None:
         """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
@@ -162,6 +167,12 @@ def without_gradient(absent: NamedParameters) -> str:
     )
 
 
+_COLLECTIVES = (
+    *("prepare", "all_reduce", "broadcast", "broadcast_tensors", "broadcast_object", "all_gather_object", "barrier"),
+    "broadcast_buffers",
+)
+
+
 class Strategy(ABC):
     """Gradient synchronization and collectives. It knows nothing of datasets or of the training loop.
 
@@ -177,6 +188,10 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        note_waits(cls, {name: name for name in _COLLECTIVES}, counts=True)
 
     @abstractmethod
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:

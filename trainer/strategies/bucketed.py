@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.marks import waits
 from trainer.launch.world import World
 from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
 
@@ -280,7 +281,8 @@ class BucketReducer:
     def _send(self, bucket: Bucket) -> None:
         executor = self._executor()
         if executor is None:
-            self._run_all_reduce(bucket.flat)
+            with waits("gradients"):
+                self._run_all_reduce(bucket.flat)
         else:
             bucket.sent = executor.submit(self._run_all_reduce, bucket.flat)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from trainer.launch.status import DONE, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
+from trainer.launch.status import DONE, HANG, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
 from trainer.supervise.hosts import Host, names
 
 PREEMPTED_CODE, MISTAKE_CODE = 75, 78
@@ -77,6 +77,8 @@ def judge(facts: Facts) -> Judgement:
     if facts.asked_for:
         return Judgement(Verdict.PREEMPTED, facts.asked_for, code=PREEMPTED_CODE, is_last=facts.is_last)
     for number, rank in sorted(facts.ranks.items()):
+        if rank.error == HANG:
+            return _judge_verdict(facts, rank.message)
         if rank.error == MISTAKE:
             return Judgement(
                 Verdict.MISTAKE, f"{_name(facts, number)}: {rank.message}", code=MISTAKE_CODE, is_last=True
@@ -110,6 +112,14 @@ def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
     if len(behind) < len(facts.ranks):
         return Judgement(Verdict.HUNG, text, hosts)
     return Judgement(Verdict.HUNG, text, may_be_network=True)
+
+
+def _judge_verdict(facts: Facts, message: str) -> Judgement:
+    numbers, _, text = message.partition(": ")
+    hosts = {facts.host_of[int(number)] for number in numbers.split(",") if number and int(number) in facts.host_of}
+    if len(hosts) == len(set(facts.host_of.values())) > 1:
+        return Judgement(Verdict.HUNG, text, may_be_network=True)
+    return Judgement(Verdict.HUNG, text, tuple(sorted(hosts)), may_be_network=not hosts)
 
 
 def _blame(facts: Facts) -> Judgement:

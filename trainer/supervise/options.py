@@ -46,6 +46,7 @@ class Options:
     timeout_s: float = 600.0
     wait_for_hosts_s: float = 600.0
     take_back: bool = False
+    hang_timeout_s: float | None = None
     name: str = "train"
 
     @property
@@ -108,6 +109,10 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
         help="restart when no rank has made progress for S seconds; 0: never (%(default).0f)",
     )  # fmt: skip
     group.add_argument(
+        "--hang-timeout", dest="hang_timeout_s", type=float, metavar="S",
+        help="say which rank the others wait for, and restart, after S seconds; 0: never (measured, at least 30)",
+    )  # fmt: skip
+    group.add_argument(
         "--wait-for-hosts", dest="wait_for_hosts_s", type=float, default=600.0, metavar="S",
         help="with too few hosts, wait S seconds for one to come back (%(default).0f)",
     )  # fmt: skip
@@ -132,8 +137,8 @@ def to_options(parsed: argparse.Namespace) -> Options:
     min_ranks = ranks if parsed.min_ranks is None else parsed.min_ranks
     if not 1 <= min_ranks <= ranks:
         raise ConfigError(f"--min-np is {min_ranks}; valid is 1 to {ranks}, which -np is")
-    for name in ("max_restarts", "timeout_s", "wait_for_hosts_s"):
-        if not getattr(parsed, name) >= 0:
+    for name in ("max_restarts", "timeout_s", "hang_timeout_s", "wait_for_hosts_s"):
+        if getattr(parsed, name) is not None and not getattr(parsed, name) >= 0:
             option = name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"--{option} is {getattr(parsed, name)}; valid is a number of at least 0")
     command = without_dashes(parsed.command)
@@ -145,5 +150,5 @@ def to_options(parsed: argparse.Namespace) -> Options:
     return Options(
         ranks=ranks, hosts=hosts, command=command, min_ranks=min_ranks, launcher=parsed.launcher or "horovodrun",
         max_restarts=parsed.max_restarts, timeout_s=parsed.timeout_s, wait_for_hosts_s=parsed.wait_for_hosts_s,
-        take_back=parsed.take_back, name=name,
+        take_back=parsed.take_back, hang_timeout_s=parsed.hang_timeout_s, name=name,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import uuid
@@ -32,6 +33,8 @@ def supervise(options: Options) -> int:
         ConfigError: another process supervises it, or its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
+    if options.hang_timeout_s is not None:
+        os.environ["TRAINER_HANG_TIMEOUT"] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
     with locked(options.folder), Signals() as signals:
         events = Events(options.folder / "events.jsonl")
         path = environment_for("")["PATH"]

@@ -1,0 +1,80 @@
+"""Two hosts on this machine: network namespaces with names and addresses of their own, of which one can be cut off."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ADDRESSES = {"hang-a": "10.77.31.1", "hang-b": "10.77.31.2"}
+NETWORK = "10.77.31.0/24"
+CUT_OFF = "iptables -I INPUT -i hang+ -j DROP && iptables -I OUTPUT -o hang+ -j DROP"
+"""Run on a host, takes its network away without a word to anybody."""
+# Takes the place of ssh, whose options may also come behind the host: calls the command on that host of this machine.
+_SSH = """#!/bin/sh
+host=
+while :; do
+    case "$1" in
+    -o | -p | -i | -l) shift 2 ;;
+    -*) shift ;;
+    *)
+        [ -z "$host" ] || break
+        host=$1
+        shift
+        ;;
+    esac
+done
+exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' "$host" "$*"
+"""
+
+
+@contextmanager
+def hosts(folder: Path) -> Iterator[dict[str, str]]:
+    """Context with both hosts; yields what their environment needs, in which `ssh` leads from one to the other."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    ssh = programs / "ssh"
+    ssh.write_text(_SSH)
+    ssh.chmod(0o755)
+    _remove()
+    try:
+        _ip("link", "add", "hang-va", "type", "veth", "peer", "name", "hang-vb")
+        for (name, address), end in zip(ADDRESSES.items(), ("hang-va", "hang-vb"), strict=True):
+            _ip("netns", "add", name)
+            etc = Path("/etc/netns", name)
+            etc.mkdir(parents=True, exist_ok=True)
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in ADDRESSES.items())]
+            (etc / "hosts").write_text("\n".join(lines) + "\n")
+            _ip("link", "set", end, "netns", name)
+            for words in (
+                ("addr", "add", f"{address}/24", "dev", end),
+                ("link", "set", end, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                _ip("-n", name, *words)
+        yield {"CUT_OFF": CUT_OFF, "TRAINER_NETWORK": NETWORK, "PATH_FIRST": str(programs)}
+    finally:
+        _remove()
+
+
+def on_host(name: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs another one on a host."""
+    inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name, *command]
+    return ["ip", "netns", "exec", name, *inside]
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _remove() -> None:
+    for name in ADDRESSES:
+        with suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", name)
+        etc = Path("/etc/netns", name)
+        (etc / "hosts").unlink(missing_ok=True)
+        with suppress(OSError):
+            etc.rmdir()
+    with suppress(subprocess.CalledProcessError):
+        _ip("link", "del", "hang-va")

@@ -1,0 +1,107 @@
+"""Hangs, made for real under each strategy: one verdict names the right rank, the job ends, and nothing is left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.hangs import FAULTS, STRATEGIES, Trial, run_trial
+from tests.distributed.harness import processes_of
+from tests.distributed.test_supervise import Supervised, command, supervised
+
+__all__ = ["supervised"]
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+# One strategy a fault, and one fault a strategy at least.
+QUICK = {
+    ("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips"), ("ring", "loader"),
+    ("parameter_server", "one-too-many"),
+}  # fmt: skip
+# These end with an error of the transport's own, or with a host that only root can cut off.
+ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
+LINE = re.compile(
+    r"no progress for \d+ s: rank 1 on \S+ did not come to .+|rank 1 on \S+ .+|ranks 0, 2 wait for .+|    File \".+"
+    r"|what to do: .+|every rank's stack is in runs/hang_job-hang-[\d-]+"
+)
+
+
+def cases() -> list[Any]:
+    found = []
+    for strategy in STRATEGIES:
+        for fault in FAULTS:
+            if fault != "cut-off" and fault not in ERRORS and (strategy, fault) not in ERRORS:
+                marks = [] if (strategy, fault) in QUICK else [pytest.mark.slow]
+                found.append(pytest.param(strategy, fault, marks=marks, id=f"{strategy}-{fault}".replace(" ", "-")))
+    return found
+
+
+def check(trial: Trial) -> None:
+    assert trial.code not in (0, None), trial.output
+    assert len(trial.verdicts) == 1, trial.output
+    assert trial.culprits == [1], trial.output
+    said = [line.partition("trainer: hang: ")[2] for line in trial.output.splitlines() if "trainer: hang: " in line]
+    assert [line for line in said if not LINE.fullmatch(line)] == []
+    assert trial.seconds is not None
+    assert trial.seconds < 4 + 15
+    assert trial.left == ()
+
+
+@pytest.mark.parametrize(("strategy", "fault"), cases())
+def test_the_rank_that_keeps_the_others_waiting_is_named(strategy: str, fault: str) -> None:
+    check(run_trial(strategy, fault, 4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_a_host_that_is_cut_off_is_named(strategy: str) -> None:
+    trial = run_trial(strategy, "cut-off", 4.0)
+    assert trial.culprits == [1], trial.output
+    assert "rank 1 on hang-b cannot be asked: host unreachable" in trial.output
+    # The other side of the cut tells the same of rank 0's host.
+    assert [line.partition("s: ")[2] for line in trial.verdicts[1:]] == [
+        "host unreachable: hang-a, which has rank 0, seen from hang-b"
+    ]
+    assert trial.left == ()
+
+
+def test_a_job_that_hangs_is_started_again_and_the_verdict_is_told(supervised: Supervised) -> None:
+    ended = supervised.run("-np", "2", "--gloo", "--hang-timeout", "4", "--timeout", "80", *command("SIGSTOP"))
+    assert ended.code == 0, ended.output
+    first, second = ended.attempts()
+    assert first["verdict"] == "hung"
+    assert re.fullmatch(r"no progress for \d+ s: rank 1 on \S+ did not come to the gradients of step \d+", first["end"])
+    assert second["verdict"] == "done"
+    assert ended.output.count("trainer: hang: no progress") == 1
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on_afterwards(supervised: Supervised) -> None:
+    process = supervised.start(
+        "-np", "2", "--torchrun", "--hang-timeout", "3", "--timeout", "80", *command("none", "--updates", "400")
+    )
+    supervised.wait_for(supervised.has_saved)
+    ranks = [one for one in processes_of(str(supervised.folder)) if _is_rank(one)]
+    assert len(ranks) == 2
+    for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
+        for rank in ranks:
+            rank.send_signal(number)
+        time.sleep(wait_s)
+    ended = supervised.wait(process)
+    assert ended.code == 0, ended.output
+    assert [one["verdict"] for one in ended.attempts()] == ["done"]
+    assert "trainer: hang: " not in ended.output
+    assert ended.output.count("the job's ranks are stopped") == 1
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return Path(process.cmdline()[1]).name == "job_that_is_killed.py" and "RANK" in process.environ()
+    return False

@@ -1,0 +1,259 @@
+"""The hub and the other watchers: their messages are proven, and a host that is silent is found."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from trainer.hang import hub as hub_module
+from trainer.hang import wire
+from trainer.hang.hub import Hub
+from trainer.hang.ranks import LocalRanks
+from trainer.hang.spoke import Spoke
+from trainer.hang.views import Host, View
+from trainer.hang.wire import Link, RefusedError, connect, is_timeout, serve
+from trainer.launch.marks import State
+
+TOKEN = "ab" * 32
+
+
+class Ranks(LocalRanks):
+    """Ranks of a host that are no processes."""
+
+    def __init__(self, *views: View) -> None:
+        super().__init__({})
+        self.seen = {view.rank: view for view in views}
+        self.ended: tuple[str, tuple[int, ...]] | None = None
+
+    def views(self) -> dict[int, View]:
+        return dict(self.seen)
+
+    def views_with_stacks(self) -> dict[int, View]:
+        return dict(self.seen)
+
+    def end(self, said: str, culprits: tuple[int, ...]) -> None:
+        self.ended = (said, culprits)
+
+
+def waiting(rank: int) -> View:
+    return View(rank=rank, state=State.WAITING, what="gradients", steps=9)
+
+
+def both() -> list[Host]:
+    return [Host("a", (0,)), Host("b", (1,))]
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with serve("127.0.0.1") as server:
+        yield server
+
+
+def endpoint(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def make(listener: socket.socket, ranks: Ranks, given_s: float = 0.2) -> Hub:
+    return Hub(both(), ranks, listener, TOKEN, given_s, "job")
+
+
+def run(*watchers: Hub | Spoke, seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not any(one.verdict for one in watchers):
+        for one in watchers:
+            one.tick()
+        time.sleep(0.01)
+
+
+def test_the_hub_hears_the_other_host_and_names_the_rank_that_does_not_wait(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    here, there = Ranks(waiting(0)), Ranks(View(rank=1, steps=9))
+    hub = make(listener, here)
+    spoke = Spoke(both(), 1, there, endpoint(listener), TOKEN, 0.2, "job")
+    run(hub, spoke)
+    assert hub.verdict is not None
+    assert hub.verdict.culprits == (1,)
+    hub.end()
+    deadline = time.monotonic() + 2
+    while not spoke.must_end and time.monotonic() < deadline:
+        spoke.tick()
+    spoke.end()
+    assert here.ended == there.ended == (hub.verdict.first, (1,))
+    hub.leave()
+    spoke.leave()
+    printed = capfd.readouterr().err
+    assert printed.count("trainer: hang: no progress for") == 1
+    assert all(line.startswith("trainer: hang: ") for line in printed.splitlines())
+    assert "every rank's stack is in runs/job-hang-" in printed
+
+
+def test_a_job_that_goes_on_gets_no_verdict(listener: socket.socket) -> None:
+    ranks = Ranks(waiting(0))
+    hub = Hub([Host("a", (0,))], ranks, None, TOKEN, 0.2, "job")
+    for events in range(50):
+        ranks.seen[0] = View(rank=0, state=State.WAITING, steps=9, events=events)
+        hub.tick()
+        time.sleep(0.01)
+    assert hub.verdict is None
+    run(hub)
+    assert hub.verdict is not None
+
+
+@pytest.mark.parametrize("excuse", ["debugger", "compiles"])
+def test_who_debugs_or_compiles_is_waited_for(listener: socket.socket, excuse: str) -> None:
+    hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, TOKEN, 0.1, "job")
+    run(hub, seconds=0.5)
+    assert hub.verdict is None
+
+
+@pytest.mark.parametrize(("excuse", "is_judged"), [("debugger", False), ("compiles", True)])
+def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever(
+    monkeypatch: pytest.MonkeyPatch, excuse: str, is_judged: bool
+) -> None:
+    monkeypatch.setattr(hub_module, "LONGEST_S", 0.2)
+    monkeypatch.setattr(hub_module, "_AGAIN_S", 0.05)
+    hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, TOKEN, 0.1, "job")
+    run(hub, seconds=0.6)
+    assert (hub.verdict is not None) is is_judged
+
+
+def test_a_stopped_job_is_waited_for_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(View(rank=0, steps=9, process="T"), View(rank=1, steps=9, process="T"))
+    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 0.1, "job")
+    run(hub, seconds=0.5)
+    assert hub.verdict is None
+    assert capfd.readouterr().err.count("the job's ranks are stopped") == 1
+
+
+def test_a_host_that_slept_counts_anew() -> None:
+    hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9)), None, TOKEN, 0.3, "job")
+    hub.tick()
+    time.sleep(0.35)
+    hub.postpone()
+    hub.tick()
+    assert hub.verdict is None
+
+
+def test_a_host_that_does_not_answer_is_unreachable(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_LOOK_S", 0.5)
+    monkeypatch.setattr(hub_module, "_ANSWER_S", 0.3)
+    hub = make(listener, Ranks(waiting(0)))
+    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, None, "job")
+    deadline = time.monotonic() + 2
+    while 1 not in [one.host for one in hub._links] and time.monotonic() < deadline:
+        hub.tick()
+        spoke.tick()
+    run(hub)  # the other one says nothing any more
+    assert hub.verdict is not None
+    assert "rank 1 on b cannot be asked: host unreachable" in hub.verdict.lines
+    spoke.leave()
+    hub.leave()
+
+
+def test_a_host_that_has_said_goodbye_is_not_lost(listener: socket.socket) -> None:
+    hosts = both()
+    hub = Hub(hosts, Ranks(waiting(0)), listener, TOKEN, None, "job")
+    spoke = Spoke(both(), 1, Ranks(View(rank=1, process="X")), endpoint(listener), TOKEN, None, "job")
+    run(hub, spoke, seconds=0.2)
+    spoke.leave()
+    run(hub, seconds=0.2)
+    assert (hosts[1].has_left, hosts[1].is_lost, hosts[1].is_connected) == (True, False, False)
+
+
+def test_a_watcher_that_never_connects_is_said_once(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub_module, "SILENT_S", 0.1)
+    run(make(listener, Ranks(View(rank=0))), seconds=0.4)
+    assert capfd.readouterr().err.count("the watcher of b has not connected") == 1
+
+
+def test_the_hosts_without_rank_0_say_that_its_host_is_unreachable(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.hang.spoke.SILENT_S", 0.3)
+    hub = make(listener, Ranks(waiting(0)), 60.0)
+    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.2, "job")
+    run(hub, spoke, seconds=0.3)
+    listener.close()
+    run(spoke)
+    assert spoke.verdict is not None
+    assert "host unreachable: a, which has rank 0, seen from b" in spoke.verdict.first
+    hub.leave()
+
+
+def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket) -> None:
+    hub = make(listener, Ranks(waiting(0)), 60.0)
+    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.1, "job")
+    run(hub, spoke, seconds=0.2)
+    hub.leave()
+    run(spoke, seconds=0.5)
+    assert spoke.verdict is None
+    assert not spoke.must_end
+
+
+def test_who_does_not_know_the_token_is_not_heard(listener: socket.socket) -> None:
+    hosts = both()
+    hub = Hub(hosts, Ranks(waiting(0)), listener, TOKEN, None, "job")
+    stranger = connect(endpoint(listener), "cd" * 32)
+    hub.tick()
+    time.sleep(0.05)
+    list(stranger.receive())
+    stranger.send({"host": 1, "views": []})
+    hub.tick()
+    assert hub._links == []
+    assert hosts[1].heard_at == 0
+    stranger.close()
+
+
+def test_a_message_that_was_changed_or_comes_twice_is_refused() -> None:
+    changes: list[Callable[[bytes], bytes]] = [lambda data: data[:-2] + b"2}", lambda data: data + data]
+    for change in changes:
+        left, right = socket.socketpair()
+        hub, other = Link(left, TOKEN, is_hub=True), Link(right, TOKEN, is_hub=False)
+        hub.flush()
+        list(other.receive())
+        list(hub.receive())
+        sent = bytearray()
+        other.socket = Capture(sent)  # type: ignore[assignment]
+        other.send({"n": 1})
+        right.send(change(bytes(sent)))
+        with pytest.raises(RefusedError, match="no watcher of this job"):
+            list(hub.receive())
+        left.close()
+        right.close()
+
+
+class Capture:
+    def __init__(self, sent: bytearray) -> None:
+        self._sent = sent
+
+    def send(self, data: bytes) -> int:
+        self._sent += data
+        return len(data)
+
+
+def test_connections_that_prove_nothing_are_few_and_short(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = make(listener, Ranks(waiting(0)))
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(hub_module._MOST_UNPROVEN + 9)]
+    hub.tick()
+    assert len(hub._links) == hub_module._MOST_UNPROVEN
+    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.0)
+    hub.tick()
+    assert hub._links == []
+    for one in strangers:
+        one.close()
+
+
+def test_only_a_connection_that_times_out_is_a_lost_host() -> None:
+    assert is_timeout(OSError(110, "timed out"))
+    assert not is_timeout(ConnectionResetError(104, "reset"))
+    assert not is_timeout(RefusedError("it has ended the connection"))
+    assert wire.TIMEOUT_S == 10.0

@@ -1,0 +1,198 @@
+"""The verdict: which rank keeps the others waiting, from what is seen of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.hang.judge import Verdict, is_paused, judge
+from trainer.hang.limits import LEAST_S, LONGEST_S, Limit, stage_of
+from trainer.hang.views import Host, View, view_from
+from trainer.launch.marks import State
+
+
+def waiting(rank: int, what: str = "gradients", **facts: Any) -> View:
+    return View(rank=rank, state=State.WAITING, what=what, **{"steps": 7, "collectives": 3, **facts})
+
+
+def absent(rank: int, **facts: Any) -> View:
+    return View(rank=rank, steps=7, collectives=3, **facts)
+
+
+def host(name: str, *views: View, **facts: Any) -> Host:
+    by_rank = {view.rank: view for view in views}
+    return Host(name, tuple(by_rank), by_rank, **{"heard_at": 1.0, "is_connected": True, **facts})
+
+
+def judged(*hosts: Host) -> Verdict:
+    verdict = judge(hosts, 31.4)
+    assert verdict is not None
+    return verdict
+
+
+def test_the_rank_that_does_not_wait_is_the_cause() -> None:
+    frames = ('File "/lib/python3.11/threading.py", line 1, in wait', 'File "train.py", line 12, in load')
+    told = judged(host("a", waiting(0), absent(1, frames=frames)), host("b", waiting(2)))
+    assert told.culprits == (1,)
+    assert told.lines == (
+        "no progress for 31 s: rank 1 on a did not come to the gradients of step 8",
+        "rank 1 on a does something else:",
+        f"    {frames[0]}",
+        f"    {frames[1]}",
+        "ranks 0, 2 wait for the gradients of step 8",
+        "what to do: look at the stack above; if it only takes long, give more time with TRAINER_HANG_TIMEOUT "
+        "(seconds; 0: off)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"process": "T"}, "is stopped (by SIGSTOP or Ctrl-Z)"),
+        ({"process": "X"}, "is gone: its process has ended"),
+        ({"process": "D"}, "is in uninterruptible sleep: a disk or a network file system does not answer"),
+        ({"state": State.LOADER}, "waits for its data, and has not told its stack"),
+        ({"cpu": 0.97}, "computes, and has not told its stack"),
+        ({"phase": "evaluation"}, "does something else (evaluation), and has not told its stack"),
+    ],
+)
+def test_what_the_rank_does_instead_is_said(facts: dict[str, Any], said: str) -> None:
+    told = judged(host("a", waiting(0), absent(1, **facts)))
+    assert told.culprits == (1,)
+    assert f"rank 1 on a {said}" in told.lines
+
+
+def test_a_rank_that_is_stopped_in_the_same_collective_is_the_cause() -> None:
+    told = judged(host("a", waiting(0), waiting(1, process="T"), waiting(2)))
+    assert told.culprits == (1,)
+
+
+def test_where_all_wait_the_one_in_another_collective_is_the_cause() -> None:
+    told = judged(host("a", waiting(0), waiting(1, "all_reduce", elements=10), waiting(2)))
+    assert told.culprits == (1,)
+    assert "rank 1 on a waits for all_reduce of 10 elements (collective 4, after step 7), which the others do not" in (
+        told.lines
+    )
+
+
+def test_a_broken_collective_does_not_hide_the_rank_that_is_away() -> None:
+    told = judged(host("a", waiting(0), waiting(1, "barrier"), absent(2)))
+    assert told.culprits == (2,)
+
+
+@pytest.mark.parametrize("other", [{"what": "barrier"}, {"collectives": 4}, {"steps": 8}, {"elements": 11}])
+def test_two_ranks_in_different_collectives_are_both_named(other: dict[str, Any]) -> None:
+    told = judged(host("a", waiting(0), waiting(1, **{"what": "gradients", **other})))
+    assert told.culprits == (0, 1)
+    assert told.first == "no progress for 31 s: rank 0 on a and rank 1 on a wait in different collectives"
+
+
+def test_where_all_wait_for_the_same_nobody_is_blamed() -> None:
+    told = judged(host("a", waiting(0), waiting(1)))
+    assert told.culprits == ()
+    assert "all ranks wait for the gradients of step 8, and none of them is missing" in told.first
+
+
+def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
+    assert judge([host("a", absent(0), absent(1))], 31.4) is None
+
+
+@pytest.mark.parametrize(
+    "facts", [{"is_connected": False, "is_lost": True}, {"is_silent": True}, {"is_connected": False, "heard_at": 0.0}]
+)
+def test_a_host_that_cannot_be_reached_is_named(facts: dict[str, Any]) -> None:
+    told = judged(host("a", waiting(0)), host("b", waiting(1), **facts))
+    assert told.culprits == (1,)
+    assert "rank 1 on b cannot be asked: host unreachable" in told.lines
+
+
+def test_a_host_that_is_merely_not_watched_is_blamed_last() -> None:
+    unwatched = host("b", waiting(1), is_connected=False)
+    assert judged(host("a", waiting(0)), unwatched).culprits == (1,)
+    assert judged(host("a", waiting(0), absent(2)), unwatched).culprits == (2,)
+    assert judged(Host("a", (0, 1), {0: waiting(0)}, 1.0, True)).culprits == (1,)
+
+
+def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause() -> None:
+    assert judged(host("a", waiting(0), absent(1, process="X"), absent(2))).culprits == (1,)
+    assert judged(host("a", waiting(0), absent(1, phase="ended"), absent(2, process="X"))).culprits == (1,)
+
+
+def test_a_host_whose_ranks_have_ended_is_not_dead() -> None:
+    told = judged(host("a", waiting(0)), host("b", absent(1, process="X", phase="ended"), has_left=True))
+    assert "rank 1 on b has ended: its script has reached its end, or has called sys.exit" in told.lines
+
+
+def test_collectives_are_named_as_the_user_knows_them() -> None:
+    assert "the evaluation (all_reduce)" in judged(host("a", waiting(0, "all_reduce", phase="evaluation"))).first
+    assert "the checkpoint (all_gather)" in judged(host("a", waiting(0, "all_gather", phase="saving"))).first
+    assert "broadcast at the start" in judged(host("a", waiting(0, "broadcast", steps=0))).first
+
+
+def test_of_many_ranks_eight_are_named() -> None:
+    told = judged(host("a", waiting(0), *(absent(rank) for rank in range(1, 30))))
+    assert "and 21 more ranks that did not come" in told.lines
+
+
+def test_a_job_that_was_stopped_by_its_user_is_paused() -> None:
+    assert is_paused([host("a", absent(0, process="T")), host("b", absent(1, process="T"))])
+    assert is_paused([host("a", absent(0, process="T")), host("b", waiting(1))])  # Ctrl-Z stops those beside it
+    assert is_paused([host("a", waiting(0), absent(1, process="t"))])  # a debugger
+    assert not is_paused([host("a", waiting(0), absent(1, process="T"))])
+    assert not is_paused([host("a", waiting(0)), host("b", absent(1, process="T"))])
+
+
+def test_a_view_is_the_same_after_its_way() -> None:
+    view = waiting(3, frames=("one", "two"), stacks="all")
+    assert view_from({**view.as_dict(), "frames": ["one", "two"]}) == view
+
+
+def limit_after(*gaps: float, steps: int = 9, phase: str = "training", given_s: float | None = None) -> Limit:
+    limit, now = Limit(given_s, 0.0), 0.0
+    views = [absent(0, phase=phase), absent(1, phase=phase)]
+    views = [View(rank=view.rank, steps=steps, phase=phase) for view in views]
+    limit.on_progress(views, now)
+    for gap in gaps:
+        now += gap
+        limit.on_progress(views, now)
+    return limit
+
+
+def test_the_limit_is_ten_times_the_longest_time_between_steps() -> None:
+    assert limit_after(0.1, 0.2).seconds == LEAST_S
+    assert limit_after(4.0, 2.0).seconds == 40.0
+    assert limit_after(200.0).seconds == LONGEST_S
+    assert limit_after(200.0, *[4.0] * 100).seconds == 40.0  # lately
+
+
+def test_the_start_the_first_steps_and_what_was_never_seen_are_given_the_longest() -> None:
+    assert limit_after(0.1, steps=0).seconds == LONGEST_S
+    assert limit_after(0.1, steps=2).seconds == LONGEST_S
+    assert limit_after(0.1, phase="evaluation").seconds == LONGEST_S
+
+
+def test_an_evaluation_is_measured_once_the_job_has_come_through_one() -> None:
+    limit = limit_after(6.0, phase="evaluation")
+    limit.on_progress([View(rank=0, steps=9, phase="training")], 7.0)
+    limit.on_progress([View(rank=0, steps=9, phase="evaluation")], 8.0)
+    assert (limit.stage, limit.seconds) == ("evaluation", 60.0)
+
+
+def test_a_given_limit_holds_from_the_first_step_on() -> None:
+    assert limit_after(20.0, given_s=5.0).seconds == 5.0
+    assert limit_after(20.0, given_s=5.0, phase="evaluation").seconds == 5.0
+    assert limit_after(20.0, given_s=5.0, steps=0).seconds == LONGEST_S
+    assert limit_after(20.0, given_s=900.0, steps=0).seconds == 900.0
+
+
+def test_a_pause_is_no_step() -> None:
+    limit = limit_after(1.0)
+    limit.postpone(500.0)
+    limit.on_progress([View(rank=0, steps=9, phase="training")], 500.5)
+    assert limit.seconds == LEAST_S
+
+
+def test_a_loop_without_a_loader_trains_as_well() -> None:
+    assert stage_of([View(rank=0, steps=9, phase="joined")]) == "training"
+    assert stage_of([View(rank=0, steps=9, phase="training"), View(rank=1, steps=9, phase="saving")]) == "saving"

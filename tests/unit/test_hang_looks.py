@@ -1,0 +1,144 @@
+"""A look at a process from outside, and the conclusions from its stacks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.hang.looks import (
+    SIGNAL,
+    Frame,
+    ask_for_stacks,
+    collect_stacks,
+    compiles,
+    is_debugged,
+    look,
+    main_frames,
+    waits_in,
+)
+from trainer.hang.ranks import LocalRank, LocalRanks, own_address
+from trainer.launch import marks
+
+# Computes in C and never lets go of the interpreter's lock.
+SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
+SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
+SITE = "/usr/lib/python3.11/site-packages"
+
+
+def frame(path: str, name: str = "call") -> Frame:
+    return Frame(path, 1, name)
+
+
+@pytest.fixture
+def spinning() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds the lock, and its file of stacks."""
+    command = [sys.executable, "-S", "-c", SPINS, str(int(SIGNAL))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        number = process.stdout.readline().strip()
+        yield process, Path(f"/proc/{process.pid}/fd/{number}")
+        process.kill()
+
+
+def test_a_process_that_holds_the_interpreters_lock_tells_its_stack(
+    spinning: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, path = spinning
+    with path.open("rb") as file:
+        deadline, stacks = time.monotonic() + 10, ""
+        while "in spin\n" not in stacks and time.monotonic() < deadline:  # it has just begun
+            before = os.fstat(file.fileno()).st_size
+            assert ask_for_stacks(process.pid)
+            stacks = collect_stacks(file.fileno(), before)
+        assert "in spin\n" in stacks
+    assert look(process.pid).cpu_s > 0
+
+
+def test_a_process_that_is_stopped_or_gone_is_told(spinning: tuple[subprocess.Popen[str], Path]) -> None:
+    process, _ = spinning
+    started = look(process.pid).started
+    os.kill(process.pid, 19)
+    deadline = time.monotonic() + 5
+    while look(process.pid, started).state != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert look(process.pid, started).state == "T"
+    assert look(process.pid, started + 1).state == "X"  # another process of the same number
+    process.kill()
+    process.wait()
+    assert look(process.pid, started).state == "X"
+
+
+def test_a_process_without_the_handler_gets_no_signal_that_would_end_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not ask_for_stacks(process.pid)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_the_main_threads_frames_are_found_without_those_that_only_note() -> None:
+    stacks = """Thread 0x00007f0000000001 (most recent call first):
+  File "/x/pool.py", line 3 in work
+
+Current thread 0x00007f00000000a2 (most recent call first):
+  File "/x/trainer/launch/marks.py", line 190 in call
+  File "/home/me/train.py", line 12 in load
+"""
+    assert main_frames(stacks, 0x7F00000000A2) == [Frame("/home/me/train.py", 12, "load")]
+    assert main_frames(stacks, 0x7F00000000A3) == []
+    assert str(Frame("/home/me/train.py", 12, "load")) == 'File "/home/me/train.py", line 12, in load'
+
+
+def test_a_compiler_at_work_is_told_from_a_compiled_model_that_runs() -> None:
+    assert compiles([frame("/usr/lib/python3.11/subprocess.py"), frame(f"{SITE}/torch/_inductor/async_compile.py")])
+    assert compiles([frame(f"{SITE}/torch/_dynamo/convert_frame.py")])
+    runs = ("_dynamo/eval_frame.py", "_inductor/output_code.py", "_functorch/_aot_autograd/runtime_wrappers.py")
+    assert not compiles([frame(f"{SITE}/torch/{path}") for path in runs])
+
+
+def test_a_debugger_is_recognized() -> None:
+    assert is_debugged([frame("/usr/lib/python3.11/cmd.py"), frame("/usr/lib/python3.11/pdb.py")])
+    assert is_debugged([frame(f"{SITE}/debugpy/server/api.py")])
+    assert not is_debugged([frame("/home/me/my_pdb.py")])
+
+
+def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
+    backward = frame(f"{SITE}/torch/autograd/graph.py")
+    assert waits_in([backward], 0.0) == "gradients"
+    assert waits_in([backward], 0.98) == ""  # computes the gradients
+    assert waits_in([frame("/home/me/train.py"), backward], 0.0) == ""
+    assert waits_in([frame(f"{SITE}/torch/nn/parallel/distributed.py")], 0.0) == "gradients"
+    assert waits_in([frame(f"{SITE}/torch/distributed/distributed_c10d.py")], 0.0) == "torch.distributed"
+    assert waits_in([frame(f"{SITE}/horovod/torch/mpi_ops.py")], 0.0) == "Horovod"
+    assert waits_in([], 0.0) == ""
+
+
+def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
+    record, stacks = marks.open_record(1), os.memfd_create("stacks")
+    assert record is not None
+    faulthandler.register(SIGNAL, file=stacks, all_threads=True)
+    try:
+        rank = LocalRank(own_address(1, record, stacks))
+        with marks.waits("broadcast"):
+            found: list[object] = []
+            thread = threading.Thread(target=lambda: found.append(rank.with_stacks(rank.ask())))
+            thread.start()
+            thread.join()
+        (view,) = found
+        assert (getattr(view, "what"), getattr(view, "rank")) == ("broadcast", 1)  # noqa: B009
+        assert any("test_a_rank_is_seen" in line for line in getattr(view, "frames"))  # noqa: B009
+        assert not rank.is_gone
+        # Marks of another rank, as where a number of a descriptor has been used again.
+        ranks = LocalRanks({5: own_address(5, record, stacks)})
+        assert list(ranks.problems) == [5]
+    finally:
+        faulthandler.unregister(SIGNAL)
+        marks.close_record()
+        os.close(stacks)

@@ -1,0 +1,171 @@
+"""The start of the watch: what fails ends no job, all ranks take part in the broadcast, and it can be switched off."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.hang import start as hang
+from trainer.hang.looks import SIGNAL
+from trainer.hang.start import Entry, hang_timeout_s
+from trainer.launch import marks
+from trainer.launch.world import World
+
+
+class Ranks:
+    """A strategy of two ranks whose other one has the same to say."""
+
+    def __init__(self) -> None:
+        self.world = World(rank=0, size=2, local_rank=0, local_size=2)
+        self.broadcasts: list[Any] = []
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        self.broadcasts.append(value)
+        return value
+
+
+class Process:
+    """A watcher that is only asked for."""
+
+    started: ClassVar[list[tuple[list[str], dict[str, Any]]]] = []
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+        Process.started.append((command, options))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(Process, "started", [])
+    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", Process)
+    monkeypatch.setattr("trainer.hang.start.atexit.register", lambda *_: None)
+    monkeypatch.delenv("TRAINER_HANG_TIMEOUT", raising=False)
+    yield Ranks()
+    marks.close_record()
+    faulthandler.unregister(SIGNAL)
+
+
+def entries(ranks: Ranks) -> list[Entry | None]:
+    own = hang.describe(ranks.world)
+    assert own is not None
+    return [own, own]
+
+
+def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
+    hang.start(ranks, entries(ranks), None)
+    ((command, options),) = Process.started
+    assert command[-2:] == ["-m", "trainer.hang.watcher"]
+    assert options["pass_fds"] == []
+    assert options["start_new_session"] is True
+    assert ranks.broadcasts == [{"given_s": None, "endpoint": ""}]
+
+
+def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
+    own, _ = entries(ranks)
+    assert own is not None
+    other = Entry("b boot ns", "b boot", "ff", own.address)
+    hang.start(ranks, [own, other], 40.0)
+    ((_, options),) = Process.started
+    assert len(options["pass_fds"]) == 1
+    (plan,) = ranks.broadcasts
+    assert plan["given_s"] == 40.0
+    assert plan["endpoint"].startswith("127.0.0.1:")
+    settings = hang._settings([own, other], own, plan)
+    assert settings["hosts"][1] == {"name": "b", "ranks": [1]}
+    assert len(settings["token"]) == 64
+    assert settings["token"] not in json.dumps(plan)
+
+
+def test_a_single_rank_is_not_watched() -> None:
+    assert hang.describe(World()) is None
+
+
+@pytest.mark.parametrize(("given", "variable"), [(0.0, None), (None, "0"), (60.0, "0")])
+def test_it_can_be_switched_off(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, given: float | None, variable: str | None
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TRAINER_HANG_TIMEOUT", variable)
+    hang.start(ranks, entries(ranks), given)
+    assert Process.started == []
+    assert ranks.broadcasts == [None]
+    assert marks._record is None
+
+
+def test_what_is_no_number_is_said_and_ends_nothing(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINER_HANG_TIMEOUT", "soon")
+    hang.start(ranks, entries(ranks), None)
+    assert ranks.broadcasts == [None]
+    line = "TRAINER_HANG_TIMEOUT is 'soon'; valid is a number of seconds, or 0 to watch for no hangs"
+    assert line in capfd.readouterr().err
+    for text in ("-1", "inf", "nan"):
+        with pytest.raises(ConfigError):
+            hang_timeout_s(None, {"TRAINER_HANG_TIMEOUT": text})
+    assert hang_timeout_s(3.0, {"TRAINER_HANG_TIMEOUT": "7"}) == 7.0
+
+
+def _fail(*_: object, **__: object) -> Any:
+    raise OSError(1, "not permitted")
+
+
+@pytest.mark.parametrize("place", ["address_toward", "serve", "job_secret"])
+def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
+    monkeypatch.setattr(hang, place, _fail)
+    own, _ = entries(ranks)
+    hang.start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    assert len(ranks.broadcasts) == 1
+    assert Process.started == []
+    assert capfd.readouterr().err.count("hangs are not watched for") == 1
+
+
+def test_a_watcher_that_cannot_be_started_is_said(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", _fail)
+    hang.start(ranks, entries(ranks), None)
+    assert "not permitted" in capfd.readouterr().err
+
+
+def test_a_rank_that_cannot_be_watched_takes_part_all_the_same(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, _ = entries(ranks)
+    marks.close_record()
+    monkeypatch.setattr(hang, "open_record", _fail)
+    broken = hang.describe(ranks.world)
+    assert broken is not None
+    assert (broken.address, broken.problem) == ({}, "PermissionError: [Errno 1] not permitted")
+    hang.start(ranks, [own, broken], None)
+    assert len(ranks.broadcasts) == 1
+    assert capfd.readouterr().err.count("hangs are not watched for on every rank") == 1
+
+
+def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
+    hang.start(ranks, entries(ranks), None)
+    hang.start(ranks, [hang.describe(ranks.world)] * 2, None)
+    assert len(Process.started) == len(ranks.broadcasts) == 1
+
+
+def test_the_watcher_starts_without_pytorch() -> None:
+    found = subprocess.run(
+        ["python", "-c", "import sys, trainer.hang.watcher; print('torch' in sys.modules, 'psutil' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout == "False False\n"

@@ -1,0 +1,193 @@
+"""The marks of a rank: what it waits for is read back from outside, and without a record nothing happens."""
+
+from __future__ import annotations
+
+import os
+import threading
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.callbacks.run_folder import RunFolder
+from trainer.checkpoint.durable import write_file
+from trainer.data.loader import InMemory, ShardedLoader
+from trainer.launch import marks
+from trainer.launch.marks import SIZE, Mark, State, loading, note_waits, read_mark, waits
+from trainer.launch.status import UpdateCounter, report_phase
+from trainer.launch.world import World
+from trainer.strategies.base import Synchronizer
+from trainer.strategies.single import SingleStrategy
+
+
+@pytest.fixture
+def record() -> Iterator[Path]:
+    """The record of rank 2, as another process opens it."""
+    descriptor = marks.open_record(2)
+    yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    marks.close_record()
+
+
+def read(path: Path) -> Mark:
+    found = read_mark(path.read_bytes())
+    assert found is not None
+    return found
+
+
+class Ranks:
+    """A strategy, as far as its waits are noted."""
+
+    def __init_subclass__(cls) -> None:
+        note_waits(cls, {"all_reduce": "all_reduce", "broadcast": "broadcast"}, counts=True)
+
+
+class Told(Ranks):
+    def __init__(self, record: Path) -> None:
+        self._record, self.seen = record, list[Mark]()
+
+    def all_reduce(self, tensor: object) -> None:
+        self.seen.append(read(self._record))
+
+    def broadcast(self, tensor: object) -> None:
+        self.all_reduce(tensor)
+        self.seen.append(read(self._record))
+
+
+class Tensor:
+    def numel(self) -> int:
+        return 12
+
+
+def test_a_collective_is_noted_with_its_number_and_length_until_it_returns(record: Path) -> None:
+    ranks = Told(record)
+    ranks.all_reduce(Tensor())
+    ranks.all_reduce(Tensor())
+    first, second = ranks.seen
+    assert (first.rank, first.pid, first.state, first.what) == (2, os.getpid(), State.WAITING, "all_reduce")
+    assert (first.elements, first.collectives, second.collectives) == (12, 0, 1)
+    after = read(record)
+    assert (after.state, after.what, after.collectives) == (State.BETWEEN, "", 2)
+    assert first.events < second.events < after.events
+
+
+def test_a_collective_within_another_is_a_part_of_it(record: Path) -> None:
+    ranks = Told(record)
+    ranks.broadcast(Tensor())
+    assert [one.what for one in ranks.seen] == ["broadcast", "broadcast"]
+    assert read(record).collectives == 1
+
+
+def test_gradients_are_not_counted_and_what_was_done_before_is_noted_again(record: Path) -> None:
+    for batch in loading([1]):
+        assert batch == 1
+        with waits("gradients"):
+            assert read(record).what == "gradients"
+    assert (read(record).collectives, read(record).state) == (0, State.BETWEEN)
+
+
+def test_drawing_a_batch_is_waiting_for_data(record: Path) -> None:
+    seen = []
+
+    def draw() -> Iterator[int]:
+        seen.append(read(record).state)
+        yield 1
+        seen.append(read(record).state)
+
+    for _ in loading(draw()):
+        seen.append(read(record).state)
+    assert seen == [State.LOADER, State.BETWEEN, State.LOADER]
+
+
+def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Path) -> None:
+    counter = UpdateCounter()
+    counter.on_batch()
+    counter.on_step(has_loader=True)
+    counter.on_step(has_loader=True)
+    found = read(record)
+    assert (found.steps, found.updates, found.phase) == (2, 1, "training")
+    report_phase("evaluation")
+    assert read(record).phase == "evaluation"
+    assert read(record).events > found.events
+    marks.note_folder("runs/one")
+    assert read(record).folder == "runs/one"
+
+
+def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", {"checkpoints": ""}, tensorboard=False)
+    assert read(record).folder == str(folder.path)
+    before = read(record).progress
+    write_file(tmp_path / "state", lambda stream: stream.write(bytes(3 << 20)))
+    assert read(record).progress > before
+
+
+def test_the_end_of_a_pass_is_between_epochs(record: Path) -> None:
+    data = InMemory(torch.zeros(4, 2), torch.zeros(4))
+    for _ in ShardedLoader(data, 2, world=World()):
+        assert read(record).phase == ""
+    assert read(record).phase == "between epochs"
+
+
+def test_every_strategy_notes_its_collectives(record: Path) -> None:
+    class Strategy(SingleStrategy):
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(read(record))
+            return tensor
+
+    class Waiting(Synchronizer):
+        def finish(self) -> None:
+            seen.append(read(record))
+
+    seen: list[Mark] = []
+    Strategy(World()).all_reduce(torch.ones(5))
+    Waiting(torch.nn.Linear(1, 1)).finish()
+    assert [(one.what, one.elements, one.collectives) for one in seen] == [("all_reduce", 5, 0), ("gradients", 0, 1)]
+
+
+def test_another_thread_changes_nothing_but_progress(record: Path) -> None:
+    def work() -> None:
+        with waits("broadcast"):
+            pass
+        marks.note_phase("elsewhere")
+        marks.progress()
+
+    before = read(record)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    after = read(record)
+    assert (after.events, after.phase, after.progress) == (before.events, "", 1)
+
+
+def test_a_child_writes_nothing(record: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        marks.note_phase("child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert read(record).phase == ""
+
+
+def test_a_second_record_is_not_made(record: Path) -> None:
+    assert marks.open_record(2) is None
+
+
+def test_without_a_record_nothing_happens() -> None:
+    marks.note_phase("training")
+    marks.progress()
+    with waits("broadcast"):
+        assert list(loading([1, 2])) == [1, 2]
+
+
+def test_anything_else_is_no_mark() -> None:
+    assert read_mark(b"") is None
+    assert read_mark(bytes(SIZE)) is None
+
+
+def test_noting_a_wait_takes_microseconds(record: Path) -> None:
+    def wait() -> None:
+        with waits("gradients"):
+            pass
+
+    assert min(timeit.repeat(wait, number=1000, repeat=5)) / 1000 < 20e-6

@@ -1,0 +1,203 @@
+"""The hub: the watcher beside rank 0, which hears all others, judges, and has the job ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from trainer.hang.judge import Verdict, is_paused, judge
+from trainer.hang.limits import LONGEST_S, Limit
+from trainer.hang.ranks import LocalRanks
+from trainer.hang.report import announce, warn
+from trainer.hang.views import Host, View, view_from
+from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+
+SILENT_S = 15.0
+"""A host that has not been heard for so long is lost; one that never was is named."""
+_BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
+_ANSWER_S = 4.0
+"""Four times as long as between two reports of a watcher."""
+_MOST_UNPROVEN = 64
+_SENT_S = 2.0
+
+
+class Hub:
+    """Watches a whole job.
+
+    Args:
+        hosts: all of the job; the first is this one.
+        listener: for the watchers of the others; None without others.
+        given_s: the user's limit; None measures one.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], ranks: LocalRanks, listener: socket.socket | None, token: str,
+        given_s: float | None, script: str,
+    ) -> None:  # fmt: skip
+        now = time.monotonic()
+        self._hosts, self._ranks, self._listener = hosts, ranks, listener
+        self._token, self._script = token, script
+        self._links: list[Link] = []
+        self._limit = Limit(given_s, now)
+        self._started = self._beat_at = now
+        self._has_warned = self._is_paused = False
+        self._look_until = self._next_look = 0.0
+        self._looked: set[int] = set()
+        self.verdict: Verdict | None = None
+        hosts[0].is_connected, hosts[0].heard_at = True, now
+        if listener is not None:
+            listener.setblocking(False)
+
+    @property
+    def readers(self) -> list[Any]:
+        return [*self._links, *([self._listener] if self._listener else [])]
+
+    @property
+    def writers(self) -> list[Link]:
+        return [link for link in self._links if link.wants_to_write]
+
+    def postpone(self) -> None:
+        """Begin to count anew: this host has slept."""
+        now = time.monotonic()
+        self._limit.postpone(now)
+        self._look_until = 0.0
+        for link in self._links:
+            link.heard_at = now
+
+    def tick(self) -> None:
+        """Hear the others, and judge."""
+        now = time.monotonic()
+        self._accept()
+        for link in list(self._links):
+            self._serve(link, now)
+        self._note(self._hosts[0], self._ranks.views(), now)
+        self._beat(now)
+        self._check_hosts(now)
+        if is_paused(self._hosts):
+            if not self._is_paused:
+                warn("the job's ranks are stopped; hangs are watched for when they go on")
+            self._is_paused = True
+            self._limit.postpone(now)
+            self._look_until = 0.0
+            return
+        self._is_paused = False
+        self._judge(now)
+
+    def leave(self) -> None:
+        """Tell the others that this host's ranks have ended, and end the connections."""
+        self._tell({"do": "bye"})
+        for link in self._links:
+            link.flush_for(0.2)
+            link.close()
+
+    def end(self) -> None:
+        """Print the verdict, and end the job on every host."""
+        verdict = self.verdict
+        if verdict is None:
+            return
+        announce(verdict, self._hosts, self._script)
+        self._tell({"do": "end", "said": verdict.first, "culprits": list(verdict.culprits)})
+        deadline = time.monotonic() + _SENT_S
+        for link in self._links:
+            link.flush_for(max(0.0, deadline - time.monotonic()))
+        self._ranks.end(verdict.first, verdict.culprits)
+
+    def _judge(self, now: float) -> None:
+        idle_s = now - self._limit.progress_at
+        if self._look_until:
+            here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
+            if here - self._looked and now < self._look_until:
+                return
+            self._look_until, self._next_look = 0.0, now + _AGAIN_S
+            for number in here - self._looked:
+                self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
+            excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+            if "debugger" in excuses:
+                self._limit.postpone(now)
+            elif not excuses or idle_s > LONGEST_S:
+                self.verdict = judge(self._hosts, idle_s)
+        elif idle_s > self._limit.seconds and now >= self._next_look:
+            self._look_until, self._looked = now + _LOOK_S, {0}
+            self._tell({"do": "look"})
+            self._note(self._hosts[0], self._ranks.views_with_stacks(), time.monotonic())
+
+    def _note(self, host: Host, views: dict[int, View], now: float) -> None:
+        moved = False
+        for rank, view in views.items():
+            before = host.views.get(rank)
+            if before is None or view.changed_since(before):
+                moved = True
+            elif not view.stacks and self._look_until:
+                # What was seen of its stack holds until it goes on.
+                view = replace(before, process=view.process, cpu=view.cpu)
+            host.views[rank] = view
+        if moved:
+            self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)
+            self._look_until = 0.0
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._links.append(Link(connection, self._token, is_hub=True))
+                unproven = [link for link in self._links if not link.is_proven]
+                if len(unproven) > _MOST_UNPROVEN:
+                    self._drop(unproven[0])
+
+    def _serve(self, link: Link, now: float) -> None:
+        try:
+            link.flush()
+            for message in link.receive():
+                self._take(link, message, now)
+            if not link.is_proven and now - link.opened_at > TIMEOUT_S:
+                raise RefusedError("it has not proven anything in time")
+        except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
+            self._drop(link, is_lost=is_timeout(error))
+
+    def _take(self, link: Link, message: dict[str, Any], now: float) -> None:
+        if link.host < 0:
+            link.host = int(message["host"])
+            for earlier in [one for one in self._links if one.host == link.host and one is not link]:
+                self._drop(earlier)
+        host = self._hosts[link.host]
+        host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
+        host.has_left = bool(message.get("bye"))
+        self._note(host, {view.rank: view for view in map(view_from, message.get("views", ()))}, now)
+        if message.get("looked"):
+            self._looked.add(link.host)
+
+    def _drop(self, link: Link, *, is_lost: bool = False) -> None:
+        if link in self._links:
+            self._links.remove(link)
+        link.close()
+        if link.host >= 0 and not any(one.host == link.host for one in self._links):
+            host = self._hosts[link.host]
+            host.is_connected, host.is_lost = False, is_lost and not host.has_left
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for link in list(self._links):
+            try:
+                link.send(message)
+            except (RefusedError, OSError) as error:
+                self._drop(link, is_lost=is_timeout(error))
+
+    def _beat(self, now: float) -> None:
+        if now - self._beat_at >= _BEAT_S:
+            self._beat_at = now
+            self._tell({"do": "go on"})
+
+    def _check_hosts(self, now: float) -> None:
+        for link in list(self._links):
+            if link.host >= 0 and now - link.heard_at > SILENT_S:
+                self._drop(link, is_lost=True)
+        if now - self._started > SILENT_S and not self._has_warned:
+            self._has_warned = True
+            silent = [host.name for host in self._hosts if not host.heard_at]
+            if silent:
+                warn(f"the watcher of {', '.join(silent)} has not connected: hangs there are not watched for")

@@ -1,0 +1,184 @@
+"""From views of all ranks to a verdict: which of them keep the others waiting. No processes, no clock.
+
+A rank that waits in no collective while others do is absent: it is the cause, whatever those that wait look like. Where
+all wait, the cause is the smaller part of them that waits in another collective than the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.hang.limits import TRAINING
+from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
+from trainer.hang.views import Host, View
+from trainer.launch.marks import ENDED, State
+
+_MOST_NAMED, _MOST_FRAMES = 8, 6
+_INNERMOST = 2
+_OTHERS = ("/site-packages/", "/lib/python3", "/trainer/strategies/", "/trainer/data/", "/trainer/updates.py")
+UNREACHABLE, UNWATCHED = "host unreachable", "not watched"
+_STATES = {
+    GONE: "gone: its process has ended",
+    STOPPED: "stopped (by SIGSTOP or Ctrl-Z)",
+    UNINTERRUPTIBLE: "in uninterruptible sleep: a disk or a network file system does not answer",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to say, and whom to blame."""
+
+    lines: tuple[str, ...]
+    culprits: tuple[int, ...]
+    """Empty where all ranks wait in the same collective."""
+
+    @property
+    def first(self) -> str:
+        return self.lines[0]
+
+
+def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
+    """Return the verdict on a job in which nothing has happened for so long; None where no rank waits for another."""
+    views = {rank: host.views[rank] for host in hosts for rank in host.ranks if rank in host.views}
+    missing = {rank: problem for host in hosts if (problem := _problem(host)) for rank in host.ranks}
+    present = {rank: view for rank, view in sorted(views.items()) if rank not in missing}
+    waiting = {rank: view for rank, view in present.items() if view.waits and view.process not in _STATES}
+    if not waiting:
+        return None
+    seen = dict.fromkeys(present, "")
+    ranks = [rank for host in hosts for rank in host.ranks]
+    absent = {rank: {**missing, **seen}.get(rank, UNWATCHED) for rank in ranks if rank not in waiting}
+    if absent:
+        return _say(hosts, waiting, _surest(absent, views), idle_s)
+    groups = Counter(view.collective for view in waiting.values())
+    if len(groups) == 1:
+        return _say(hosts, waiting, {}, idle_s)
+    (most, most_of), (_, next_of) = groups.most_common(2)
+    different = {rank: "" for rank, view in waiting.items() if view.collective != most or most_of == next_of}
+    return _say(hosts, waiting, dict(sorted(different.items())), idle_s)
+
+
+def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:
+    # Others may fail because one has ended or is gone. A host that is merely not watched is blamed last.
+    ended = {rank: why for rank, why in absent.items() if not why and views[rank].phase == ENDED}
+    gone = {rank: why for rank, why in absent.items() if not why and views[rank].process == GONE}
+    return ended or gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
+
+
+def _problem(host: Host) -> str:
+    if host.is_lost or host.is_silent or (not host.is_connected and not host.has_left and not host.heard_at):
+        return UNREACHABLE
+    return UNWATCHED if not host.is_connected and not host.has_left else ""
+
+
+def _say(hosts: Sequence[Host], waiting: Mapping[int, View], blamed: Mapping[int, str], idle_s: float) -> Verdict:
+    host_of = {rank: host.name for host in hosts for rank in host.ranks}
+    views = {rank: view for host in hosts for rank, view in host.views.items()}
+    others = {rank: view for rank, view in waiting.items() if rank not in blamed}
+    lines = []
+    for rank, why in list(blamed.items())[:_MOST_NAMED]:
+        view = views.get(rank)
+        lines.append(f"rank {rank} on {host_of[rank]} {_what_it_does(view, why, bool(others))}")
+        if view is not None and not why:
+            lines += [f"    {frame}" for frame in _shown(view.frames)]
+    if len(blamed) > _MOST_NAMED:
+        lines.append(f"and {len(blamed) - _MOST_NAMED} more ranks that did not come")
+    lines += [f"{_ranks(ranks)} for {what}" for what, ranks in _by_collective(others).items()]
+    lines.append(f"what to do: {_advice(blamed, views, others)}")
+    return Verdict((f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}", *lines), tuple(blamed))
+
+
+def _shown(frames: Sequence[str]) -> list[str]:
+    """Return the innermost frames, and those of the user's own files around them."""
+    own = [frame for frame in frames if not any(part in frame for part in _OTHERS)]
+    shown = dict.fromkeys((*frames[:_INNERMOST], *own))
+    return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
+
+
+def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], others: Mapping[int, View]) -> str:
+    if not blamed:
+        return f"all ranks wait for {name(next(iter(others.values())))}, and none of them is missing"
+    who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:_MOST_NAMED])
+    if not others:
+        return f"{who} wait in different collectives"
+    what = next(iter(_by_collective(others)))
+    return f"{who} did not come to {what}"
+
+
+def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
+    if why == UNREACHABLE:
+        return "cannot be asked: host unreachable"
+    if why or view is None:
+        return f"cannot be asked: {why or UNWATCHED}"
+    if view.phase == ENDED:
+        return "has ended: its script has reached its end, or has called sys.exit"
+    if view.process in _STATES:
+        return f"is {_STATES[view.process]}"
+    if view.waits:
+        return f"waits for {name(view)}{', which the others do not' if has_others else ''}"
+    doing = (
+        "waits for its data" if view.state == State.LOADER else "computes" if view.cpu > 0.5 else "does something else"
+    )
+    where = ":" if view.frames else ", and has not told its stack"
+    return f"{doing}{f' ({view.phase})' if view.phase not in TRAINING else ''}{where}"
+
+
+def name(view: View) -> str:
+    """Return what a rank waits for, as the user knows it."""
+    if view.phase == "saving":
+        return f"the checkpoint ({view.what})"
+    if view.phase == "evaluation" and view.what != "gradients":
+        return f"the evaluation ({view.what})"
+    if view.what == "gradients":
+        return f"the gradients of step {view.steps + 1}"
+    elements = f" of {view.elements:,} elements" if view.elements else ""
+    start = " at the start" if view.steps == 0 else ""
+    return f"{view.what}{elements}{start} (collective {view.collectives + 1}, after step {view.steps})"
+
+
+def _by_collective(waiting: Mapping[int, View]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, view in waiting.items():
+        groups.setdefault(name(view), []).append(rank)
+    return groups
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[: 2 * _MOST_NAMED])) + (", …" if len(ranks) > 2 * _MOST_NAMED else "")
+    return f"ranks {shown} wait" if len(ranks) > 1 else f"rank {shown} waits"
+
+
+def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mapping[int, View]) -> str:
+    if not blamed:
+        return "look for what they wait on in the network between the hosts (`trainer doctor`), or for another shape"
+    rank, why = next(iter(blamed.items()))
+    view = views.get(rank)
+    if why or view is None:
+        return "look whether the host runs and can be reached (`trainer doctor`)"
+    known = {
+        GONE: "see why it has ended before the others",
+        STOPPED: "kill -CONT lets it go on, if you have stopped it",
+        UNINTERRUPTIBLE: "look at the disks and network file systems of its host (dmesg)",
+    }
+    if view.phase == ENDED:
+        return "every rank has to take as many steps, and to call the same collectives, before it ends"
+    if view.process in known:
+        return known[view.process]
+    if view.waits:
+        return "every rank has to call the same collectives in the same order, with tensors of the same shape"
+    if view.state == State.LOADER:
+        return "look at the dataset and its workers; DataLoader's timeout= makes an error of a worker that hangs"
+    return "look at the stack above; if it only takes long, give more time with TRAINER_HANG_TIMEOUT (seconds; 0: off)"
+
+
+def is_paused(hosts: Sequence[Host]) -> bool:
+    """Return whether somebody has stopped the job: all its ranks, or those beside rank 0, as Ctrl-Z does."""
+
+    def all_stopped(some: Sequence[Host]) -> bool:
+        views = [view for host in some for view in host.views.values()]
+        return bool(views) and all(view.process in (STOPPED, TRACED) for view in views)
+
+    is_traced = any(view.process == TRACED for host in hosts for view in host.views.values())
+    return is_traced or all_stopped(hosts) or (len(hosts) > 1 and all_stopped(hosts[:1]))

@@ -1,0 +1,146 @@
+"""The watcher of a host without rank 0: tells the hub what its ranks do, and ends them when the hub says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.hang.hub import SILENT_S
+from trainer.hang.judge import Verdict
+from trainer.hang.limits import Limit
+from trainer.hang.ranks import LocalRanks
+from trainer.hang.report import announce
+from trainer.hang.views import Host, View
+from trainer.hang.wire import Link, RefusedError, connect, is_timeout
+
+_REPORT_S = 1.0
+_AGAIN_S, _TRIES = 5.0, 6
+
+
+class Spoke:
+    """Watches the ranks of one host.
+
+    Args:
+        hosts: all of the job; the first is the hub's.
+        own: which of them is this one.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], own: int, ranks: LocalRanks, endpoint: str, token: str, given_s: float | None,
+        script: str,
+    ) -> None:  # fmt: skip
+        self._hosts, self._own, self._ranks = hosts, own, ranks
+        self._endpoint, self._token, self._script = endpoint, token, script
+        self._limit = Limit(given_s, time.monotonic())
+        self._link: Link | None = None
+        self._is_done = self._is_lost = False
+        self._reported_at = self._next_try = 0.0
+        self._failures = 0
+        self._looks = False
+        self._end: tuple[str, tuple[int, ...]] | None = None
+        self.verdict: Verdict | None = None
+
+    @property
+    def readers(self) -> list[Any]:
+        return [self._link] if self._link is not None else []
+
+    @property
+    def writers(self) -> list[Link]:
+        return [self._link] if self._link is not None and self._link.wants_to_write else []
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the ranks are to be ended."""
+        return self._end is not None or self.verdict is not None
+
+    def postpone(self) -> None:
+        """Begin to count anew: this host has slept."""
+        self._limit.postpone(time.monotonic())
+        if self._link is not None:
+            self._link.heard_at = time.monotonic()
+
+    def tick(self) -> None:
+        """Report to the hub, and do what it says."""
+        now = time.monotonic()
+        views = self._note(self._ranks.views(), now)
+        try:
+            self._talk(views, now)
+        except (RefusedError, OSError, ValueError) as error:
+            self._lose(error)
+        if self._is_lost and now - self._limit.progress_at > self._limit.seconds + SILENT_S:
+            name, ranks = self._hosts[0].name, self._hosts[0].ranks
+            text = f"no progress for {now - self._limit.progress_at:.0f} s: host unreachable: {name}, which has rank 0"
+            advice = "what to do: look whether the host runs and can be reached (`trainer doctor`)"
+            self._note(self._ranks.views_with_stacks(), now)
+            self.verdict = Verdict((f"{text}, seen from {self._hosts[self._own].name}", advice), ranks)
+
+    def leave(self) -> None:
+        """Tell the hub that the ranks of this host have ended."""
+        if self._link is not None:
+            try:
+                self._link.send({"host": self._own, "views": self._dicts(self._ranks.views()), "bye": True})
+                self._link.flush_for(0.5)
+            except (RefusedError, OSError):
+                pass
+            self._link.close()
+
+    def end(self) -> None:
+        """End the ranks of this host."""
+        if self.verdict is not None:
+            announce(self.verdict, self._hosts, self._script)
+            self._ranks.end(self.verdict.first, self.verdict.culprits)
+        elif self._end is not None:
+            self._ranks.end(*self._end)
+
+    def _note(self, views: dict[int, View], now: float) -> dict[int, View]:
+        known = self._hosts[self._own].views
+        if any(rank not in known or view.changed_since(known[rank]) for rank, view in views.items()):
+            self._limit.on_progress(list(views.values()), now)
+        known.update(views)
+        return views
+
+    def _talk(self, views: dict[int, View], now: float) -> None:
+        if self._link is None:
+            if self._is_done or now < self._next_try:
+                return
+            self._next_try = now + _AGAIN_S
+            self._link = connect(self._endpoint, self._token)
+            self._failures = 0
+        self._link.flush()
+        for message in self._link.receive():
+            self._obey(message)
+        if now - self._link.heard_at > SILENT_S:
+            raise TimeoutError(110, "the hub is silent")
+        if self._link.is_proven:
+            self._is_lost = False
+        if self._looks:
+            self._looks, self._reported_at = False, now
+            found = self._ranks.views_with_stacks()
+            self._link.send({"host": self._own, "views": self._dicts(found), "looked": True})
+        elif now - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            self._link.send({"host": self._own, "views": self._dicts(views)})
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message.get("do") == "look":
+            self._looks = True
+        elif message.get("do") == "end":
+            self._end = (str(message["said"]), tuple(map(int, message["culprits"])))
+        elif message.get("do") == "bye":
+            self._is_done = True
+
+    def _lose(self, error: Exception) -> None:
+        was_proven = self._link is not None and self._link.is_proven
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        # A hub that has ended says so, or closes the connection; a host that is cut off does neither.
+        self._is_lost = self._is_lost or (was_proven and is_timeout(error))
+        self._failures += 1
+        if not self._is_lost and (was_proven or self._failures >= _TRIES):
+            self._is_done = True
+
+    @staticmethod
+    def _dicts(views: dict[int, View]) -> list[dict[str, Any]]:
+        return [view.as_dict() for view in views.values()]

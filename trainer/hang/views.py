@@ -1,0 +1,82 @@
+"""What the hub knows of a rank and of a host: sent as JSON, judged without any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from trainer.launch.marks import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A rank, as its host's watcher sees it."""
+
+    rank: int
+    state: int = State.BETWEEN
+    what: str = ""
+    collectives: int = 0
+    steps: int = 0
+    elements: int = 0
+    updates: int = 0
+    events: int = 0
+    progress: int = 0
+    phase: str = ""
+    folder: str = ""
+    process: str = "S"
+    """The kernel's letter for its main thread."""
+    cpu: float = 0.0
+    """Share of a processor that its main thread takes."""
+    frames: tuple[str, ...] = ()
+    """Its main thread's stack, the innermost line first, once it was looked at."""
+    stacks: str = ""
+    """Of all threads."""
+    excuse: str = ""
+    """Why its silence is none: it compiles, or a debugger is at work."""
+
+    def changed_since(self, other: View) -> bool:
+        """Return whether it has done anything since."""
+        return (self.events, self.steps, self.updates, self.progress) != (
+            other.events, other.steps, other.updates, other.progress,
+        )  # fmt: skip
+
+    @property
+    def waits(self) -> bool:
+        return self.state == State.WAITING
+
+    @property
+    def collective(self) -> tuple[object, ...]:
+        """What tells the collective that it waits in from any other one."""
+        return (self.what, self.collectives, self.steps, self.elements)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def view_from(fields: Mapping[str, Any]) -> View:
+    """Return the view that `as_dict` has described.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    view = View(**fields)
+    return replace(view, frames=tuple(map(str, view.frames)))
+
+
+@dataclass
+class Host:
+    """A host of the job, as the hub sees it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    views: dict[int, View] = field(default_factory=dict)
+    heard_at: float = 0.0
+    """When its watcher was heard last; 0 before."""
+    is_connected: bool = False
+    has_left: bool = False
+    """Its watcher has said goodbye: its ranks have ended."""
+    is_lost: bool = False
+    """Its connection has timed out, which a watcher that ends does not do."""
+    is_silent: bool = False
+    """Its watcher has not answered a question, and nothing else has come from it since."""

@@ -1,0 +1,179 @@
+"""Messages between the watchers of a job, each proven by the job's token: whoever does not know it is not heard.
+
+The hub begins a connection with a random number, and the other watcher answers with one of its own and an HMAC-SHA256
+over both. A message is its length, an HMAC over its direction, its number and its bytes, and then JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+TIMEOUT_S = 10.0
+"""For the hello; and for the other side to acknowledge what it was sent."""
+_NONCE = _PROOF = 32
+_HEAD = struct.Struct("!I32s")
+_MOST_BYTES = 16 * 1024 * 1024
+_MOST_WAITING = 64 * 1024 * 1024
+
+
+class RefusedError(Exception):
+    """The other side is no watcher of this job, or its connection is broken."""
+
+
+class Link:
+    """One side of a connection. Nothing here blocks.
+
+    Args:
+        is_hub: which side this is.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, *, is_hub: bool) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TIMEOUT_S * 1000))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._token, self._is_hub = connection, token.encode(), is_hub
+        self._key, self._own = b"", secrets.token_bytes(_NONCE)
+        self._in, self._out = bytearray(), bytearray()
+        self._sent = self._received = 0
+        self.opened_at = self.heard_at = time.monotonic()
+        self.host = -1
+        """Which host the other side is, once it has said so."""
+        if is_hub:
+            self._out += self._own
+
+    @property
+    def is_proven(self) -> bool:
+        return bool(self._key)
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._out)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message, and send what can be sent now.
+
+        Raises:
+            RefusedError: the other side does not take any more.
+            OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
+        """
+        if not self.is_proven:
+            return
+        data = json.dumps(message).encode()
+        self._out += _HEAD.pack(len(data), self._mac(self._is_hub, self._sent, data)) + data
+        self._sent += 1
+        if len(self._out) > _MOST_WAITING:
+            raise RefusedError("it takes no more messages")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now.
+
+        Raises:
+            OSError: as for `send`.
+        """
+        with suppress(BlockingIOError):
+            while self._out:
+                del self._out[: self.socket.send(self._out)]
+
+    def flush_for(self, seconds: float) -> None:
+        """Wait up to this long until everything is sent."""
+        deadline = time.monotonic() + seconds
+        with suppress(OSError):
+            while self._out and (left := deadline - time.monotonic()) > 0:
+                select.select([], [self.socket], [], left)
+                self.flush()
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come.
+
+        Raises:
+            RefusedError: the other side has ended the connection, or proves nothing.
+            OSError: as for `send`.
+        """
+        is_over = False
+        with suppress(BlockingIOError):
+            while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _NONCE + _PROOF):
+                chunk = self.socket.recv(65536 if self.is_proven else _NONCE + _PROOF - len(self._in))
+                self._in += chunk
+                is_over = not chunk
+        if not self.is_proven:
+            self._read_hello()
+        yield from self._messages()
+        if is_over:
+            raise RefusedError("it has ended the connection")
+
+    def _read_hello(self) -> None:
+        if len(self._in) < (_NONCE + _PROOF if self._is_hub else _NONCE):
+            return
+        other = bytes(self._in[:_NONCE])
+        hub, spoke = (self._own, other) if self._is_hub else (other, self._own)
+        proof = hmac.digest(self._token, b"watcher" + hub + spoke, "sha256")
+        if self._is_hub and not hmac.compare_digest(proof, bytes(self._in[_NONCE : _NONCE + _PROOF])):
+            raise RefusedError("it does not know the job's token")
+        if not self._is_hub:
+            self._out += self._own + proof
+        del self._in[: _NONCE + _PROOF if self._is_hub else _NONCE]
+        self._key = hmac.digest(self._token, b"messages" + hub + spoke, "sha256")
+        self.flush()
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        while self.is_proven and len(self._in) >= _HEAD.size:
+            length, mac = _HEAD.unpack_from(self._in)
+            if length > _MOST_BYTES - _HEAD.size:
+                raise RefusedError(f"a message of {length} bytes")
+            if len(self._in) < _HEAD.size + length:
+                return
+            data = bytes(self._in[_HEAD.size : _HEAD.size + length])
+            del self._in[: _HEAD.size + length]
+            if not hmac.compare_digest(mac, self._mac(not self._is_hub, self._received, data)):
+                raise RefusedError("a message that no watcher of this job has sent")
+            self._received += 1
+            self.heard_at = time.monotonic()
+            message = json.loads(data)
+            if isinstance(message, dict):
+                yield message
+
+    def _mac(self, from_hub: bool, number: int, data: bytes) -> bytes:
+        return hmac.digest(self._key, b"%d %d\n" % (from_hub, number) + data, "sha256")
+
+
+def serve(address: str) -> socket.socket:
+    """Return a listening socket on this address.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+    return socket.create_server((address, 0), backlog=128)
+
+
+def connect(endpoint: str, token: str) -> Link:
+    """Return the link to the hub.
+
+    Raises:
+        OSError: it does not answer within 10 s.
+    """
+    host, _, port = endpoint.rpartition(":")
+    return Link(socket.create_connection((host, int(port)), timeout=TIMEOUT_S), token, is_hub=False)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Return whether the other side has stopped to answer, in contrast to one that has ended."""
+    return isinstance(error, OSError) and error.errno in (
+        110, 113, 101,  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
+    )  # fmt: skip
