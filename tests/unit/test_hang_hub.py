@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from trainer.hang import hub as hub_module
+from trainer.hang import limits as limits_module
 from trainer.hang import wire
 from trainer.hang.hub import Hub
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.spoke import Spoke
-from trainer.hang.views import Host, View
+from trainer.hang.views import WORKS, Host, View
 from trainer.hang.wire import Link, RefusedError, connect, is_timeout, serve
 from trainer.launch.marks import State
 
@@ -38,8 +39,8 @@ class Ranks(LocalRanks):
         self.ended = (said, culprits)
 
 
-def waiting(rank: int) -> View:
-    return View(rank=rank, state=State.WAITING, what="gradients", steps=9)
+def waiting(rank: int, steps: int = 9) -> View:
+    return View(rank=rank, state=State.WAITING, what="gradients", steps=steps)
 
 
 def both() -> list[Host]:
@@ -109,6 +110,21 @@ def test_who_debugs_or_compiles_is_waited_for(listener: socket.socket, excuse: s
     hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, TOKEN, 0.1, "job")
     run(hub, seconds=0.5)
     assert hub.verdict is None
+
+
+@pytest.mark.parametrize(("given_s", "is_judged"), [(None, False), (0.1, True)])
+def test_who_works_is_waited_for_unless_the_user_has_set_the_limit(
+    monkeypatch: pytest.MonkeyPatch, given_s: float | None, is_judged: bool
+) -> None:
+    monkeypatch.setattr(limits_module, "LEAST_S", 0.1)
+    ranks = Ranks(waiting(0, 0), waiting(1, 8))
+    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, given_s, "job")
+    for steps in range(1, 9):  # past the start, whose limit is longer
+        ranks.seen[0] = waiting(0, steps)
+        hub.tick()
+    ranks.seen[1] = View(rank=1, steps=8, excuse=WORKS)
+    run(hub, seconds=1.0)
+    assert (hub.verdict is not None) is is_judged
 
 
 @pytest.mark.parametrize(("excuse", "is_judged"), [("debugger", False), ("compiles", True)])

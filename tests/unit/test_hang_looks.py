@@ -22,6 +22,7 @@ from trainer.hang.looks import (
     is_debugged,
     look,
     main_frames,
+    saves,
     waits_in,
 )
 from trainer.hang.ranks import LocalRank, LocalRanks, own_address
@@ -101,6 +102,11 @@ def test_a_compiler_at_work_is_told_from_a_compiled_model_that_runs() -> None:
     assert compiles([frame(f"{SITE}/torch/_dynamo/convert_frame.py")])
     runs = ("_dynamo/eval_frame.py", "_inductor/output_code.py", "_functorch/_aot_autograd/runtime_wrappers.py")
     assert not compiles([frame(f"{SITE}/torch/{path}") for path in runs])
+
+
+def test_a_rank_that_saves_is_recognized() -> None:
+    assert saves([frame("/usr/lib/python3.11/zipfile.py"), frame(f"{SITE}/torch/serialization.py")])
+    assert not saves([frame("/home/me/serialization.py")])
 
 
 def test_a_debugger_is_recognized() -> None:

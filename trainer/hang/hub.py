@@ -13,7 +13,7 @@ from trainer.hang.judge import Verdict, is_paused, judge
 from trainer.hang.limits import LONGEST_S, Limit
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.report import announce, warn
-from trainer.hang.views import Host, View, view_from
+from trainer.hang.views import WORKS, Host, View, view_from
 from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
 SILENT_S = 15.0
@@ -116,6 +116,8 @@ class Hub:
             for number in here - self._looked:
                 self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
             excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+            if self._limit.is_given:  # whoever sets it knows how long the work takes
+                excuses -= {WORKS}
             if "debugger" in excuses:
                 self._limit.postpone(now)
             elif not excuses or idle_s > LONGEST_S:

@@ -47,6 +47,11 @@ class Limit:
             self.stage = stage
 
     @property
+    def is_given(self) -> bool:
+        """Whether the user has set it."""
+        return self._given_s is not None
+
+    @property
     def seconds(self) -> float:
         """Of this stage."""
         if self.stage == "start":

@@ -129,6 +129,11 @@ def is_debugged(frames: list[Frame]) -> bool:
     return any(_DEBUGGER.search(frame.path) for frame in frames)
 
 
+def saves(frames: list[Frame]) -> bool:
+    """Return whether `torch.save` or `torch.load` is at work, which a slow disk keeps from computing."""
+    return any(frame.path.endswith("/torch/serialization.py") for frame in frames)
+
+
 def waits_in(frames: list[Frame], cpu: float) -> str:
     """Return what a rank waits for that has noted no collective: DDP's own, or one of the user's; "" without one.
 

@@ -17,6 +17,7 @@ from trainer.hang.looks import (
     SIGNAL,
     STOPPED,
     UNINTERRUPTIBLE,
+    Frame,
     Process,
     ask_for_stacks,
     collect_stacks,
@@ -24,9 +25,10 @@ from trainer.hang.looks import (
     is_debugged,
     look,
     main_frames,
+    saves,
     waits_in,
 )
-from trainer.hang.views import View
+from trainer.hang.views import WORKS, View
 from trainer.launch.marks import SIZE, State, read_mark
 from trainer.launch.status import report_hang
 
@@ -112,11 +114,10 @@ class LocalRank:
         stacks = collect_stacks(self._stacks, before)
         mark = read_mark(self._marks[:])
         frames = main_frames(stacks, mark.thread if mark else 0)
-        excuse = "debugger" if is_debugged(frames) else "compiles" if compiles(frames) else ""
-        view = replace(view, stacks=stacks, excuse=excuse, frames=tuple(map(str, frames)))
+        view = replace(view, stacks=stacks, frames=tuple(map(str, frames)))
         if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu)):
             view = replace(view, state=int(State.WAITING), what=what)
-        return view
+        return replace(view, excuse=_excuse(view, frames))
 
     def signal(self, number: int) -> None:
         with suppress(OSError):
@@ -165,6 +166,15 @@ class LocalRanks:
             deadline = time.monotonic() + wait_s
             while not self.are_gone and time.monotonic() < deadline:
                 select.select(self.running, [], [], 0.1)
+
+
+def _excuse(view: View, frames: list[Frame]) -> str:
+    if is_debugged(frames):
+        return "debugger"
+    if compiles(frames):
+        return "compiles"
+    is_at_work = view.state == State.BETWEEN and (view.cpu > 0.5 or saves(frames))
+    return WORKS if is_at_work else ""
 
 
 def own_address(rank: int, marks: int, stacks: int) -> Address:

@@ -8,6 +8,9 @@ from typing import Any
 
 from trainer.launch.marks import State
 
+WORKS = "works"
+"""Excuse of a rank that computes or saves outside all collectives, as where rank 0 alone evaluates."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -33,7 +36,7 @@ class View:
     stacks: str = ""
     """Of all threads."""
     excuse: str = ""
-    """Why its silence is none: it compiles, or a debugger is at work."""
+    """Why its silence is none: it compiles, it works, or a debugger is at work."""
 
     def changed_since(self, other: View) -> bool:
         """Return whether it has done anything since."""
