@@ -32,9 +32,9 @@ class Factors:
     def __init__(self, parameter: Tensor, rank: int, number: int) -> None:
         self.shape = (parameter.shape[0], parameter.numel() // parameter.shape[0])
         options = {"dtype": exact_type(parameter.dtype), "device": parameter.device}
-        self.error = torch.zeros(self.shape, **options)  # type: ignore[call-overload]
+        self.error: Tensor = torch.zeros(self.shape, **options)  # type: ignore[call-overload]
         """What this rank's gradients had and the updates did not, n × m."""
-        self.right = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
+        self.right: Tensor = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
         """The factor that the next update begins with, m × rank; the same on all ranks."""
         self._left = torch.empty(0)
         self._number = number
