@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 from trainer.errors import ConfigError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-COMPRESSIONS = ("none", "fp16")
+COMPRESSIONS = ("none", "fp16", "powersgd", "powersgd:RANK")
 REDUCTIONS = ("average", "adasum")
 DECAYS = ("none", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
 BEST = ("min", "max")
 ON_ERROR = ("continue", "stop")
+_POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
+_POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 
@@ -68,7 +70,18 @@ class RunConfig(_Checked):
     precision: str = "fp32"
     """One of `PRECISIONS`: bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
     compression: str = "none"
-    """One of `COMPRESSIONS`: fp16 halves the bytes that are sent and rounds the gradients."""
+    """One of `COMPRESSIONS`: fp16 halves the bytes that are sent and rounds the gradients; powersgd sends much less.
+
+    powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4.
+    """
+    full_updates: int = 10
+    """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
+    sync_every: int = 1
+    """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
+    outer_lr: float | None = None
+    """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer optimizer."""
     reduction: str = "average"
     """One of `REDUCTIONS`: how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
     seed: int = 0
@@ -85,13 +98,46 @@ class RunConfig(_Checked):
     """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
 
     def _problems(self) -> Iterator[str]:
-        yield from self._not_in(precision=PRECISIONS, compression=COMPRESSIONS, reduction=REDUCTIONS, device=DEVICES)
-        yield from self._not_positive("accumulate")
-        yield from self._negative("seed", *(["hang_timeout_s"] if self.hang_timeout_s is not None else []))
+        yield from self._not_in(precision=PRECISIONS, reduction=REDUCTIONS, device=DEVICES)
+        if self.compression != "fp16" and self.compression != "none" and not self.powersgd_rank:
+            yield f"compression is {self.compression!r}; valid are {', '.join(COMPRESSIONS)} (from 1)"
+        yield from self._not_positive("accumulate", "sync_every")
+        hang_timeout = ["hang_timeout_s"] if self.hang_timeout_s is not None else []
+        yield from self._negative("seed", "full_updates", *hang_timeout)
+        yield from self._not_shared()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
+
+    def _not_shared(self) -> Iterator[str]:
+        if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
+            yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
+        if not 0 <= self.outer_momentum < 1:
+            yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
+        if not (setting := self.shared_mechanism):
+            return
+        if self.reduction == "adasum":
+            yield f"{setting}, which does not go with reduction 'adasum'; valid with it is average"
+        if self.precision == "fp16":
+            yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
+        if self.compression != "none" and not setting.startswith("compression"):
+            yield f"{setting}, which averages weights: it does not go with compression {self.compression!r}"
+
+    @property
+    def shared_mechanism(self) -> str:
+        """The setting that asks for one of the mechanisms which all strategies share, in words; "" where none does."""
+        if self.sync_every > 1:
+            return f"sync_every is {self.sync_every}"
+        if self.outer_lr is not None:
+            return f"outer_lr is {self.outer_lr}"
+        return f"compression is {self.compression!r}" if self.powersgd_rank else ""
+
+    @property
+    def powersgd_rank(self) -> int | None:
+        """The rank that compression powersgd approximates gradients by; None without it."""
+        match = _POWERSGD.fullmatch(str(self.compression))
+        return int(match[1] or _POWERSGD_RANK) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ def evaluate(
         loss: takes the model's outputs and the targets, returns the mean over the batch.
         layout: changes a batch's inputs into the order that the model is called with.
     """
+    run.average_weights()
     run.strategy.broadcast_buffers(model)
     sums = Sums(("loss", *metrics), run.device)
     modes = [(module, module.training) for module in model.modules()]

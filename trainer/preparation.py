@@ -32,6 +32,7 @@ from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy, Synchronizer, broadcast_optimizer_state
+from trainer.strategies.communication import make_synchronizer
 from trainer.sync_batch_norm import convert_sync_batch_norm
 from trainer.tuning.host import share_machine
 
@@ -158,7 +159,7 @@ def prepare_model(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if timer := step_timer():
         timer.watch_model(model)
-    synchronizer = strategy.prepare(model, named, config)
+    synchronizer = make_synchronizer(strategy, model, named, config)
     # Before the gradient is added, and so before a strategy's own hooks; the last parameter is usually the first to
     # get one. The node lives as long as it is kept here. A single rank has nothing on its way, and saves the 5 µs.
     watched = named[-1:] if strategy.world.size > 1 else []

@@ -177,6 +177,15 @@ class Run(RankNames):
         dtype = _AUTOCAST.get(self.config.precision)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else _NO_CONTEXT
 
+    def average_weights(self) -> None:
+        """Give all ranks the same weights, where `sync_every` lets them differ; ends a round.
+
+        Call it before you use the weights between two updates. The end of an epoch of a loader does so itself, and
+        so do checkpoints and `Trainer.evaluate`.
+        """
+        for synchronizer in self._updates.models.values():
+            synchronizer.settle()
+
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.
 

@@ -21,7 +21,10 @@ HANDLE = (
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",
+    f"{_HERE}.checks_compression",
+    f"{_HERE}.checks_local_training",
 )
+POWER_SGD_HOOK = f"{_HERE}.checks_power_sgd_hook"
 NETWORKS = f"{_HERE}.checks_networks"
 TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
@@ -73,7 +76,7 @@ JOBS = [
     Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, NETWORKS, TIMING, NO_ADASUM, NO_RING, NO_SINGLE)),
     Job("horovod", "horovodrun-mpi", 3, (BROADCAST,)),
     Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
-    Job("ddp", "torchrun", 2, (TIMING, NO_RING, NO_SINGLE, NO_HOROVOD)),
+    Job("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD)),
     Job("ddp", "horovodrun-mpi", 4),
     Job("ring", "mpirun", 2, (RING, TIMING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),

@@ -38,7 +38,13 @@ SRUN = {
     ("name", "value", "expected"),
     [
         ("precision", "fp8", "precision is 'fp8'; valid are fp32, bf16, fp16"),
-        ("compression", "zip", "compression is 'zip'; valid are none, fp16"),
+        ("compression", "zip", "compression is 'zip'; valid are none, fp16, powersgd, powersgd:RANK (from 1)"),
+        ("compression", "powersgd:0", "compression is 'powersgd:0'; valid are none, fp16, powersgd, powersgd:RANK"),
+        ("compression", "powersgd:", "compression is 'powersgd:'; valid are none, fp16, powersgd, powersgd:RANK"),
+        ("full_updates", -1, "full_updates is -1; it must be finite and not negative"),
+        ("sync_every", 0, "sync_every is 0; it must be at least 1"),
+        ("outer_lr", 0.0, "outer_lr is 0.0; it must be finite and positive"),
+        ("outer_momentum", 1.0, "outer_momentum is 1.0; it must be at least 0 and below 1"),
         ("reduction", "median", "reduction is 'median'; valid are average, adasum"),
         ("decay", "steps", "decay is 'steps'; valid are none, cosine"),
         ("device", "tpu", "device is 'tpu'; valid are auto, cpu, cuda"),
@@ -69,6 +75,30 @@ def test_all_problems_are_reported_at_once() -> None:
         "seed",
         "batch_size",
     ]
+
+
+@pytest.mark.parametrize("setting", [{"compression": "powersgd:2"}, {"sync_every": 4}, {"outer_lr": 0.7}])
+@pytest.mark.parametrize("other", [{"reduction": "adasum"}, {"precision": "fp16"}])
+def test_what_sends_less_goes_with_neither_adasum_nor_a_loss_scale(
+    setting: dict[str, Any], other: dict[str, Any]
+) -> None:
+    TrainerConfig(**setting)
+    (name, value), (other_name, other_value) = *setting.items(), *other.items()
+    with pytest.raises(
+        ConfigError, match=f"^{name} is '?{value}'?, which does not go with {other_name} '{other_value}'"
+    ):
+        TrainerConfig(**setting, **other)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
+def test_averages_of_weights_are_not_compressed(compression: str) -> None:
+    with pytest.raises(ConfigError, match=f"sync_every is 4, .* does not go with compression '{compression}'"):
+        TrainerConfig(sync_every=4, compression=compression)
+
+
+@pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("fp16", None), ("none", None)])
+def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
+    assert TrainerConfig(compression=compression).powersgd_rank == rank
 
 
 @pytest.mark.parametrize("setting", [{"clip_norm": 1.0}, {"precision": "fp16"}])

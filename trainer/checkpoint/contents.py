@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
+from trainer.strategies.base import Synchronizer
 
 
 class Prepared(Protocol):
     """What was prepared for training. `Updates` is it."""
 
     @property
-    def models(self) -> Collection[nn.Module]: ...
+    def models(self) -> Mapping[nn.Module, Synchronizer]: ...
     @property
     def optimizers(self) -> Collection[Optimizer]: ...
     @property
@@ -62,9 +63,12 @@ class Contents:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
         own = self.prepared
         own.finish_step()
+        for synchronizer in own.models.values():
+            synchronizer.settle(own.optimizers)
         return {
             "models": [model.state_dict() for model in own.models],
             "optimizers": [{"class": type(one).__name__, "state": one.state_dict()} for one in own.optimizers],
+            "synchronizers": [one.state_dict() for one in own.models.values()],
             "scaler": own.scaler.state_dict() if own.scaler is not None else None,
             "objects": {name: one if type(one) is dict else one.state_dict() for name, one in self.objects.items()},
         }
@@ -77,7 +81,7 @@ class Contents:
         """
         state = self.state()
         check_plain(state)
-        return count_bytes([state["models"], state["objects"]]) + sum(
+        return count_bytes([state["models"], state["synchronizers"], state["objects"]]) + sum(
             max(count_bytes(one.state_dict()["state"]), _tensors_per_parameter(one) * _parameter_bytes(one))
             for one in self.prepared.optimizers
         )
@@ -106,6 +110,8 @@ class Contents:
             model.load_state_dict(state)
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(state["state"])
+        for synchronizer, state in zip(self.prepared.models.values(), found.get("synchronizers", ()), strict=False):
+            synchronizer.load_state_dict(state)  # takes what it can use: other settings than the checkpoint's are fine
         if self.prepared.scaler is not None:
             self.prepared.scaler.load_state_dict(found["scaler"])
         for name, one in self.objects.items():

@@ -46,6 +46,7 @@ class Group(Protocol):
     def all_reduce(self, value: Tensor, reduction: str) -> Tensor: ...
     def all_gather(self, value: Any) -> list[Any]: ...
     def broadcast(self, value: Any) -> Any: ...
+    def average_weights(self) -> None: ...
 
 
 class Observer(Protocol):
@@ -191,6 +192,8 @@ class Loader(ABC):
                 was_left = False
                 if observer is not None and step.closes_update:
                     observer.updated(self)
+            if self._group is not None:
+                self._group.average_weights()
             if observer is not None:
                 observer.exhausted(self)
         finally:  # also where the loop was left early

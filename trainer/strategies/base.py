@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Synchronizer:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        note_waits(cls, dict.fromkeys(("before_backward", "finish", "after_step"), "gradients"), counts=False)
+        names = {**dict.fromkeys(("before_backward", "finish", "after_step"), "gradients"), "settle": "weights"}
+        note_waits(cls, names, counts=False)
 
     def keep_local(self, local: bool) -> None:
         """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
@@ -59,6 +60,20 @@ class Synchronizer:
 
     def after_step(self) -> None:
         """Combine what the step has done, where that is not the same on all ranks."""
+
+    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+        """Make the weights the same on all ranks where they differ between updates. Collective.
+
+        Args:
+            optimizers: those whose states are made the same as well.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it; the same on all ranks. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` has returned, on any number of ranks, or with another synchronizer's state."""
 
 
 def _nothing() -> None:
@@ -188,6 +203,8 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
+        self.has_whole_gradients = True
+        """Whether each rank computes all parameters' gradients, which compression powersgd and sync_every need."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -209,6 +226,15 @@ class Strategy(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place; return it."""
+
+    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+        """Sum `flat`, which stands for gradients, over all ranks, in place; return it.
+
+        Args:
+            flat: one-dimensional and contiguous, on the world's device.
+            name: the same for each message of its kind, and of no other.
+        """
+        return self.all_reduce(flat)
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:

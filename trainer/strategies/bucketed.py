@@ -58,6 +58,11 @@ class BucketedStrategy(Strategy):
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
+    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+        on_cpu = flat.cpu()
+        self.sum_gradients(on_cpu)
+        return flat if on_cpu is flat else flat.copy_(on_cpu)
+
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self._check(model, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
@@ -77,8 +82,8 @@ class BucketedStrategy(Strategy):
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
         return BucketSynchronizer(model, guard, reducer, self.all_reduce)
 
-    def exchange_seconds(self) -> float:
-        return sum(reducer.take_seconds() for reducer in self._reducers)
+    def exchange_seconds(self) -> float | None:
+        return sum(reducer.take_seconds() for reducer in self._reducers) if self._reducers else None
 
     def close(self) -> None:
         if self._background is not None:

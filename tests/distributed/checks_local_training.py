@@ -1,0 +1,118 @@
+"""`sync_every` under every strategy, run on every rank of one job; see `jobs`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed import checks_checkpoints
+from tests.distributed.checks_checkpoints import Training, interrupt, shared_folder
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
+from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, train_alone
+from trainer import InMemory, init
+from trainer.data.shard_plan import permutation
+from trainer.strategies.base import Strategy
+from trainer.strategies.local_sgd import LocalSynchronizer
+
+EVERY, FULL, STEPS = 3, 2, 10
+
+
+def train_in_turns(data: InMemory, ranks: int, outer_lr: float) -> nn.Module:
+    """Train one model for each rank in this process, and take an outer step with the mean after each round."""
+    models, anchor = [make_model() for _ in range(ranks)], make_model()
+    optimizers = [sgd(model) for model in models]
+    outer = torch.optim.SGD(anchor.parameters(), lr=outer_lr, momentum=0.9, nesterov=True)
+    batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            index = batches[step * ranks + rank]
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
+        with torch.no_grad():
+            for same in zip(*(model.parameters() for model in models), strict=True) if step < FULL else ():
+                mean = torch.stack([one.grad for one in same if one.grad is not None]).mean(0)
+                for one in same:
+                    one.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == FULL - 1:
+            anchor.load_state_dict(models[0].state_dict())
+        # The last round is shorter, because the epoch ends.
+        elif step >= FULL and ((step - FULL + 1) % EVERY == 0 or step == STEPS - 1):
+            take_outer_step(models, anchor, outer)
+    return anchor
+
+
+@torch.no_grad()
+def take_outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.Optimizer) -> None:
+    for one, *same in zip(anchor.parameters(), *(model.parameters() for model in models), strict=True):
+        one.grad = one - torch.stack(same).mean(0)
+    outer.step()
+    for model in models:
+        model.load_state_dict(anchor.state_dict())
+
+
+def check_rounds_equal_models_trained_in_turns(strategy: Strategy) -> None:
+    if strategy.world.size == 1:
+        return
+    data, model = make_data(STEPS * BATCH * strategy.world.size), make_model()
+    expected = train_in_turns(data, strategy.world.size, outer_lr=0.7)
+    settings: dict[str, Any] = {"sync_every": EVERY, "full_updates": FULL, "outer_lr": 0.7}
+    make_trainer(strategy, model, **settings).fit(data, epochs=1)
+    assert_equal(model, expected, 1e-12)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_ranks_differ_within_a_round_only(strategy: Strategy) -> None:
+    data, model = make_data(STEPS * BATCH * strategy.world.size), make_model()
+    run = init(strategy, sync_every=EVERY, full_updates=FULL)
+    wrapped, optimizer = run.prepare(model, sgd(model))
+    seen = []
+    for step, (inputs, targets) in enumerate(run.loader(data, BATCH)):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(wrapped(inputs), targets))
+        optimizer.step()
+        if step == 5:
+            run.average_weights()
+        seen.append(len(set(run.all_gather(fingerprint(model)))) == 1)
+    # Two synchronous updates; rounds of three, of one that was ended early, and of three; the beginning of another one.
+    expected = [True, True, False, False, True, True, False, False, True, False]
+    assert seen == (expected if run.world_size > 1 else [True] * STEPS)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) -> None:
+    data, plain, same = make_data(3 * BATCH * strategy.world.size + 1), make_model(), make_model()
+    make_trainer(strategy, plain).fit(data, epochs=1)
+    ours = make_trainer(strategy, same, sync_every=1)
+    assert not isinstance(ours.run._updates.models[same], LocalSynchronizer)
+    ours.fit(data, epochs=1)
+    assert_equal(same, plain, 1e-14)
+    assert_equal(plain, train_alone(make_model(), data, batch=BATCH * strategy.world.size), 1e-12)
+
+
+def check_local_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
+    settings: dict[str, Any] = {"sync_every": 3, "full_updates": 1, "outer_lr": 0.7}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks_checkpoints, "init", partial(init, **settings))
+        with shared_folder(strategy) as folder:
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder, every_updates=2)
+            expected = training.train()
+            checkpoints.close()
+        with shared_folder(strategy) as folder:
+            interrupt(strategy, folder, 6, every_updates=2)
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder, every_updates=2)
+            assert checkpoints.resumed is not None
+            found = training.train()
+            checkpoints.close()
+    # The mean of three equal numbers may differ from them by a rounding, which AdamW divides by a small number.
+    tolerance = 1e-9 if strategy.world.size == 3 else 0.0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

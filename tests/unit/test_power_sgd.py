@@ -1,0 +1,243 @@
+"""PowerSGD: what it sends, what it applies and what it keeps, on ranks that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.ranks_as_threads import Threads
+from trainer.errors import TrainerError
+from trainer.strategies.base import GradientGuard
+from trainer.strategies.flat import Transport
+from trainer.strategies.power_sgd import PowerSGDSynchronizer
+
+SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
+
+
+class Parameters(nn.Module):
+    """Parameters of some shapes, as of a network."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+
+def make(transport: Transport, model: nn.Module | None = None, **options: Any) -> PowerSGDSynchronizer:
+    model = model or Parameters()
+    named = list(model.named_parameters())
+    guard = GradientGuard(named, ranks_may_differ=options.pop("dynamic_graph", False))
+    return PowerSGDSynchronizer(model, named, guard, transport, **{"rank": 2, "least_saving": 0.0, **options})
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def means(ranks: int, step: int) -> dict[str, Tensor]:
+    by_rank = [gradients(rank, step) for rank in range(ranks)]
+    return {name: torch.stack([one[name] for one in by_rank]).mean(0) for name in SHAPES}
+
+
+def update(synchronizer: PowerSGDSynchronizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what an optimizer would apply of these local gradients."""
+    synchronizer.before_backward()
+    for name, parameter in synchronizer.forward.named_parameters():
+        parameter.grad = given[name].clone() if name in given else None
+    synchronizer.after_backward()
+    synchronizer.finish()
+    return {name: p.grad.clone() for name, p in synchronizer.forward.named_parameters() if p.grad is not None}
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
+    return float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
+    def job(rank: int, transport: Transport) -> list[dict[str, Tensor]]:
+        synchronizer = make(transport, rank=100)
+        return [update(synchronizer, gradients(rank, step)) for step in range(3)]
+
+    for found in Threads(ranks).run(job):
+        for step, applied in enumerate(found):
+            assert all(close(applied[name], mean) for name, mean in means(ranks, step).items())
+
+
+def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
+    def job(rank: int, transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        synchronizer = make(transport)
+        applied = [update(synchronizer, gradients(rank, step)) for step in range(5)]
+        total = {name: torch.stack([one[name] for one in applied]).sum(0) for name in SHAPES}
+        return total, synchronizer.state_dict()["errors"]
+
+    for total, errors in Threads(3).run(job):
+        assert set(errors) == {"matrix", "kernel"}
+        for name in SHAPES:
+            wanted = torch.stack([means(3, step)[name] for step in range(5)]).sum(0)
+            error = errors[name].view(SHAPES[name]) if name in errors else torch.zeros(SHAPES[name])
+            assert close(total[name] + error, wanted)
+        assert float(errors["matrix"].norm()) > 1.0  # something was left out
+
+
+def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
+    given = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
+    given = given[:, :4] @ torch.diag(torch.tensor([8.0, 4.0, 0.2, 0.1], dtype=torch.float64)) @ given[:9, :4].T
+
+    def job(rank: int, transport: Transport) -> list[float]:
+        synchronizer = make(transport)
+        found = []
+        for _ in range(6):
+            applied = update(synchronizer, {**gradients(rank, 0), "matrix": given})["matrix"]
+            found.append(float((applied - given).norm() / given.norm()))
+            synchronizer._factors[0].error.zero_()  # the power iteration by itself
+        return found
+
+    (found,) = Threads(1).run(job)
+    best = float(torch.linalg.svdvals(given)[2:].norm() / given.norm())
+    assert found[-1] < 1.001 * best < found[0]
+
+
+def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_right_ones_in_another() -> None:
+    threads = Threads(2)
+
+    def job(rank: int, transport: Transport) -> None:
+        synchronizer = make(transport, full_updates=1)
+        update(synchronizer, gradients(rank, 0))
+        update(synchronizer, gradients(rank, 1))
+
+    threads.run(job)
+    small = 12 + 1
+    left, right = 2 * (12 + 6), 2 * (9 + 36)
+    whole = 12 * 9 + 6 * 36 + small
+    assert threads.messages == [("whole.float64", whole), ("left.float64", left + small), ("right.float64", right)]
+
+
+def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
+    def job(rank: int, transport: Transport) -> tuple[list[dict[str, Tensor]], float]:
+        synchronizer = make(transport, full_updates=2)
+        found = [update(synchronizer, gradients(rank, step)) for step in range(2)]
+        return found, float(synchronizer.state_dict()["errors"]["matrix"].norm())
+
+    for found, error in Threads(2).run(job):
+        assert error == 0
+        for step, applied in enumerate(found):
+            assert all(close(applied[name], mean) for name, mean in means(2, step).items())
+
+
+def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
+    threads = Threads(1)
+    threads.run(lambda rank, transport: update(make(transport, least_saving=2.0), gradients(rank, 0)))
+    # (12 + 9) · 2 · 2 < 12 · 9 and (6 + 36) · 2 · 2 < 6 · 36 hold; with 3 in place of the last 2, neither does.
+    assert threads.messages[0][1] == 2 * (12 + 6) + 13
+    threads.run(lambda rank, transport: update(make(transport, least_saving=3.0), gradients(rank, 0)))
+    assert threads.messages[-1] == ("left.float64", 12 * 9 + 6 * 36 + 13)
+
+
+def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
+    def job(rank: int, transport: Transport) -> Tensor:
+        synchronizer = make(transport)
+        for step in range(2):
+            update(synchronizer, {name: 0 * one for name, one in gradients(rank, step).items()})
+        return update(synchronizer, gradients(rank, 7))["matrix"]
+
+    for found in Threads(2).run(job):
+        assert torch.linalg.matrix_rank(found) == 2
+
+
+def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards() -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        synchronizer = make(transport, rank=100)
+        given = gradients(rank, 0)
+        if rank == 1:
+            given["matrix"][3, 3] = torch.inf
+        first = update(synchronizer, given)["matrix"]
+        return first, update(synchronizer, gradients(rank, 1))["matrix"]
+
+    for first, second in Threads(2).run(job):
+        assert bool(first.isnan().all())
+        assert close(second, means(2, 1)["matrix"])
+
+
+def test_an_approximation_that_no_optimizer_applies_stays_in_the_error() -> None:
+    def job(rank: int, transport: Transport) -> Tensor:
+        synchronizer = make(transport, dynamic_graph=True)
+        first = update(synchronizer, gradients(rank, 0))["matrix"]
+        without = {name: one for name, one in gradients(rank, 1).items() if name != "matrix"}
+        assert "matrix" not in update(synchronizer, without)
+        error: Tensor = synchronizer.state_dict()["errors"]["matrix"]
+        return first + error
+
+    for found in Threads(2).run(job):
+        assert close(found, means(2, 0)["matrix"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_another_number_of_ranks_goes_on_from_the_state(ranks: int) -> None:
+    def begin(rank: int, transport: Transport) -> dict[str, Any]:
+        synchronizer = make(transport, full_updates=1)
+        for step in range(3):
+            update(synchronizer, gradients(rank, step))
+        return synchronizer.state_dict()
+
+    states = Threads(2).run(begin)
+    assert states[0]["updates"] == 3
+    assert all(torch.equal(states[0]["errors"][name], states[1]["errors"][name]) for name in ("matrix", "kernel"))
+
+    def go_on(rank: int, transport: Transport) -> Tensor:
+        synchronizer = make(transport, full_updates=1)
+        synchronizer.load_state_dict(states[0])
+        return update(synchronizer, means(2, 3))["matrix"]  # the same mean, however many ranks
+
+    expected = update_after(states[0])
+    assert all(close(found, expected) for found in Threads(ranks).run(go_on))
+
+
+def update_after(state: dict[str, Any]) -> Tensor:
+    """Return the next update's matrix by the formula: M = P·Pᵀ·(G + e), with P an orthonormal basis of (G + e)·Q."""
+    matrix: Tensor = means(2, 3)["matrix"] + state["errors"]["matrix"]
+    basis: Tensor = torch.linalg.qr(matrix @ state["factors"]["matrix"]).Q
+    return basis @ basis.T @ matrix
+
+
+def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
+    def job(rank: int, transport: Transport) -> int:
+        synchronizer = make(transport, rank=3)
+        before = synchronizer._factors[0].right.clone()
+        synchronizer.load_state_dict({})
+        assert synchronizer.updates == 0
+        state = make(transport, rank=2).state_dict()
+        state["errors"]["matrix"] += 1
+        synchronizer.load_state_dict(state)
+        assert torch.equal(synchronizer._factors[0].right, before)
+        return int(synchronizer._factors[0].error.sum())
+
+    assert Threads(1).run(job) == [12 * 9]
+
+
+def test_gradients_in_16_bits_are_approximated_in_32() -> None:
+    threads = Threads(2)
+
+    def job(rank: int, transport: Transport) -> torch.dtype:
+        synchronizer = make(transport, Parameters(torch.bfloat16))
+        return update(synchronizer, gradients(rank, 0, torch.bfloat16))["matrix"].dtype
+
+    assert threads.run(job) == [torch.bfloat16] * 2
+    assert [name for name, _ in threads.messages] == ["left.float32", "right.float32"]
+
+
+def test_a_gradient_changed_between_backward_and_step_is_refused() -> None:
+    def job(rank: int, transport: Transport) -> None:
+        synchronizer = make(transport)
+        for parameter in synchronizer.forward.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        synchronizer.after_backward()
+        next(iter(synchronizer.forward.parameters())).grad.mul_(2)  # type: ignore[union-attr]
+        synchronizer.finish()
+
+    with pytest.raises(TrainerError, match="the gradient of matrix was changed between backward and step"):
+        Threads(1).run(job)
