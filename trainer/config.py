@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
+from trainer.fsdp_config import FsdpConfig
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("none", "fp16")
@@ -52,7 +53,8 @@ class _Checked:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a file or a comparison between ranks."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class RunConfig(_Checked):
     """A step may leave parameters without a gradient, also on some ranks only. Costs a little speed."""
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
+    fsdp: FsdpConfig = FsdpConfig()
+    """Of strategy "fsdp": what it shards, and what it trades for memory."""
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_in(precision=PRECISIONS, compression=COMPRESSIONS, reduction=REDUCTIONS, device=DEVICES)
@@ -88,6 +92,8 @@ class RunConfig(_Checked):
         yield from self._negative("seed")
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
+        if not isinstance(self.fsdp, FsdpConfig):
+            yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
+from trainer.sharded import shard_model_state, shard_optimizer_state
 
 
 class Prepared(Protocol):
@@ -103,9 +104,9 @@ class Contents:
     def load(self, found: Mapping[str, Any]) -> None:
         """Take over a checkpoint's contents, which `differences` has found to fit."""
         for model, state in zip(self.prepared.models, found["models"], strict=True):
-            model.load_state_dict(state)
+            model.load_state_dict(shard_model_state(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
-            optimizer.load_state_dict(state["state"])
+            optimizer.load_state_dict(shard_optimizer_state(state["state"], optimizer))
         if self.prepared.scaler is not None:
             self.prepared.scaler.load_state_dict(found["scaler"])
         for name, one in self.objects.items():
