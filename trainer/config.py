@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ class _Checked:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a file or a comparison between ranks."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
 
 
@@ -83,7 +83,7 @@ class RunConfig(_Checked):
     """A step may leave parameters without a gradient, also on some ranks only. Costs a little speed."""
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
-    fsdp: FsdpConfig = FsdpConfig()
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Of strategy "fsdp": what it shards, and what it trades for memory."""
 
     def _problems(self) -> Iterator[str]:
@@ -206,7 +206,7 @@ def settings_from(kind: type[_SettingsT], call: str, own: Sequence[str] = (), **
     Raises:
         ConfigError: one has a name or a value that is not valid.
     """
-    valid: list[str] = [field.name for field in fields(kind)]
+    valid: list[str] = [one.name for one in fields(kind)]
     for name in settings:
         if name not in valid:
             raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*own, *valid))}")

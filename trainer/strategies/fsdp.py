@@ -6,16 +6,13 @@ al., "PyTorch FSDP" (2023).
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import LBFGS, Optimizer
@@ -24,7 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.fsdp_config import FsdpConfig
 from trainer.launch.world import World
 from trainer.sharded import is_sharded, shard_values
 from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state
@@ -112,7 +108,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if over == "host":
             hosts = self.all_gather_object(self.world.host)
             counts = Counter(hosts)
-            runs = sum(one != other for one, other in zip(hosts, hosts[1:], strict=False)) + 1
+            runs = sum(one != other for one, other in pairwise(hosts)) + 1
             if len(set(counts.values())) > 1 or runs > len(counts):
                 raise ConfigError(
                     "fsdp's shard_over is 'host', which takes as many ranks on each host, next to one another; the "

@@ -66,7 +66,9 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
     """Raise `ConfigError` for a model that cannot be sharded, or cannot be with these settings."""
     for path, module in model.named_modules():
         if getattr(module, "sparse", False):
-            raise ConfigError(f"{path} has sparse gradients, and strategy 'fsdp' exchanges dense ones; set sparse=False")
+            raise ConfigError(
+                f"{path} has sparse gradients, and strategy 'fsdp' exchanges dense ones; set sparse=False"
+            )
     if config.checkpoint_activations:
         if not blocks:
             raise ConfigError("fsdp's checkpoint_activations computes blocks again, and there are none; name blocks")
@@ -78,6 +80,11 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(f"parameter {name} is a scalar, which strategy 'fsdp' cannot shard; give it shape (1,)")
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"parameter {name} is not contiguous, and strategy 'fsdp' cuts rows; leave out to(memory_format=…) and "
+                "take channels_last of the batches"
+            )
         if parameter.is_meta:
             raise ConfigError(f"parameter {name} is on the meta device, and has no values; make the model on the CPU")
     _check_groups(model, blocks)

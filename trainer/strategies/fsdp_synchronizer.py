@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import TrainerError
 from trainer.strategies.base import Synchronizer, without_gradient
@@ -21,46 +23,48 @@ class FSDPSynchronizer(Synchronizer):
     one adds to. One parameter then has a gradient of zeros, so that it is seen whether somebody drops them.
     """
 
-    forward: FSDPModule  # type: ignore[assignment]  # which is a module as well
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._is_local = self._is_running = self._is_new = False
+        self._root = cast(FSDPModule, model)
+        self._owned = {
+            one: _owned_parameters(one, f"{name}." if name else "")
+            for name, one in model.named_modules()
+            if isinstance(one, FSDPModule)
+        }
+        """The parts that are gathered one at a time, in the model's order, with their parameters."""
+        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._is_local = self._is_running = False
+        # Names of parameters that a backward pass has reached since the last step.
+        self._reached: set[str] = set()
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
+        # Parts in the order of the forward passes of an evaluation's step.
         self._passes: list[FSDPModule] = []
-        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._default_passes = parts
-        own = weakref.ref(self)
-        handles = [model.register_forward_pre_hook(partial_call(own, "_before_forward"), prepend=True)]
-        handles += [model.register_forward_hook(partial_call(own, "_after_forward"))]
-        handles += [part.register_forward_pre_hook(partial_call(own, "_on_part")) for part in map(_as_module, parts)]
-
-        def retire() -> None:
-            for handle in handles:
-                handle.remove()
-
-        self.retire = retire
-        self.forward.set_requires_gradient_sync(True)
+        self._watched: set[int] = set()
+        # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
+            *(cast(nn.Module, one).register_forward_pre_hook(_calls(self._on_part, one)) for one in self._owned),
+        ]
+        self.retire = partial(_remove, self._handles)
+        self._root.set_requires_gradient_sync(True)
+        # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
+        self._root.set_reduce_scatter_unused_params(True)
 
     def keep_local(self, local: bool) -> None:
         self._is_local = local
-        self.forward.set_requires_gradient_sync(not local)
+        self._root.set_requires_gradient_sync(not local)
 
     def before_backward(self) -> None:
         if self._mark_is_gone():
             raise TrainerError(
-                "gradients of passes within no_sync were dropped after a forward pass; call zero_grad before the "
-                "forward pass"
+                "gradients of passes within no_sync were dropped between a forward and its backward pass; call "
+                "zero_grad before the forward pass"
             )
-        self._is_running = True
 
     def after_backward(self) -> None:
-        self._is_running = False
-        self._is_new = self._is_new or not self._is_local
-        self._drop_mark()
+        self._is_running, self._mark = False, None
         if self._is_local:
-            smallest = min(self._trained(), key=lambda one: one.numel())
+            smallest = min(self._trained.values(), key=lambda one: one.numel())
             gradient = smallest.grad if smallest.grad is not None else torch.zeros_like(smallest)
             smallest.grad = gradient
             self._mark = (smallest, gradient, gradient._version)
@@ -71,23 +75,18 @@ class FSDPSynchronizer(Synchronizer):
                 "the last backward pass before a step ran within no_sync, and strategy 'fsdp' sums gradients in a "
                 "backward pass only; leave no_sync for the last one"
             )
-        if not self._is_new:
-            return
-        self._is_new = False
-        absent = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad and one.grad is None]
-        if absent and len(absent) < len(self._trained()):
+        absent = [(name, one) for name, one in self._trained.items() if name not in self._reached]
+        if self._reached and absent:
             raise TrainerError(without_gradient(absent))
+        self._reached.clear()
 
     def on_evaluation_step(self, has_samples: bool) -> None:
         if has_samples:
             self._passes = []
             return
-        for part in self._passes or self._default_passes:
+        for part in self._passes or self._owned:
             part.unshard()
             part.reshard()
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [one for one in self._model.parameters() if one.requires_grad]
 
     def _mark_is_gone(self) -> bool:
         if self._mark is None:
@@ -95,40 +94,50 @@ class FSDPSynchronizer(Synchronizer):
         parameter, gradient, version = self._mark
         return parameter.grad is not gradient or gradient._version != version
 
-    def _drop_mark(self) -> None:
-        self._mark = None
-
     def _before_forward(self, *_: Any) -> None:
-        # What an error in a pass has left, or gradients that zero_grad has not reached.
+        # What an error in a pass has left, or gradients of this rank that zero_grad does not reach.
         if self._is_running or self._mark_is_gone():
-            self._is_running = False
-            self._drop_mark()
-            self.forward.reset_iter_state()
+            self._is_running, self._mark = False, None
+            self._reached.clear()
+            self._root.reset_iter_state()
 
-    def _on_part(self, part: nn.Module, *_: Any) -> None:
+    def _on_part(self, part: FSDPModule, *_: Any) -> None:
+        """Watch the gradients of a part's whole parameters, which its modules have within a pass only."""
         if not torch.is_grad_enabled():
-            self._passes.append(cast(FSDPModule, part))
+            self._passes.append(part)
+            return
+        for path, module, name in self._owned[part]:
+            parameter = getattr(module, name)
+            if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
+                self._watched.add(id(parameter))
+                self._handles.append(parameter.register_hook(_calls(self._on_parameter_gradient, path)))
 
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        for one in tree_leaves(outputs):
-            if isinstance(one, Tensor) and one.requires_grad:
-                one.register_hook(self._on_output_gradient)
-
-    def _on_output_gradient(self, gradient: Tensor) -> Tensor | None:
+    def _on_parameter_gradient(self, path: str, gradient: Tensor) -> Tensor | None:
+        self._is_running = True
+        self._reached.add(path)
         self.on_gradient()
         return torch.zeros_like(gradient) if self.is_weightless else None
 
 
-def _as_module(part: FSDPModule) -> nn.Module:
-    return cast(nn.Module, part)
+def _owned_parameters(part: nn.Module, prefix: str) -> list[tuple[str, nn.Module, str]]:
+    """Return the parameters that are gathered with a part: path in the model, module, and name in the module."""
+    owned = [(f"{prefix}{name}", part, name) for name, _ in part.named_parameters(recurse=False)]
+    for name, child in part.named_children():
+        owned += [] if isinstance(child, FSDPModule) else _owned_parameters(child, f"{prefix}{name}.")
+    return owned
 
 
-def partial_call(owner: weakref.ref[Any], name: str) -> Any:
-    """Return a hook that calls a method of its owner, as long as there is one."""
+def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Return a hook that calls a method as long as its object lives: a model must not keep its synchronizer alive."""
+    weak = weakref.WeakMethod(method)
 
-    def hook(*args: Any) -> None:
-        own = owner()
-        if own is not None:
-            getattr(own, name)(*args)
+    def hook(*rest: Any) -> Any:
+        found = weak()
+        return found(*first, *rest) if found is not None else None
 
     return hook
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

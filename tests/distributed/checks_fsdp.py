@@ -1,0 +1,278 @@
+"""What strategy "fsdp" does beside what every strategy does; run on every rank of one job."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.transformer import Block, Transformer
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from trainer import ConfigError, FsdpConfig, InMemory, TrainerError, init
+from trainer.sharded import gather, is_sharded
+from trainer.strategies.base import Strategy
+
+WIDTH, LENGTH = 24, 8
+
+
+def make_transformer(dtype: torch.dtype = torch.float64, *, seed: int = 1) -> Transformer:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Transformer(WIDTH, 3, 2, LENGTH).to(dtype)
+
+
+def make_text(samples: int) -> InMemory:
+    text = torch.randint(256, (samples, LENGTH), generator=torch.Generator().manual_seed(samples))
+    return InMemory(text, text.roll(-1, 1))
+
+
+def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1).double(), targets.flatten())
+
+
+def train_transformer(
+    strategy: Strategy, make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """Return a model that was trained on all ranks, one that was trained alone on the same samples, the optimizer."""
+    data = make_text(3 * BATCH * strategy.world.size)
+    model, alone = make_transformer(dtype), make_transformer(dtype)
+    run = init(strategy, **options)
+    forward, optimizer = run.prepare(model, make(model.parameters()))
+    by_hand = make(alone.parameters())
+    for batch in data.inputs.split(BATCH * strategy.world.size):
+        own = batch[run.rank * BATCH :][:BATCH]
+        run.backward(loss_of(forward, own.to(run.device), own.roll(-1, 1).to(run.device)))
+        loss_of(alone, batch, batch.roll(-1, 1)).backward()
+        for one in (optimizer, by_hand):
+            one.step()
+            if batch.data_ptr() != data.inputs[-len(batch) :].data_ptr():  # the last step's gradients stay
+                one.zero_grad()
+    return model, alone, optimizer
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def local_bytes(tensors: Any) -> int:
+    return sum((one.to_local() if is_sharded(one) else one).nbytes for one in tensors)
+
+
+def check_each_rank_keeps_its_part_only(strategy: Strategy) -> None:
+    """Of parameters, gradients and Adam's two moments; rows are divided, so a rank may have one more of each."""
+    model, alone, optimizer = train_transformer(strategy, adamw)
+    parameters = list(model.parameters())
+    kinds: dict[str, Iterator[Tensor]] = {
+        "parameters": iter(parameters),
+        "gradients": (one.grad for one in parameters if one.grad is not None),
+        "state": (value for one in parameters for value in optimizer.state[one].values() if value.dim()),
+    }
+    whole = sum(one.nbytes for one in alone.parameters())
+    row = sum(one[:1].nbytes for one in alone.parameters())
+    for kind, tensors in kinds.items():
+        found, copies = strategy.all_gather_object(local_bytes(tensors)), 2 if kind == "state" else 1
+        assert sum(found) == copies * whole, kind
+        assert max(found) <= copies * (whole / strategy.world.size + row), kind
+
+
+def check_parameters_that_were_replaced_keep_no_memory(strategy: Strategy) -> None:
+    model = make_transformer()
+    before = list(model.parameters())
+    init(strategy).prepare(model)
+    assert not any(one.numel() for one in before)
+
+
+def check_a_transformer_is_sharded_by_its_blocks(strategy: Strategy) -> None:
+    def parts(model: nn.Module) -> list[str]:
+        return [name for name, one in model.named_modules() if type(one).__name__.startswith("FSDP")]
+
+    for blocks, expected in (
+        ("auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
+        (
+            ("RMSNorm",),
+            [
+                "",
+                *(f"blocks.{block}.{part}_norm" for block in range(3) for part in ("attention", "feed_forward")),
+                "norm",
+            ],
+        ),
+        ((), [""]),
+    ):
+        model = make_transformer()
+        init(strategy, fsdp=FsdpConfig(blocks=blocks)).prepare(model)
+        assert sorted(parts(model)) == sorted(expected)
+
+
+def check_options_change_memory_and_not_the_weights(strategy: Strategy) -> None:
+    over = 2 if strategy.world.size % 2 == 0 else 1
+    for settings in (
+        {"blocks": ("Block",)},
+        {"blocks": ()},
+        {"checkpoint_activations": True},
+        {"shard_over": over},
+        {"shard_over": "host"},
+    ):
+        model, alone, _ = train_transformer(strategy, adamw, fsdp=FsdpConfig(**settings))
+        assert_equal(model, alone, 1e-11)
+        assert_same_on_all_ranks(strategy, model)
+        if settings.get("shard_over") == over:
+            whole = sum(one.nbytes for one in alone.parameters())
+            assert (
+                sum(strategy.all_gather_object(local_bytes(model.parameters()))) == strategy.world.size // over * whole
+            )
+
+
+def check_bfloat16_parameters_are_summed_in_float32(strategy: Strategy) -> None:
+    exact, moved = make_transformer(torch.float32), {}
+    for reduce in (None, "bf16"):
+        settings = FsdpConfig(parameter_dtype="bf16", reduce_dtype=reduce)
+        model, alone, _ = train_transformer(strategy, adamw, torch.float32, fsdp=settings)
+        assert all(one.dtype == torch.float32 for one in model.parameters())
+        assert_equal(model, alone, 2e-2)
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_equal(model, alone, 1e-6)
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_equal(model, exact, 2e-2)  # the steps themselves are larger
+        grads = [gather(one.grad) for one in model.parameters() if one.grad is not None]
+        moved[reduce] = torch.cat([one.flatten() for one in grads])
+    # What was summed in bfloat16 has no more digits than that has.
+    assert not torch.equal(moved[None], moved[None].bfloat16().float())
+    if strategy.world.size in (2, 4):
+        assert torch.equal(moved["bf16"], moved["bf16"].bfloat16().float())
+
+
+def check_activations_of_checkpointed_blocks_are_computed_again(strategy: Strategy) -> None:
+    calls: list[int] = []
+    for again in (False, True):
+        model = make_transformer()
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.qkv.register_forward_hook(lambda *_: calls.append(1))
+        run = init(strategy, fsdp=FsdpConfig(checkpoint_activations=again))
+        forward = run.prepare(model)
+        text = make_text(2).inputs.to(run.device)
+        calls.clear()
+        run.backward(loss_of(forward, text, text))
+        assert len(calls) == (6 if again else 3)
+
+
+def check_torchs_optimizers_are_those_of_one_process(strategy: Strategy) -> None:
+    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.01),  # has its state before the first step
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+        lambda p: torch.optim.NAdam(p, lr=0.01),
+        lambda p: torch.optim.RAdam(p, lr=0.01),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adamax(p),
+        lambda p: torch.optim.ASGD(p),
+        lambda p: torch.optim.Rprop(p),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ]
+    for kind in kinds:
+        model, alone, optimizer = train_transformer(strategy, kind)
+        try:
+            assert_equal(model, alone, 1e-9)
+        except AssertionError as error:
+            raise AssertionError(f"{optimizer}: {error}") from None
+
+
+def check_parameters_held_from_before_are_clipped(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(2 * BATCH * strategy.world.size)
+    held = list(model.parameters())
+    expected = train_alone(model, data, batch=BATCH * strategy.world.size, clip_norm=0.05)
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        norm = run.clip_grad_norm_(held, 0.05)
+        assert not is_sharded(norm)
+        optimizer.step()
+    assert_equal(model, expected, 1e-12)
+
+
+def check_gradients_of_no_sync_are_dropped_by_zero_grad(strategy: Strategy) -> None:
+    for to_none in (True, False):
+        model, data = make_model(), make_data(BATCH * strategy.world.size)
+        expected = train_alone(model, data, batch=BATCH * strategy.world.size)
+        run = init(strategy)
+        forward, optimizer = run.prepare(model, sgd(model))
+        with run.no_sync():
+            run.backward(forward(torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)).sum())
+        optimizer.zero_grad(set_to_none=to_none)
+        train_one(run, forward, optimizer, data)
+        assert_equal(model, expected, 1e-12)
+
+
+def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
+    model = make_model()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, sgd(model))
+    with run.no_sync():
+        run.backward(forward(torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)).sum())
+    with pytest.raises(TrainerError, match="leave no_sync for the last one"):
+        optimizer.step()
+
+
+def check_a_whole_state_is_plain_pytorchs(strategy: Strategy) -> None:
+    model, alone, _ = train_transformer(strategy, adamw)
+    run = init(strategy)
+    state = run.state_dict(run.prepare(model))
+    assert bool(state) == run.is_root
+    if run.is_root:
+        plain = make_transformer(seed=3)
+        plain.load_state_dict(copy.deepcopy(state))
+        assert_equal(plain, alone, 1e-11)
+
+
+def check_a_model_is_compiled_block_by_block(strategy: Strategy) -> None:
+    model = make_transformer()
+    init(strategy, compile=True).prepare(model)
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
+def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.ReLU(), nn.LayerNorm(2))
+    rows = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    models: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (tied, {}, r"parameter weight of 1 is one of 0 as well"),
+        (scalar, {}, r"parameter scale is a scalar"),
+        (mixed, {}, r"are float32 and float64; a block's have one type"),
+        (rows, {}, r"parameter weight is not contiguous"),
+        (nn.Linear(2, 2, device="meta"), {}, r"parameter weight is on the meta device"),
+        (make_model(), {"compression": "fp16"}, r"compression is 'fp16', which strategy 'fsdp' does not have"),
+        (make_model(), {"reduction": "adasum"}, r"reduction is 'adasum', which strategy 'fsdp' does not have"),
+        (
+            make_model(),
+            {"fsdp": FsdpConfig(blocks=("Attention",))},
+            r"blocks has 'Attention'; valid are .*, Linear, Tanh",
+        ),
+        (make_transformer(), {"fsdp": FsdpConfig(blocks=("ModuleList",))}, r"'ModuleList', which has no forward"),
+        (make_model(), {"fsdp": FsdpConfig(shard_over=5)}, r"shard_over is 5, and there are \d ranks"),
+        (nn.Linear(2, 2), {"fsdp": FsdpConfig(checkpoint_activations=True)}, r"and there are none; name blocks"),
+    ]
+    if strategy.world.device.type == "cpu":
+        models.append((make_model(), {"fsdp": FsdpConfig(cpu_offload=True)}, r"and the device is the CPU"))
+    for model, settings, told in models:
+        with pytest.raises(ConfigError, match=told):
+            init(strategy, **settings).prepare(model)
+
+
+def check_other_settings_for_a_sharded_model_are_refused(strategy: Strategy) -> None:
+    model = make_transformer()
+    init(strategy).prepare(model)
+    with pytest.raises(ConfigError, match="was prepared with other settings of fsdp"):
+        init(strategy, fsdp=FsdpConfig(blocks=())).prepare(model)
