@@ -92,7 +92,7 @@ class RunConfig(_Checked):
         yield from self._negative("seed")
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
-        if not isinstance(self.fsdp, FsdpConfig):
+        if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"

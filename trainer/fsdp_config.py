@@ -37,8 +37,6 @@ class FsdpConfig:
     copies the gradients are all-reduced."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.blocks, list):
-            object.__setattr__(self, "blocks", tuple(self.blocks))
         if problems := list(self._problems()):
             raise ConfigError("; ".join(problems))
 
@@ -47,9 +45,7 @@ class FsdpConfig:
         return asdict(self)
 
     def _problems(self) -> Iterator[str]:
-        if self.blocks != "auto" and not (
-            isinstance(self.blocks, tuple) and all(isinstance(name, str) for name in self.blocks)
-        ):
+        if self.blocks != "auto" and not isinstance(self.blocks, tuple):
             yield f"fsdp's blocks is {self.blocks!r}; valid are auto, and a tuple of class names"
         for name, valid in (("parameter_dtype", PARAMETER_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
             if getattr(self, name) not in valid:

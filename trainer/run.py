@@ -212,8 +212,10 @@ class Run(RankNames):
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
         state = self.unwrap(model).state_dict()
-        whole = {name: gather(value) for name, value in state.items()} if self.is_root else take_part(state)
-        return {name: one.cpu() if isinstance(one, Tensor) else one for name, one in (whole or {}).items()}
+        if not self.is_root:
+            take_part(state)
+            return {}
+        return {name: gather(one).cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs' numbers, from `start` to `count` - 1.

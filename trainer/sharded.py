@@ -16,7 +16,8 @@ def is_sharded(value: object) -> bool:
 
 def gather(value: Tensor) -> Tensor:
     """Return the whole of a sharded tensor, on its device; anything else as it is. Collective for a sharded one."""
-    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[operator]
+    sharded: Any = value
+    whole: Tensor = sharded.full_tensor() if is_sharded(value) else value
     return whole
 
 
@@ -50,7 +51,7 @@ def shard_model_state(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mappi
     }
 
 
-def shard_optimizer_state(whole: Mapping[str, Any], optimizer: Optimizer) -> Mapping[str, Any]:
+def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for its `load_state_dict`: what has a parameter's shape is sharded as that is."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):

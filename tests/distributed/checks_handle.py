@@ -131,7 +131,7 @@ def check_a_closure_sees_the_gradient_and_the_loss_of_all_ranks(strategy: Strate
         model, alone = make_model(), make_model()
         run = init(strategy)
         if strategy.shards and make is lbfgs:
-            with pytest.raises(ConfigError, match="LBFGS works on all parameters as one vector"):
+            with pytest.raises(ConfigError, match="LBFGS does not work on sharded parameters"):
                 run.prepare(model, lbfgs(model))
             return
         forward, optimizer = run.prepare(model, make(model))

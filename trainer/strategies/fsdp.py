@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +29,8 @@ from trainer.strategies.fsdp_synchronizer import FSDPSynchronizer
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+# They need a whole vector or matrix, or operations that DTensor does not have.
+_NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -53,7 +55,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.broadcast_tensors(model.buffers())
         if not parameters:
             return Synchronizer(model)
-        return FSDPSynchronizer(model)
+        sums_elsewhere = bool(config.fsdp.parameter_dtype or config.fsdp.reduce_dtype)
+        return FSDPSynchronizer(model, sums_elsewhere=sums_elsewhere)
 
     def _shard(self, model: nn.Module, config: RunConfig) -> None:
         settings = config.fsdp
@@ -125,8 +128,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
 
     def adopt(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError("LBFGS works on all parameters as one vector, which strategy 'fsdp' does not keep")
+        if isinstance(optimizer, _NOT_SHARDED):
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not work on sharded parameters; strategy 'fsdp' takes optimizers "
+                "that treat each number by itself, such as AdamW and SGD"
+            )
         held = [one for group in optimizer.param_groups for one in group["params"]]
         if not any(map(is_sharded, held)):
             broadcast_optimizer_state(self, optimizer)

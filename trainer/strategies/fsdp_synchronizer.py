@@ -21,13 +21,18 @@ class FSDPSynchronizer(Synchronizer):
 
     A backward pass within `keep_local` leaves whole gradients of this rank, which nobody can read, and which the next
     one adds to. One parameter then has a gradient of zeros, so that it is seen whether somebody drops them.
+
+    Args:
+        model: as `fully_shard` has left it.
+        sums_elsewhere: whether such gradients are added up in another type than the parameters'.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sums_elsewhere: bool) -> None:
         super().__init__(model)
+        self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
         self._owned = {
-            one: _owned_parameters(one, f"{name}." if name else "")
+            one: _owned_parameters(cast(nn.Module, one), f"{name}." if name else "")
             for name, one in model.named_modules()
             if isinstance(one, FSDPModule)
         }
@@ -39,7 +44,8 @@ class FSDPSynchronizer(Synchronizer):
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
         # Parts in the order of the forward passes of an evaluation's step.
         self._passes: list[FSDPModule] = []
-        self._watched: set[int] = set()
+        # Whole parameters by id, which the modules have within a pass only.
+        self._watched: dict[int, nn.Parameter] = {}
         # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
@@ -96,10 +102,20 @@ class FSDPSynchronizer(Synchronizer):
 
     def _before_forward(self, *_: Any) -> None:
         # What an error in a pass has left, or gradients of this rank that zero_grad does not reach.
-        if self._is_running or self._mark_is_gone():
-            self._is_running, self._mark = False, None
-            self._reached.clear()
-            self._root.reset_iter_state()
+        if not self._is_running and not self._mark_is_gone():
+            return
+        if self._mark is not None and self._sums_elsewhere:
+            raise TrainerError(
+                "gradients of passes within no_sync were dropped, or a pass after them has failed, which "
+                "parameter_dtype and reduce_dtype do not allow for; step after each update, or leave these settings out"
+            )
+        if self._mark is not None:
+            self._mark[0].grad = None  # so that an update that goes on is told of it
+        for parameter in self._watched.values():
+            parameter.grad = None
+        self._is_running, self._mark = False, None
+        self._reached.clear()
+        self._root.reset_iter_state()
 
     def _on_part(self, part: FSDPModule, *_: Any) -> None:
         """Watch the gradients of a part's whole parameters, which its modules have within a pass only."""
@@ -109,7 +125,7 @@ class FSDPSynchronizer(Synchronizer):
         for path, module, name in self._owned[part]:
             parameter = getattr(module, name)
             if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
-                self._watched.add(id(parameter))
+                self._watched[id(parameter)] = parameter
                 self._handles.append(parameter.register_hook(_calls(self._on_parameter_gradient, path)))
 
     def _on_parameter_gradient(self, path: str, gradient: Tensor) -> Tensor | None:
