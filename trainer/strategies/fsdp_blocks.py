@@ -27,10 +27,11 @@ def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Modul
         return _repeated(model)
     blocks: list[nn.Module] = []
     _collect(model, frozenset(names), blocks)
-    found = {type(block).__name__ for block in blocks}
-    if missing := sorted(set(names) - found):
-        valid = sorted({type(one).__name__ for one in model.modules() if one is not model})
-        raise ConfigError(f"fsdp's blocks has {missing[0]!r}; valid are the model's classes, {', '.join(valid)}")
+    valid = {type(one).__name__ for one in model.modules() if one is not model}
+    if missing := sorted(set(names) - valid):
+        raise ConfigError(
+            f"fsdp's blocks has {missing[0]!r}; valid are the model's classes, {', '.join(sorted(valid))}"
+        )
     for block in blocks:
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fsdp's blocks has {type(block).__name__!r}, which has no forward; name what it holds")
