@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
-
-from torch import nn
+from collections.abc import Callable
+from typing import Any
 
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency
@@ -14,30 +12,20 @@ from trainer.data.base import Group, Loader, Step, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
-from trainer.strategies.base import Strategy, Synchronizer
-
-
-class Observed(Protocol):
-    """What is told of the loaders' steps. `Updates` is it."""
-
-    def on_batch(self, step: Step) -> None:
-        """Note a step of a training."""
-
-    @property
-    def models(self) -> Mapping[nn.Module, Synchronizer]: ...
+from trainer.strategies.base import Strategy
 
 
 class Loaders:
     """Makes loaders, and remembers those of the training as long as somebody else does.
 
     Args:
-        updates: told of each step before its batch is yielded.
+        on_step: called with each training step before its batch is yielded.
         group: the ranks' collectives.
     """
 
-    def __init__(self, strategy: Strategy, config: RunConfig, updates: Observed, group: Group) -> None:
+    def __init__(self, strategy: Strategy, config: RunConfig, on_step: Callable[[Step], None], group: Group) -> None:
         self._strategy, self._config = strategy, config
-        self._updates, self._group = updates, weakref.ref(group)
+        self._on_step, self._group = on_step, weakref.ref(group)
         self._made: list[weakref.ref[Loader]] = []
         self.on_made: Callable[[Loader], None] | None = None
         """Called with each loader of the training that is made."""
@@ -65,20 +53,16 @@ class Loaders:
             seed=self._config.seed,
             accumulate=self._config.accumulate if training else 1,
             world=self._strategy.world,
-            on_step=self._updates.on_batch,
+            on_step=self._on_step,
             group=self._group(),
             **options,
         )
-        loader.on_own_step = self._on_evaluation_step
+        loader.on_own_step = self._strategy.on_evaluation_step
         self._made.append(weakref.ref(loader))
         check_consistency(self._strategy, loader.must_agree)
         if training and self.on_made is not None:
             self.on_made(loader)
         return loader
-
-    def _on_evaluation_step(self, has_samples: bool) -> None:
-        for synchronizer in self._updates.models.values():
-            synchronizer.on_evaluation_step(has_samples)
 
     def begin_at(self, epoch: int) -> None:
         """Have each loader go on with the order of an epoch."""

@@ -65,7 +65,7 @@ class Run(RankNames):
         self._updates = Updates(self.strategy, config)
         joined = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **joined})
-        self._loaders = Loaders(self.strategy, config, self._updates, self)
+        self._loaders = Loaders(self.strategy, config, self._updates.on_batch, self)
         self._checkpoints: Checkpoints | None = None
 
     @property

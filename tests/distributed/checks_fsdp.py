@@ -232,6 +232,23 @@ def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
         optimizer.step()
 
 
+def check_a_rank_without_samples_follows_the_others_passes(strategy: Strategy) -> None:
+    """Passes of two models in turns, one of which is called twice, and of none that the evaluation does not call."""
+    generator, critic, unused = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double() for _ in range(3))
+    run = init(strategy)
+    generator, critic, unused = run.prepare(generator, critic, unused)
+    samples = strategy.world.size + 1  # the last step has one rank's
+    data = InMemory(torch.randn(samples, 6, generator=torch.Generator().manual_seed(1)).double(), torch.zeros(samples))
+    for _ in range(2):
+        total = torch.zeros((), dtype=torch.float64, device=run.device)
+        with torch.no_grad():
+            for inputs, _ in run.loader(data, 1, training=False):
+                total += critic(generator(critic(inputs))).sum()
+        whole = torch.stack(run.all_gather(total.cpu())).sum()
+        with torch.no_grad():  # by every rank, after the evaluation
+            assert torch.allclose(whole, critic(generator(critic(data.inputs.to(run.device)))).sum().cpu())
+
+
 def check_a_whole_state_is_plain_pytorchs(strategy: Strategy) -> None:
     model, alone, _ = train_transformer(strategy, adamw)
     run = init(strategy)

@@ -59,9 +59,6 @@ class Synchronizer:
     def after_step(self) -> None:
         """Combine what the step has done, where that is not the same on all ranks."""
 
-    def on_evaluation_step(self, has_samples: bool) -> None:
-        """Follow a step of an evaluation; where this rank has no samples, take part in the others' forward passes."""
-
 
 def _nothing() -> None:
     return
@@ -243,6 +240,10 @@ class Strategy(ABC):
     def adopt(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and the parameters that `prepare` has put into its model."""
         broadcast_optimizer_state(self, optimizer)
+
+    def on_evaluation_step(self, has_samples: bool) -> None:
+        """Follow a step of an evaluation; where this rank has no samples, take part in the others' forward passes."""
+        return
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""

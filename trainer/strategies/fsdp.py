@@ -25,7 +25,7 @@ from trainer.launch.world import World
 from trainer.sharded import is_sharded, shard_values
 from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state
 from trainer.strategies.fsdp_blocks import check_model, find_blocks
-from trainer.strategies.fsdp_synchronizer import FSDPSynchronizer
+from trainer.strategies.fsdp_synchronizer import EvaluationPasses, FSDPSynchronizer
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,6 +44,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         # Parameters of optimizers that were made before `prepare`, and what stands in the model in their place.
         self._replaced: Any = WeakIdKeyDictionary()
         self._meshes: dict[str | int, DeviceMesh] = {}
+        self._passes = EvaluationPasses()
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         _check_settings(config, self.world)
@@ -56,7 +57,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if not parameters:
             return Synchronizer(model)
         sums_elsewhere = bool(config.fsdp.parameter_dtype or config.fsdp.reduce_dtype)
-        return FSDPSynchronizer(model, sums_elsewhere=sums_elsewhere)
+        return FSDPSynchronizer(model, self._passes, sums_elsewhere=sums_elsewhere)
 
     def _shard(self, model: nn.Module, config: RunConfig) -> None:
         settings = config.fsdp
@@ -126,6 +127,12 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
+
+    def on_evaluation_step(self, has_samples: bool) -> None:
+        if has_samples:
+            self._passes.begin_step()
+        else:
+            self._passes.repeat()
 
     def adopt(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, _NOT_SHARDED):

@@ -16,6 +16,33 @@ from trainer.errors import TrainerError
 from trainer.strategies.base import Synchronizer, without_gradient
 
 
+class EvaluationPasses:
+    """The forward passes of an evaluation's step, so that a rank without samples can take part in their gathering."""
+
+    def __init__(self) -> None:
+        self.known: list[FSDPModule] = []
+        """Parts of the model that was prepared last, in its order: one pass of it, where no step was seen."""
+        self._seen: list[FSDPModule] = []
+        self._is_in_step = False
+
+    def begin_step(self) -> None:
+        """Note the passes that follow, of all models in the order of their calls."""
+        self._seen, self._is_in_step = [], True
+
+    def add(self, part: FSDPModule) -> None:
+        """Note a pass of a part. One of a training ends the evaluation."""
+        self._is_in_step = self._is_in_step and not torch.is_grad_enabled()
+        if self._is_in_step:
+            self._seen.append(part)
+
+    def repeat(self) -> None:
+        """Gather what the other ranks do in the evaluation's last step, in which this one has no samples."""
+        for part in self._seen if self._is_in_step else self.known:
+            part.unshard()
+            part.reshard()
+        self._is_in_step = False
+
+
 class FSDPSynchronizer(Synchronizer):
     """`fully_shard`, whose backward pass leaves on each rank its part of the mean gradient.
 
@@ -24,11 +51,13 @@ class FSDPSynchronizer(Synchronizer):
 
     Args:
         model: as `fully_shard` has left it.
+        passes: told of each forward pass of a part.
         sums_elsewhere: whether such gradients are added up in another type than the parameters'.
     """
 
-    def __init__(self, model: nn.Module, *, sums_elsewhere: bool) -> None:
+    def __init__(self, model: nn.Module, passes: EvaluationPasses, *, sums_elsewhere: bool) -> None:
         super().__init__(model)
+        self._passes = passes
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
         self._owned = {
@@ -37,13 +66,12 @@ class FSDPSynchronizer(Synchronizer):
             if isinstance(one, FSDPModule)
         }
         """The parts that are gathered one at a time, in the model's order, with their parameters."""
+        passes.known = list(self._owned)
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._is_local = self._is_running = False
         # Names of parameters that a backward pass has reached since the last step.
         self._reached: set[str] = set()
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
-        # Parts in the order of the forward passes of an evaluation's step.
-        self._passes: list[FSDPModule] = []
         # Whole parameters by id, which the modules have within a pass only.
         self._watched: dict[int, nn.Parameter] = {}
         # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
@@ -86,14 +114,6 @@ class FSDPSynchronizer(Synchronizer):
             raise TrainerError(without_gradient(absent))
         self._reached.clear()
 
-    def on_evaluation_step(self, has_samples: bool) -> None:
-        if has_samples:
-            self._passes = []
-            return
-        for part in self._passes or self._owned:
-            part.unshard()
-            part.reshard()
-
     def _mark_is_gone(self) -> bool:
         if self._mark is None:
             return False
@@ -119,8 +139,8 @@ class FSDPSynchronizer(Synchronizer):
 
     def _on_part(self, part: FSDPModule, *_: Any) -> None:
         """Watch the gradients of a part's whole parameters, which its modules have within a pass only."""
+        self._passes.add(part)
         if not torch.is_grad_enabled():
-            self._passes.append(part)
             return
         for path, module, name in self._owned[part]:
             parameter = getattr(module, name)
