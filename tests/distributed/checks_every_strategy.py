@@ -166,7 +166,10 @@ def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> No
         optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there.
     momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()] if optimizer.state else []
     momentum = strategy.broadcast_object(momentum)
+    weights = strategy.broadcast_object([parameter.detach().clone() for parameter in model.parameters()])
     init(strategy).prepare(model, optimizer)
+    for parameter, expected in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(gather(parameter).cpu(), expected)
     assert_same_on_all_ranks(strategy, model)
     for parameter, expected in zip(model.parameters(), momentum, strict=True):
         assert torch.equal(gather(optimizer.state[parameter]["momentum_buffer"]).cpu(), expected)

@@ -249,6 +249,28 @@ def check_a_rank_without_samples_follows_the_others_passes(strategy: Strategy) -
             assert torch.allclose(whole, critic(generator(critic(data.inputs.to(run.device)))).sum().cpu())
 
 
+def check_passes_through_different_parameters_are_not_mixed_up(strategy: Strategy) -> None:
+    """A rank sends zeros for what it has not reached: without them, gradients of one shape would be added up."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.zeros(strategy.world.size)) for _ in range(2))
+
+        def forward(self, part: str) -> Tensor:
+            return self.a.sum() if part == "a" else 3 * self.b.sum()
+
+    model = Parts()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for part in "ab" if run.rank % 2 == 0 else "ba":
+        run.backward(forward(part))
+    optimizer.step()
+    assert [float(gather(one).detach().sum()) / run.world_size for one in (model.a, model.b)] == pytest.approx(
+        [-1.0, -3.0]
+    )
+
+
 def check_a_whole_state_is_plain_pytorchs(strategy: Strategy) -> None:
     model, alone, _ = train_transformer(strategy, adamw)
     run = init(strategy)
