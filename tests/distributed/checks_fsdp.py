@@ -15,7 +15,7 @@ from examples.transformer import Block, Transformer
 from tests.distributed.checks_checkpoints import shared_folder
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
-from trainer import ConfigError, FsdpConfig, InMemory, TrainerError, init
+from trainer import FsdpConfig, InMemory, init
 from trainer.launch.world import World
 from trainer.sharded import gather, is_sharded
 from trainer.strategies.base import Strategy
@@ -187,13 +187,6 @@ def check_torchs_optimizers_are_those_of_one_process(strategy: Strategy) -> None
             raise AssertionError(f"{optimizer}: {error}") from None
 
 
-def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) -> None:
-    for kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
-        model = make_model()
-        with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
-            init(strategy).prepare(model, kind(model.parameters()))
-
-
 def check_parameters_held_from_before_are_clipped(strategy: Strategy) -> None:
     model, data = make_model(), make_data(2 * BATCH * strategy.world.size)
     held = list(model.parameters())
@@ -220,16 +213,6 @@ def check_gradients_of_no_sync_are_dropped_by_zero_grad(strategy: Strategy) -> N
         optimizer.zero_grad(set_to_none=to_none)
         train_one(run, forward, optimizer, data)
         assert_equal(model, expected, 1e-12)
-
-
-def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
-    model = make_model()
-    run = init(strategy)
-    forward, optimizer = run.prepare(model, sgd(model))
-    with run.no_sync():
-        run.backward(forward(torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)).sum())
-    with pytest.raises(TrainerError, match="leave no_sync for the last one"):
-        optimizer.step()
 
 
 def check_a_rank_without_samples_follows_the_others_passes(strategy: Strategy) -> None:
@@ -313,41 +296,3 @@ def check_a_model_is_compiled_block_by_block(strategy: Strategy) -> None:
     model = make_transformer()
     init(strategy, compile=True).prepare(model)
     assert all(block._compiled_call_impl is not None for block in model.blocks)
-
-
-def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    scalar = nn.Linear(2, 2)
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.ReLU(), nn.LayerNorm(2))
-    rows = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-    models: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (tied, {}, r"parameter weight of 1 is one of 0 as well"),
-        (scalar, {}, r"parameter scale is a scalar"),
-        (mixed, {}, r"are float32 and float64; a block's have one type"),
-        (rows, {}, r"parameter weight is not contiguous"),
-        (nn.Linear(2, 2, device="meta"), {}, r"parameter weight is on the meta device"),
-        (make_model(), {"compression": "fp16"}, r"compression is 'fp16', which strategy 'fsdp' does not have"),
-        (make_model(), {"reduction": "adasum"}, r"reduction is 'adasum', which strategy 'fsdp' does not have"),
-        (
-            make_model(),
-            {"fsdp": FsdpConfig(blocks=("Attention",))},
-            r"blocks has 'Attention'; valid are .*, Linear, Tanh",
-        ),
-        (make_transformer(), {"fsdp": FsdpConfig(blocks=("ModuleList",))}, r"'ModuleList', which has no forward"),
-        (make_model(), {"fsdp": FsdpConfig(shard_over=5)}, r"shard_over is 5, and there are \d ranks"),
-        (nn.Linear(2, 2), {"fsdp": FsdpConfig(checkpoint_activations=True)}, r"and there are none; name blocks"),
-    ]
-    if strategy.world.device.type == "cpu":
-        models.append((make_model(), {"fsdp": FsdpConfig(cpu_offload=True)}, r"and the device is the CPU"))
-    for model, settings, told in models:
-        with pytest.raises(ConfigError, match=told):
-            init(strategy, **settings).prepare(model)
-
-
-def check_other_settings_for_a_sharded_model_are_refused(strategy: Strategy) -> None:
-    model = make_transformer()
-    init(strategy).prepare(model)
-    with pytest.raises(ConfigError, match="was prepared with other settings of fsdp"):
-        init(strategy, fsdp=FsdpConfig(blocks=())).prepare(model)

@@ -27,7 +27,7 @@ TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
 BROADCAST = f"{_HERE}.checks_broadcast"
 ADASUM = f"{_HERE}.checks_adasum"
-FSDP = f"{_HERE}.checks_fsdp"
+FSDP = (f"{_HERE}.checks_fsdp", f"{_HERE}.checks_fsdp_refusals")
 # Weights in NHWC order are refused, and each forward pass is every rank's.
 _NOT_SHARDED = (f"{_HERE}.checks_channels_last", f"{_HERE}.checks_handle_drift")
 BIT_FOR_BIT = f"{_HERE}.checks_horovod"
@@ -80,9 +80,9 @@ JOBS = [
     Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
     Job("ddp", "torchrun", 2, (TIMING, NO_RING, NO_SINGLE, NO_HOROVOD)),
     Job("ddp", "horovodrun-mpi", 4),
-    Job("fsdp", "torchrun", 2, (FSDP, NETWORKS)),
-    Job("fsdp", "horovodrun-mpi", 3, (FSDP,), slow=True),
-    Job("fsdp", "horovodrun-gloo", 4, (FSDP,)),
+    Job("fsdp", "torchrun", 2, (*FSDP, NETWORKS)),
+    Job("fsdp", "horovodrun-mpi", 3, FSDP, slow=True),
+    Job("fsdp", "horovodrun-gloo", 4, FSDP),
     Job("ring", "mpirun", 2, (RING, TIMING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),
     Job("ring", "mpirun", 4, (RING,)),
@@ -100,8 +100,8 @@ JOBS = [
     Job("ddp", "torchrun", 3, slow=True),
     Job("ddp", "torchrun", 4, slow=True),
     *[Job("fsdp", name, 2, slow=True) for name in ("horovodrun-mpi", "mpirun")],
-    Job("fsdp", "torchrun", 3, (FSDP,), slow=True),
-    Job("fsdp", "torchrun", 4, (FSDP,), slow=True),
+    Job("fsdp", "torchrun", 3, FSDP, slow=True),
+    Job("fsdp", "torchrun", 4, FSDP, slow=True),
     Job("ring", "horovodrun-mpi", 2, (RING, NETWORKS), slow=True),
     Job("ring", "horovodrun-mpi", 4, (RING,), slow=True),
     *[
