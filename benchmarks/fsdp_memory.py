@@ -12,9 +12,9 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import trainer
@@ -26,9 +26,9 @@ parser.add_argument("--size", choices=SIZES, default="10m", help="millions of pa
 parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], help="(default: %(default)s)")
 
 
-def held(tensors: Iterable[Tensor]) -> int:
+def held(tensors: Iterable[Any]) -> int:
     """Return the bytes that this rank holds of these tensors."""
-    return sum((one.to_local() if is_sharded(one) else one).nbytes for one in tensors)
+    return sum(one.to_local().nbytes if is_sharded(one) else one.nbytes for one in tensors)
 
 
 def resident(kind: str) -> int:
