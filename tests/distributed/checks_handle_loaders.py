@@ -140,8 +140,8 @@ def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) ->
 
 def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:
     # A rank of a strategy that shards takes a step in which it has never had samples for a pass of the model.
-    fewest = strategy.world.size * BATCH if strategy.shards else 1
-    for samples in (fewest, strategy.world.size * BATCH + 1, 5 * BATCH * strategy.world.size + 3):
+    few = () if strategy.shards else (1, strategy.world.size + 1)
+    for samples in (*few, strategy.world.size * BATCH + 1, 5 * BATCH * strategy.world.size + 3):
         run, data = init(strategy), make_data(samples)
         seen = [int(label) for _, labels in run.loader(data, BATCH, training=False) for label in labels]
         assert int(run.all_reduce(len(seen), "sum")) == samples
