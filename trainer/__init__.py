@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
     from trainer.errors import ConfigError, DataError, TrainerError
+    from trainer.fsdp_config import FsdpConfig
     from trainer.launch.failure import report_failures
     from trainer.launch.world import World, current_world
     from trainer.metrics import accuracy
@@ -30,6 +31,7 @@ _MODULES = {
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
     "errors": ("ConfigError", "DataError", "TrainerError"),
+    "fsdp_config": ("FsdpConfig",),
     "launch.failure": ("report_failures",),
     "launch.world": ("World", "current_world"),
     "metrics": ("accuracy",),
@@ -47,6 +49,7 @@ __all__ = [
     "EpochRecord",
     "Evaluation",
     "FitContext",
+    "FsdpConfig",
     "InMemory",
     "ProgressEvent",
     "Run",

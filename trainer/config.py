@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
+from trainer.fsdp_config import FsdpConfig
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("none", "fp16", "powersgd", "powersgd:RANK")
@@ -54,7 +55,8 @@ class _Checked:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a file or a comparison between ranks."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,8 @@ class RunConfig(_Checked):
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
     hang_timeout_s: float | None = None
     """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Of strategy "fsdp": what it shards, and what it trades for memory."""
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_in(precision=PRECISIONS, reduction=REDUCTIONS, device=DEVICES)
@@ -107,6 +111,8 @@ class RunConfig(_Checked):
         yield from self._not_shared()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
+        if type(self.fsdp) is not FsdpConfig:
+            yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
 
@@ -248,7 +254,7 @@ def settings_from(kind: type[_SettingsT], call: str, own: Sequence[str] = (), **
     Raises:
         ConfigError: one has a name or a value that is not valid.
     """
-    valid: list[str] = [field.name for field in fields(kind)]
+    valid: list[str] = [one.name for one in fields(kind)]
     for name in settings:
         if name not in valid:
             raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*own, *valid))}")

@@ -41,6 +41,11 @@ class Loaders:
         if own := {"seed", "accumulate"} & set(options):
             raise ConfigError(f"run.loader takes {min(own)} from the run; set it in trainer.init")
         kind = StreamLoader if is_stream(dataset) else ShardedLoader
+        if self._strategy.shards and kind is StreamLoader and not training:
+            raise ConfigError(
+                "an iterable dataset has another number of evaluation steps on each rank, and under this strategy each "
+                "forward pass is every rank's; give a dataset with a length, or training=True"
+            )
         loader: Loader = kind(
             dataset,
             batch_size,
@@ -52,6 +57,7 @@ class Loaders:
             group=self._group(),
             **options,
         )
+        loader.on_own_step = self._strategy.on_evaluation_step
         self._made.append(weakref.ref(loader))
         check_consistency(self._strategy, loader.must_agree)
         if training and self.on_made is not None:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.errors import ConfigError, TrainerError
+from trainer.fsdp_config import FsdpConfig
 from trainer.hang import start as hang
 from trainer.launch.failure import report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
@@ -31,7 +32,7 @@ from trainer.launch.status import report_join, report_phase
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
-from trainer.strategies.base import Strategy, Synchronizer, broadcast_optimizer_state
+from trainer.strategies.base import Strategy, Synchronizer
 from trainer.strategies.communication import make_synchronizer
 from trainer.sync_batch_norm import convert_sync_batch_norm
 from trainer.tuning.host import share_machine
@@ -139,6 +140,8 @@ def prepare_model(
     Raises:
         ConfigError: ranks disagree about the model or a setting.
     """
+    if config.fsdp != FsdpConfig() and not strategy.shards:
+        raise ConfigError("fsdp is given, and the strategy is another one; take strategy 'fsdp', or leave fsdp out")
     check_devices(strategy)
     check_consistency(
         strategy,
@@ -151,18 +154,20 @@ def prepare_model(
     )
     if retire := _PREPARED.pop(model, None):
         retire()
-    model.to(strategy.world.device)
+    if not strategy.shards:
+        model.to(strategy.world.device)
     if config.sync_batch_norm:
         convert_sync_batch_norm(model, strategy.all_reduce)
-    if config.compile:
+    if config.compile and not strategy.shards:
         model.compile()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if timer := step_timer():
         timer.watch_model(model)
     synchronizer = make_synchronizer(strategy, model, named, config)
+    synchronizer.on_gradient = on_gradient
     # Before the gradient is added, and so before a strategy's own hooks; the last parameter is usually the first to
     # get one. The node lives as long as it is kept here. A single rank has nothing on its way, and saves the 5 µs.
-    watched = named[-1:] if strategy.world.size > 1 else []
+    watched = named[-1:] if strategy.world.size > 1 and not strategy.shards else []
     nodes: list[Any] = [parameter.view_as(parameter).grad_fn for _, parameter in watched]
     nodes = [node.next_functions[0][0] for node in nodes]
     hooks = [node.register_prehook(lambda _: on_gradient()) for node in nodes]
@@ -198,7 +203,7 @@ def _retire(retire: Callable[[], object], hooks: Sequence[RemovableHandle], node
         hook.remove()
 
 
-def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def check_parameters(strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Check that every parameter of the optimizers is one of exactly one model's.
 
     Args:
@@ -216,7 +221,8 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
                     "gradient is all-reduced once; prepare one model that contains both"
                 )
     for optimizer in optimizers:
-        strangers = len(parameters_of(optimizer) - set(owners))
+        held = {id(strategy.current(one)) for group in optimizer.param_groups for one in group["params"]}
+        strangers = len(held - set(owners))
         if strangers:
             raise ConfigError(
                 f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
@@ -239,7 +245,7 @@ def prepare_optimizer(strategy: Strategy, optimizer: Optimizer, before_step: Ste
     if optimizer.state:
         # Moves state that was loaded from a checkpoint to its parameters' device.
         optimizer.load_state_dict(optimizer.state_dict())
-    broadcast_optimizer_state(strategy, optimizer)
+    strategy.adopt(optimizer)
     for hook in _HOOKS.pop(optimizer, ()):
         hook.remove()
     _HOOKS[optimizer] = (optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step))

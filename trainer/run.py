@@ -26,6 +26,7 @@ from trainer.launch.output import print_line
 from trainer.launch.world import RankNames
 from trainer.loaders import Loaders
 from trainer.preparation import check_parameters, foreign_backward_check, join, prepare_model
+from trainer.sharded import gather, take_part
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
 
@@ -96,7 +97,7 @@ class Run(RankNames):
         if len(models) + len(optimizers) < len(objects):
             kinds = ", ".join(type(one).__name__ for one in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
-        check_parameters(list(dict.fromkeys((*self._updates.models, *models))), optimizers)
+        check_parameters(self.strategy, list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
             synchronizer = prepare_model(self.strategy, model, self.config, foreign_backward_check(self._updates))
@@ -169,8 +170,8 @@ class Run(RankNames):
 
         `target` is a model, or its parameters.
         """
-        parameters = list(target.parameters() if isinstance(target, nn.Module) else target)
-        return self._updates.clip_grad_norm_(parameters, max_norm)
+        parameters = list(target.parameters() if isinstance(target, nn.Module) else map(self.strategy.current, target))
+        return gather(self._updates.clip_grad_norm_(parameters, max_norm))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss under the precision of `init`."""
@@ -216,6 +217,14 @@ class Run(RankNames):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model that was given to `prepare`, for what `prepare` has returned."""
         return next((own for own, one in self._updates.models.items() if one.forward is model), model)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
+        state = self.unwrap(model).state_dict()
+        if not self.is_root:
+            take_part(state)
+            return {}
+        return {name: gather(one).cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs' numbers, from `start` to `count` - 1.

@@ -82,6 +82,7 @@ class Updates:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""
+        prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
         held = parameters_of(optimizer)
         self._synchronizers[optimizer] = [
             synchronizer
@@ -90,7 +91,6 @@ class Updates:
         ]
         self._backwards_at_step[optimizer] = self._backwards
         self._groups[optimizer] = len(optimizer.param_groups)
-        prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
 
@@ -138,6 +138,7 @@ class Updates:
         if self._stepping or self._frozen or not self._has_loader or self._kept is not None or not self.models:
             self._check_backward()
         for synchronizer in self._active:
+            synchronizer.is_weightless = self._weight == 0.0
             synchronizer.before_backward()
             self._stepped[synchronizer].clear()
         if self.scaler is not None:

@@ -1,73 +1,51 @@
-"""Lines of text files as sequences of bytes, for a model that predicts the next byte."""
+"""A folder of text as sequences of bytes, for a model that predicts the next byte."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sysconfig
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
-from trainer import DataError
+from trainer import DataError, InMemory
 
-VOCABULARY = 256
-"""Bytes. No text has byte 0, which fills the inputs of short lines."""
-PADDING = -100
-"""Target that counts for nothing; `cross_entropy` leaves it out."""
-LONGEST = 128
-"""Bytes of a line; longer ones are cut."""
-
-SOME_TEXT = [Path(__file__).resolve().parents[2] / name for name in ("LICENSE", "README.md")]
-"""Files that are there in every checkout and image."""
-
-Sample = Mapping[str, Tensor]
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+"""Python's own source code: 13 MB of text that is there wherever this runs."""
+_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests"}
 
 
-class Lines(Dataset[Sample]):
-    """Each sample is a line: `inputs` are its bytes, `targets` the bytes that follow them; int64, shape (bytes,).
+def load_text(folder: Path, length: int, limit: int | None = None) -> tuple[InMemory, InMemory]:
+    """Return a folder's text in windows of `length` bytes: nine of ten for training, each tenth for testing.
+
+    A sample's input is a window, its target the byte that follows each of the window's; both uint8, shape (length,).
 
     Args:
-        lines: of which none is empty.
-    """
-
-    def __init__(self, lines: Sequence[bytes]) -> None:
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Sample:
-        line = torch.tensor([*self._lines[index][:LONGEST], ord("\n")])
-        return {"inputs": line[:-1], "targets": line[1:]}
-
-
-def load_lines(files: Sequence[Path]) -> tuple[Lines, Lines]:
-    """Return the lines of text files: nine of ten for training, each tenth for testing.
+        folder: all files in it and below count, but for those that hold a byte 0, which text does not.
+        limit: read no more than so many bytes.
 
     Raises:
-        DataError: a file cannot be read, or they have fewer than 100 lines.
+        DataError: a file cannot be read, or there are fewer than 100 windows.
     """
-    lines: list[bytes] = []
-    for file in files:
-        try:
-            lines += [line for line in file.read_bytes().splitlines() if line.strip()]
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-    if len(lines) < 100:
-        raise DataError(f"{', '.join(map(str, files))}: {len(lines)} lines of text; it takes at least 100")
-    return Lines([line for number, line in enumerate(lines) if number % 10]), Lines(lines[::10])
+    text = bytearray()
+    for file in sorted(folder.rglob("*")):
+        if limit is not None and len(text) >= limit:
+            break
+        if file.is_file() and _LEFT_OUT.isdisjoint(file.relative_to(folder).parts):
+            try:
+                found = file.read_bytes()
+            except OSError as error:
+                raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+            text += found if b"\0" not in found else b""
+    del text[limit:]
+    count = (len(text) - 1) // length
+    if count < 100:
+        raise DataError(f"{folder} has {len(text):,} bytes of text to read; 100 windows take {100 * length + 1:,}")
+    numbers = torch.frombuffer(text, dtype=torch.uint8)
+    inputs, targets = (numbers[start : start + count * length].view(count, length) for start in (0, 1))
+    is_test = torch.arange(count) % 10 == 0
+    return _select(inputs, targets, ~is_test), _select(inputs, targets, is_test)
 
 
-def pad(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Collate lines of different lengths into `inputs` and `targets` of shape (lines, bytes of the longest)."""
-    return {
-        "inputs": pad_sequence([sample["inputs"] for sample in samples], batch_first=True),
-        "targets": pad_sequence([sample["targets"] for sample in samples], batch_first=True, padding_value=PADDING),
-    }
-
-
-def count_tokens(batch: Sample) -> int:
-    """Return the bytes of a batch that are to be predicted, those that fill short lines left out."""
-    return int((batch["targets"] != PADDING).sum())
+def _select(inputs: Tensor, targets: Tensor, which: Tensor) -> InMemory:
+    return InMemory(inputs[which], targets[which])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, Run, TrainerError, init
+from trainer.sharded import gather
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 
@@ -27,11 +28,11 @@ def one_batch(strategy: Strategy) -> tuple[Run, nn.Module, Any, torch.optim.Opti
 
 
 def check_a_gradient_that_is_changed_on_its_way_is_told(strategy: Strategy) -> None:
-    """Under DDP and alone the gradients are complete when the backward pass ends, so a change of them is fine."""
+    """Under DDP, FSDP and alone the gradients are complete when the backward pass ends, so a change of them is fine."""
     run, model, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    if strategy.world.size == 1 or strategy.description.startswith("DistributedDataParallel"):
+    if strategy.world.size == 1 or strategy.description.startswith(("DistributedDataParallel", "fully_shard")):
         optimizer.step()
         assert_same_on_all_ranks(strategy, model)
         return
@@ -88,6 +89,7 @@ def check_parameters_that_are_unfrozen_or_added_later_are_told(strategy: Strateg
     run = init(strategy)
     forward, optimizer = run.prepare(model, torch.optim.SGD(others, lr=0.1))
     (batch,) = run.loader(data, BATCH)
+    first, *others = model.parameters()  # which a strategy that shards has put there
     if not isinstance(strategy, SingleStrategy):
         first.requires_grad_(True)
         run.prepare(nn.Linear(1, 1))  # which does not make up for it
@@ -201,14 +203,14 @@ def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) 
     forwards = run.prepare(*models)
     optimizers = [run.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
     ones = torch.ones(1, 1, device=run.device)
-    before = [model.weight.item() for model in models]
+    before = [gather(model.weight).item() for model in models]
     run.backward(forwards[0](ones).sum() + forwards[1](ones).sum())
     run.synchronize()
     optimizers[0].step()
     optimizers[0].zero_grad()
     optimizers[1].step()
     optimizers[1].zero_grad()
-    assert [model.weight.item() for model in models] == pytest.approx([value - 1 for value in before], abs=1e-3)
+    assert [gather(model.weight).item() for model in models] == pytest.approx([value - 1 for value in before], abs=1e-3)
     run.backward(forwards[1](ones).sum())  # the second one accumulates over an overflow of the first
     run.backward(forwards[0](ones * 1e36).sum())
     run.synchronize(optimizers[0])
@@ -217,13 +219,16 @@ def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) 
     optimizers[0].zero_grad()
     run.backward(forwards[1](ones).sum())
     optimizers[1].step()
-    assert [model.weight.item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)
+    assert [gather(model.weight).item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)
 
 
 def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:
     run, table = init(strategy), nn.Embedding(10, 4, sparse=True)
     size = run.world_size
-    if strategy.description.startswith(("ring", "Ring", "parameter server")) or "gRPC" in strategy.description:
+    if (
+        strategy.description.startswith(("ring", "Ring", "parameter server", "fully_shard"))
+        or "gRPC" in strategy.description
+    ):
         with pytest.raises(ConfigError, match="has sparse gradients"):
             run.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0))
         return

@@ -46,17 +46,17 @@ UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 
 _DIGITS = "--dataset digits --epochs 1"
 _MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
-_NEXT_BYTE = Run(append="--epochs 1", prints="epoch 1/1: test loss")
+_LANGUAGE_MODEL = Run(append="--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss")
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
     "make help": Run(prints="check-gpu"),
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
-    "diff -y -W 230 examples/next_byte_plain.py examples/next_byte.py": Run(
+    "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
         append="|| test $? = 1", prints="run = trainer.init("
     ),
-    "python examples/next_byte_plain.py --no-shuffle": _NEXT_BYTE,
-    "horovodrun -np 2 python examples/next_byte.py --no-shuffle": _NEXT_BYTE,
+    "python examples/language_model_plain.py --no-shuffle": _LANGUAGE_MODEL,
+    "horovodrun -np 2 python examples/language_model.py --no-shuffle": _LANGUAGE_MODEL,
     "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
@@ -70,6 +70,9 @@ HERE = {
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": _MNIST,
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
         replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
+    ),
+    "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m": Run(
+        replace=("4 ", "2 "), append="--size 1m --strategies fsdp", prints="| fsdp | 2 | 1.1 M | 2.1 | 2.1 | 4.3 |"
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),

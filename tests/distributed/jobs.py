@@ -30,6 +30,9 @@ TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
 BROADCAST = f"{_HERE}.checks_broadcast"
 ADASUM = f"{_HERE}.checks_adasum"
+FSDP = (f"{_HERE}.checks_fsdp", f"{_HERE}.checks_fsdp_refusals")
+# Weights in NHWC order are refused, and each forward pass is every rank's.
+_NOT_SHARDED = (f"{_HERE}.checks_channels_last", f"{_HERE}.checks_handle_drift")
 BIT_FOR_BIT = f"{_HERE}.checks_horovod"
 NO_RING = f"{_HERE}.checks_refusals.check_a_ring_is_refused_without_mpi"
 NO_SINGLE = f"{_HERE}.checks_refusals.check_single_is_refused_among_several_ranks"
@@ -52,6 +55,8 @@ class Job:
     def modules(self) -> tuple[str, ...]:
         # Four ranks have fewer cores than that in most places, and take the longest.
         handle = HANDLE if self.ranks < 4 or self.slow else ()
+        if self.strategy == "fsdp":
+            handle = tuple(module for module in handle if module not in _NOT_SHARDED)
         return (SHARED, *handle, *self.own)
 
     @property
@@ -78,6 +83,9 @@ JOBS = [
     Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
     Job("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD)),
     Job("ddp", "horovodrun-mpi", 4),
+    Job("fsdp", "torchrun", 2, FSDP),
+    Job("fsdp", "horovodrun-mpi", 3, FSDP, slow=True),
+    Job("fsdp", "horovodrun-gloo", 4),
     Job("ring", "mpirun", 2, (RING, TIMING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),
     Job("ring", "mpirun", 4, (RING,)),
@@ -94,6 +102,10 @@ JOBS = [
     Job("ddp", "horovodrun-mpi", 3, slow=True),
     Job("ddp", "torchrun", 3, slow=True),
     Job("ddp", "torchrun", 4, slow=True),
+    Job("fsdp", "horovodrun-mpi", 2, (NETWORKS,), slow=True),
+    Job("fsdp", "mpirun", 2, slow=True),
+    Job("fsdp", "torchrun", 3, FSDP, slow=True),
+    Job("fsdp", "torchrun", 4, FSDP, slow=True),
     Job("ring", "horovodrun-mpi", 2, (RING, NETWORKS), slow=True),
     Job("ring", "horovodrun-mpi", 4, (RING,), slow=True),
     *[

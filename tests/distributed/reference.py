@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import permutation
+from trainer.sharded import gather
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -78,7 +79,7 @@ def assert_equal(found: nn.Module, expected: nn.Module, tolerance: float) -> Non
     floats = [tensor.double() for tensor in wanted.values() if tensor.is_floating_point()]
     norm = float(torch.cat([tensor.flatten() for tensor in floats]).norm())
     for name, tensor in found.state_dict().items():
-        error = float((tensor.cpu().double() - wanted[name].double()).norm()) / norm
+        error = float((gather(tensor).cpu().double() - wanted[name].double()).norm()) / norm
         assert error <= tolerance, f"{name} differs by {error:.2e} of all weights' norm, more than {tolerance:.0e}"
 
 
@@ -86,7 +87,7 @@ def fingerprint(model: nn.Module) -> str:
     """A hash of every bit of the model's state."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
-        digest.update(_bytes(tensor))
+        digest.update(_bytes(gather(tensor)))
     return digest.hexdigest()
 
 

@@ -35,6 +35,7 @@ def test_job_runs_what_its_name_says_and_ends_with_exit_code_0(job: Job) -> None
     descriptions = {
         "horovod": "Horovod over Gloo" if job.launcher == "horovodrun-gloo" else "Horovod over MPI",
         "ddp": "DistributedDataParallel over Gloo",
+        "fsdp": "fully_shard over Gloo",
         "ring": "ring all-reduce over MPI",
         "parameter_server": "a parameter server over gRPC",
     }
@@ -55,6 +56,6 @@ def test_every_strategy_has_a_job_of_2_3_and_4_ranks(slow_ones_too: bool) -> Non
     of_several_ranks = set(NAMES) - {"auto", "single", "data_parallel"}
     expected = set(product(of_several_ranks, (2, 3, 4)))
     if not slow_ones_too:
-        expected -= {("ddp", 3), ("parameter_server", 3)}
+        expected -= {("ddp", 3), ("fsdp", 3), ("parameter_server", 3)}
     assert {(job.strategy, job.ranks) for job in jobs} == expected
     assert {job.launcher for job in jobs} == {"horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun"}

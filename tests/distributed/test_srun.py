@@ -17,7 +17,7 @@ from tests.distributed import jobs
 from tests.distributed.documentation import UNDER_SLURM
 from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
-from tests.distributed.test_next_byte import losses, plain_losses
+from tests.distributed.test_language_model import losses, plain_losses
 
 pytestmark = [pytest.mark.distributed, pytest.mark.needs("slurm", "root")]
 
@@ -124,7 +124,7 @@ def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command:
 
 
 def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_under_srun(slurm: dict[str, str]) -> None:
-    assert losses("srun", 2, "next_byte", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
+    assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
 
 
 def test_srun_of_a_torchrun_of_its_own_for_each_task_is_refused(tmp_path: Path, slurm: dict[str, str]) -> None:

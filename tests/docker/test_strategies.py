@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.distributed.test_next_byte import OPTIONS, losses_in
+from tests.distributed.test_language_model import OPTIONS, losses_in
 from tests.docker.cluster import Cluster, Outcome
 from tests.docker.test_shapes import assert_quiet
 
@@ -37,8 +37,10 @@ def test_strategies_train_on_two_nodes(cluster: Cluster, strategy: str, controll
 
 
 def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_across_two_nodes(cluster: Cluster) -> None:
-    plain = cluster.run("a", "python", "examples/next_byte_plain.py", *OPTIONS)
-    ported = cluster.run("a", "horovodrun", "-np", "4", "-H", "a:2,b:2", "python", "examples/next_byte.py", *OPTIONS)
+    plain = cluster.run("a", "python", "examples/language_model_plain.py", *OPTIONS)
+    ported = cluster.run(
+        "a", "horovodrun", "-np", "4", "-H", "a:2,b:2", "python", "examples/language_model.py", *OPTIONS
+    )
     assert_quiet(ported)
     assert losses_in(ported.output) == pytest.approx(losses_in(plain.output), rel=1e-5)
 

@@ -146,6 +146,7 @@ class Checkpoints:
                 self._restore_random_state()
             yield epoch
         self.epoch = max(self.epoch, epochs.stop)
+        self._positions.begin_epoch()  # a run that goes on with more epochs has made no pass of the next one
         self.finish()
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:

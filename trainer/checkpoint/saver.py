@@ -17,6 +17,7 @@ from trainer.checkpoint.writer import Writer, missing_bytes
 from trainer.config import CheckpointConfig
 from trainer.errors import TrainerError
 from trainer.launch.output import print_line
+from trainer.sharded import take_part
 
 # The manifest, and what the file's format adds.
 _OVERHEAD_BYTES = 1 << 20
@@ -71,8 +72,14 @@ class Saver:
         return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a copy of the state for `save`; None where this rank does not write, or has saved it already."""
-        if not self._storage.is_writer or (state["epoch"], state["updates"]) == self.saved:
+        """Return a copy of the state for `save`; None where this rank does not write, or has saved it already.
+
+        Collective where tensors are sharded: those that write get them whole.
+        """
+        if (state["epoch"], state["updates"]) == self.saved:
+            return None
+        if not self._storage.is_writer:
+            take_part(state)
             return None
         self.writer.wait()
         return self._buffers.copy(state)
@@ -115,10 +122,12 @@ class Saver:
         self.writer.close()
 
     def take_standby(self, state: Mapping[str, Any]) -> None:
-        """Copy the state, so that `commit_standby` can write it later."""
-        if self._storage.is_writer:
-            with self._lock:
-                self._standby = self._standby_buffers.copy(state)
+        """Copy the state, so that `commit_standby` can write it later. Collective as `copy` is."""
+        if not self._storage.is_writer:
+            take_part(state)
+            return
+        with self._lock:
+            self._standby = self._standby_buffers.copy(state)
 
     def commit_standby(self, updates: int) -> bool:
         """Commit the standby copy where it is of the last update; return whether what is to be saved is committed.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import TrainerError
+from trainer.sharded import gather, is_sharded
 
 # What torch.load takes with weights_only=True, besides tensors and containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -68,15 +69,24 @@ class Buffers:
     def _copy_tensor(self, tensor: Tensor, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.cpu().clone()
+        if is_sharded(tensor):
+            return self._copy_sharded(tensor, path)
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in copied:
             return copied[key]
+        copied[key] = self._copy_whole(tensor, path)
+        return copied[key]
+
+    def _copy_sharded(self, tensor: Tensor, path: _Path) -> Tensor:
+        # One whole tensor at a time is on the device. The next one may lie where it lay, so the key would not do.
+        return self._copy_whole(gather(tensor), path)
+
+    def _copy_whole(self, tensor: Tensor, path: _Path) -> Tensor:
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        copied[key] = buffer
         self.bytes += tensor.nbytes
         return buffer
 

@@ -101,6 +101,8 @@ class Loader(ABC):
         """Told of the passes of a training."""
         self.start = 0
         """Samples of the next epoch that an interrupted run has taken."""
+        self.on_own_step: Callable[[bool], object] = lambda has_samples: None
+        """Called with each step of `own_samples`, and with False for those in which this rank has none."""
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
 
     @property

@@ -176,10 +176,13 @@ class ShardedLoader(Loader):
 
     def own_samples(self) -> Iterator[Step]:
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
-        shards = [shard for shard in shards if shard.stop > shard.start]
-        for shard, batch in zip(shards, self._batches(shards), strict=True):
+        own = [shard for shard in shards if shard.stop > shard.start]
+        for shard, batch in zip(own, self._batches(own), strict=True):
             report_phase("evaluation")
+            self.on_own_step(True)
             yield Step(batch, shard.stop - shard.start, 1.0, True)
+        for _ in range(len(shards) - len(own)):
+            self.on_own_step(False)
 
     def _batches(self, places: Sequence[slice]) -> Iterator[Any]:
         order = self._order.of(self.epoch)

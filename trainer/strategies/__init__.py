@@ -13,6 +13,7 @@ _REGISTRY = {
     "single": ("trainer.strategies.single", "SingleStrategy"),
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
+    "fsdp": ("trainer.strategies.fsdp", "FSDPStrategy"),
     "ring": ("trainer.strategies.ring", "RingStrategy"),
     "data_parallel": ("trainer.strategies.data_parallel", "DataParallelStrategy"),
     "parameter_server": ("trainer.strategies.parameter_server.strategy", "ParameterServerStrategy"),

@@ -30,6 +30,10 @@ class Synchronizer:
         self.forward = forward
         self.retire: Callable[[], object] = _nothing
         """Leaves the gradients alone from now on: another synchronizer takes over this model. Holds no model."""
+        self.on_gradient: Callable[[], object] = _nothing
+        """Called in every backward pass, by a synchronizer whose strategy `shards`."""
+        self.is_weightless = False
+        """Whether the next backward pass counts for nothing, and must not bring a NaN into the mean."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -195,6 +199,9 @@ class Strategy(ABC):
     calls them, in the same order.
     """
 
+    shards = False
+    """Whether each rank keeps a part of the parameters only: `prepare` then moves the model to the device as well."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.tuning: Mapping[str, str] = {}
@@ -266,6 +273,18 @@ class Strategy(ABC):
     def exchange_seconds(self) -> float | None:
         """Return the seconds spent in all-reduces of gradients since the last call; None where it cannot tell."""
         return None
+
+    def current(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what `prepare` has put into the model for this parameter, which may be the parameter itself."""
+        return parameter
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Give the optimizer rank 0's state, and the parameters that `prepare` has put into its model."""
+        broadcast_optimizer_state(self, optimizer)
+
+    def on_evaluation_step(self, has_samples: bool) -> None:
+        """Follow a step of an evaluation; where this rank has no samples, take part in the others' forward passes."""
+        return
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""

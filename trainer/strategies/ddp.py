@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,49 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.failure import at_exit
-from trainer.launch.network import address_toward_master, choose_gloo_interface
-from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
-from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer, without_gradient
-from trainer.tuning import tune
-
-_TIMEOUT = timedelta(minutes=10)
-_GLOO_SHUTDOWN_S = 0.05
+from trainer.strategies.base import GradientGuard, NamedParameters, Synchronizer, without_gradient
+from trainer.strategies.process_group import ProcessGroupStrategy
 
 
-class DDPStrategy(Strategy):
-    """torch.distributed, usually under torchrun; under other launchers with a rendezvous over their own channel.
+class DDPStrategy(ProcessGroupStrategy):
+    """DistributedDataParallel over torch.distributed."""
 
-    Raises:
-        ConfigError: there are several ranks, and their launcher provides no rendezvous.
-    """
+    name = "DistributedDataParallel"
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.tuning = tune(world)
-        backend = "gloo"
-        if world.device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"  # objects are sent over Gloo, gradients over NCCL
-            torch.cuda.set_device(world.device)
-        self.is_over_nccl = world.device.type == "cuda"
-        transport = "NCCL" if self.is_over_nccl else "Gloo"
-        self.description = f"DistributedDataParallel over {transport}, {world}"
         self._wrapped: DistributedDataParallel | None = None
         self._seconds_before = 0.0
-        self._is_ours = not dist.is_initialized()
-        if dist.is_initialized():
-            return  # by an earlier trainer in this process, or by the user, who then also ends it
-        at_exit(self.close)
-        if world.size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
-            choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
-            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
-        else:  # under any launcher but torchrun
-            rendezvous = Rendezvous(world)
-            init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
-            rendezvous.close()
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         if config.reduction == "adasum":
@@ -83,27 +51,6 @@ class DDPStrategy(Strategy):
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
         return DDPSynchronizer(wrapped, parameters, guard, self.all_reduce)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=0)
-        return tensor
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=root)
-        return box[0]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-    def barrier(self) -> None:
-        dist.barrier()
-
     def exchange_seconds(self) -> float | None:
         # DDP times every hundredth iteration unless it is told to time each; its mean is over those it has timed.
         if self._wrapped is None:
@@ -113,13 +60,6 @@ class DDPStrategy(Strategy):
         seconds = float(seen.get("avg_backward_comm_time") or 0) / 1e9 * float(seen.get("iteration") or 0)
         since, self._seconds_before = seconds - self._seconds_before, seconds
         return since
-
-    def close(self) -> None:
-        if self._is_ours and dist.is_initialized():
-            dist.destroy_process_group()
-            # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
-            # already shutting down by then, they abort the process (1 run in 6, measured).
-            time.sleep(_GLOO_SHUTDOWN_S)
 
 
 class DDPSynchronizer(Synchronizer):

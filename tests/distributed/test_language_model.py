@@ -1,4 +1,4 @@
-"""examples/next_byte.py: plain PyTorch's script and its port have the same losses, on any number of ranks."""
+"""examples/language_model.py: plain PyTorch's script and its port have the same losses, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.distributed.harness import run_job
 
 pytestmark = pytest.mark.distributed
 
-OPTIONS = ["--epochs", "2", "--batch-size", "5", "--no-shuffle"]
-EPOCH = re.compile(r"epoch (\d)/2: test loss (\d+\.\d+) over (\d+) tokens")
+_TEXT = ["--bytes", "7000", "--length", "32"]
+OPTIONS = [*_TEXT, "--epochs", "2", "--batch-size", "10", "--accumulate", "4", "--warm-up", "4", "--no-shuffle"]
+EPOCH = re.compile(r"epoch (\d)/2: test loss (\d+\.\d+), (\d+\.\d+) bits per byte")
 
 
 def losses(launcher: str, ranks: int, script: str, *options: str, env: Mapping[str, str] | None = None) -> list[float]:
@@ -34,7 +35,7 @@ def losses_in(output: str) -> list[float]:
 @cache
 def plain_losses() -> list[float]:
     """Return those of plain PyTorch's script, however many tests ask."""
-    return losses("python", 1, "next_byte_plain")
+    return losses("python", 1, "language_model_plain")
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,16 @@ def plain_losses() -> list[float]:
 )
 def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> None:
     plain = plain_losses()
-    assert losses(launcher, ranks, "next_byte") == pytest.approx(plain, rel=1e-5)
+    assert losses(launcher, ranks, "language_model") == pytest.approx(plain, rel=1e-5)
     assert plain[1] < plain[0] < 5.5  # it learns: a byte at random has log(256) = 5.5
+
+
+def test_the_port_has_the_losses_of_plain_pytorch_where_it_is_sharded() -> None:
+    sharded = losses("torchrun", 2, "language_model", "--strategy", "fsdp")
+    assert sharded == pytest.approx(plain_losses(), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_the_port_has_the_losses_of_plain_pytorch_in_bfloat16() -> None:
-    plain = losses("python", 1, "next_byte_plain", "--bf16")
-    assert losses("horovodrun-mpi", 2, "next_byte", "--bf16") == pytest.approx(plain, rel=2e-3)
+    plain = losses("python", 1, "language_model_plain", "--bf16")
+    assert losses("horovodrun-mpi", 2, "language_model", "--bf16") == pytest.approx(plain, rel=2e-3)

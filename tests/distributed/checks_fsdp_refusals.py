@@ -1,0 +1,69 @@
+"""What strategy "fsdp" refuses, in one line; run on every rank of one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.checks_fsdp import make_transformer
+from tests.distributed.reference import make_model, sgd
+from trainer import ConfigError, FsdpConfig, TrainerError, init
+from trainer.strategies.base import Strategy
+
+
+def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) -> None:
+    for kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
+        model = make_model()
+        with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
+            init(strategy).prepare(model, kind(model.parameters()))
+
+
+def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
+    model = make_model()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, sgd(model))
+    with run.no_sync():
+        run.backward(forward(torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)).sum())
+    with pytest.raises(TrainerError, match="leave no_sync for the last one"):
+        optimizer.step()
+
+
+def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.ReLU(), nn.LayerNorm(2))
+    rows = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    models: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (tied, {}, r"parameter weight of 1 is one of 0 as well"),
+        (scalar, {}, r"parameter scale is a scalar"),
+        (mixed, {}, r"are float32 and float64; a block's have one type"),
+        (rows, {}, r"parameter weight is not contiguous"),
+        (nn.Linear(2, 2, device="meta"), {}, r"parameter weight is on the meta device"),
+        (make_model(), {"compression": "fp16"}, r"compression is 'fp16', which strategy 'fsdp' does not have"),
+        (make_model(), {"reduction": "adasum"}, r"reduction is 'adasum', which strategy 'fsdp' does not have"),
+        (
+            make_model(),
+            {"fsdp": FsdpConfig(blocks=("Attention",))},
+            r"blocks has 'Attention'; valid are .*, Linear, Tanh",
+        ),
+        (make_transformer(), {"fsdp": FsdpConfig(blocks=("ModuleList",))}, r"'ModuleList', which has no forward"),
+        (make_model(), {"fsdp": FsdpConfig(shard_over=5)}, r"shard_over is 5, and there are \d ranks"),
+        (nn.Linear(2, 2), {"fsdp": FsdpConfig(checkpoint_activations=True)}, r"and there are none; name blocks"),
+    ]
+    if strategy.world.device.type == "cpu":
+        models.append((make_model(), {"fsdp": FsdpConfig(cpu_offload=True)}, r"and the device is the CPU"))
+    for model, settings, told in models:
+        with pytest.raises(ConfigError, match=told):
+            init(strategy, **settings).prepare(model)
+
+
+def check_other_settings_for_a_sharded_model_are_refused(strategy: Strategy) -> None:
+    model = make_transformer()
+    init(strategy).prepare(model)
+    with pytest.raises(ConfigError, match="was prepared with other settings of fsdp"):
+        init(strategy, fsdp=FsdpConfig(blocks=())).prepare(model)

@@ -1,0 +1,72 @@
+"""Sharded tensors: DTensors, of which each rank holds a part, beside plain tensors. Imports torch.distributed late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a tensor of which each rank holds a part."""
+    return hasattr(value, "full_tensor")  # without the import, which no other strategy needs
+
+
+def gather(value: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor, on its device; anything else as it is. Collective for a sharded one."""
+    sharded: Any = value
+    whole: Tensor = sharded.full_tensor() if is_sharded(value) else value
+    return whole
+
+
+def take_part(state: Any) -> None:
+    """Take part in other ranks' `gather` of every sharded tensor in nested containers, in their order. Collective."""
+    if is_sharded(state):
+        gather(state)
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            take_part(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            take_part(value)
+
+
+def shard_like(whole: Tensor, like: Any) -> Any:
+    """Return this rank's part of a tensor that every rank has whole, sharded and placed as `like` is. No exchange."""
+    from torch.distributed.tensor import distribute_tensor
+
+    on_device = whole.detach().to(like.device)
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_model_state(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's state for its `load_state_dict`: each tensor sharded as the model's own is."""
+    if not any(map(is_sharded, own.values())):
+        return whole
+    return {
+        name: shard_like(value, own[name]) if is_sharded(own.get(name)) and not is_sharded(value) else value
+        for name, value in whole.items()
+    }
+
+
+def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state for its `load_state_dict`: what has a parameter's shape is sharded as that is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return whole
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=True))
+    state = {number: shard_values(values, by_number[number]) for number, values in whole["state"].items()}
+    return {**whole, "state": state}
+
+
+def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return an optimizer's state of one parameter, with what has the parameter's shape sharded as it is."""
+    return {
+        name: shard_like(value, parameter)
+        if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
+        else value
+        for name, value in values.items()
+    }

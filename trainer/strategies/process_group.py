@@ -1,0 +1,85 @@
+"""ProcessGroupStrategy: what strategies over torch.distributed share, the process group and its collectives."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.launch.failure import at_exit
+from trainer.launch.network import address_toward_master, choose_gloo_interface
+from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.launch.world import World
+from trainer.strategies.base import Strategy
+from trainer.tuning import tune
+
+_TIMEOUT = timedelta(minutes=10)
+_GLOO_SHUTDOWN_S = 0.05
+
+
+class ProcessGroupStrategy(Strategy):
+    """torch.distributed, usually under torchrun; under other launchers with a rendezvous over their own channel.
+
+    Raises:
+        ConfigError: there are several ranks, and their launcher provides no rendezvous.
+    """
+
+    name: str
+    """Stands in the description."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.tuning = tune(world)
+        backend = "gloo"
+        if world.device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"  # objects are sent over Gloo, gradients over NCCL
+            torch.cuda.set_device(world.device)
+        self.is_over_nccl = world.device.type == "cuda"
+        transport = "NCCL" if self.is_over_nccl else "Gloo"
+        self.description = f"{self.name} over {transport}, {world}"
+        self._is_ours = not dist.is_initialized()
+        if dist.is_initialized():
+            return  # by an earlier trainer in this process, or by the user, who then also ends it
+        at_exit(self.close)
+        if world.size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+            choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+        else:  # under any launcher but torchrun
+            rendezvous = Rendezvous(world)
+            init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
+            rendezvous.close()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=root)
+        return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        if self._is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+            # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
+            # already shutting down by then, they abort the process (1 run in 6, measured).
+            time.sleep(_GLOO_SHUTDOWN_S)
