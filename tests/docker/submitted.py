@@ -15,6 +15,25 @@ import pytest
 from tests.docker.cluster import ROOT, Cluster, Outcome, data_dir, succeed
 
 _WAIT_S = 120.0
+_UNTIL_TOLD = """\
+import sys
+import time
+import torch
+import trainer
+torch.manual_seed(0)
+run = trainer.init(device="cpu")
+model = torch.nn.Linear(2, 2)
+forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = run.loader(trainer.InMemory(torch.randn(64, 2), torch.zeros(64, dtype=torch.long)), batch_size=4)
+saved = run.checkpoints(f"runs/{sys.argv[1]}")
+for epoch in run.epochs(10**6 if saved.resumed is None else saved.epoch + 1):
+    for inputs, targets in loader:
+        time.sleep(0.05)
+        optimizer.zero_grad()
+        run.backward(torch.nn.functional.cross_entropy(forward(inputs), targets))
+        optimizer.step()
+run.print("done")
+"""
 Started = TypeVar("Started", bound="SchedulerCluster")
 
 
@@ -118,3 +137,9 @@ def training(name: str, epochs: int) -> tuple[str, ...]:
     digits = ("--dataset", "digits", "--epochs", str(20 * epochs), "--lr", "0.01")
     data = mnist if data_dir() else digits
     return ("--", "python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
+
+
+def until_told(cluster: SchedulerCluster, name: str) -> tuple[str, ...]:
+    """A training that goes on until it is told to save, however fast the machine is; its next start ends it."""
+    cluster.shell("ctl", f"cat > runs/until_told.py <<'END'\n{_UNTIL_TOLD}END\n")
+    return ("--", "python", "runs/until_told.py", name)

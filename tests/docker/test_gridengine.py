@@ -93,7 +93,10 @@ def test_a_job_that_is_deleted_stays_ended(gridengine: GridEngineCluster) -> Non
 @pytest.mark.slow
 def test_a_job_that_is_deleted_leaves_no_rank_that_waits_for_nothing(gridengine: GridEngineCluster) -> None:
     # As ranks over Gloo, which do not notice that mpirun has gone.
-    program = "import os, time; print('rank', os.environ['OMPI_COMM_WORLD_RANK']); time.sleep(500)"
+    # In one piece, or the ranks' lines would mix.
+    program = (
+        "import os, sys, time; sys.stdout.write('rank ' + os.environ['OMPI_COMM_WORLD_RANK'] + '\\n'); time.sleep(500)"
+    )
     job = Submitted(gridengine, "idle", "--", "python", "-c", program)
     for rank in range(4):
         job.wait_until_it_trains(f"rank {rank}")

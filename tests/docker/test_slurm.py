@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.submitted import SchedulerCluster, Submitted, end_jobs, started, training, wait_for
+from tests.docker.submitted import SchedulerCluster, Submitted, end_jobs, started, training, until_told, wait_for
 
 # A job that was put back waits for some seconds each time, and signals come once a minute.
 pytestmark = pytest.mark.timeout(600)
@@ -68,9 +68,10 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "50s", *training(name, 4))
+    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "50s", *until_told(slurm, name))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
+    assert "done" in outcome.output
     assert "back into the queue" in outcome.output
     assert "going on from checkpoint" in outcome.output
     assert int(slurm.ask(job.job, "Restarts")) >= 1

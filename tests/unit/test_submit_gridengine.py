@@ -13,6 +13,7 @@ from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import TrainerError
 from trainer.submit.schedulers import SCHEDULERS, Watch
+from trainer.submit.schedulers.gridengine import GridEngine
 
 GRID_ENGINE = ["gridengine", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py"]
@@ -31,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job, with programs in front of the PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
     return tmp_path
 
 
@@ -123,6 +125,17 @@ def test_the_accounting_is_read(folder: Path, records: list[tuple[str, int, int]
     text = "".join(RECORD.format(host=host, task="undefined", failed=f, code=c) for host, f, c in records)
     stand_in(folder, "qacct", f"echo '{text}'")
     assert Watch(SCHEDULERS["gridengine"], "7").state().code == code
+
+
+def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # That of the script's host comes last, and would be missing.
+    stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
+    stand_in(folder, "qacct", f"echo '{RECORD.format(host='b', task='undefined', failed=0, code=0)}'")
+    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
+    watch = Watch(GridEngine(), "7")
+    assert watch.state().code is None
+    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
+    assert watch.state().code == 0
 
 
 def test_an_arrays_jobs_are_told_apart_in_the_accounting(folder: Path) -> None:

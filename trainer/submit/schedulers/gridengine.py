@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +13,8 @@ from trainer.submit.job import Job, duration
 from trainer.submit.schedulers.base import State, call, fill, read_new
 from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
+_ACCOUNTED_S = 16.0
+"""Grid Engine writes its accounting every 15 s by default, that of other hosts before that of the script."""
 _AGAIN = """\
 # Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on hosts
 # other than the first that it has had (qstat -j: "until clean up of a previous run has finished"). So the job submits
@@ -79,6 +82,10 @@ class GridEngine(Batch):
         "cpus_per_rank": "name the site's resource with --directive",
     }  # fmt: skip
 
+    def __init__(self) -> None:
+        self._ended_at: dict[str, float] = {}
+        """When qstat first did not know a job any more."""
+
     def again(self, job: Job) -> str:
         """Return the lines that have a job go on that was told to save, or has lost a host."""
         lost, or_told = "has_lost_a_host", ""
@@ -125,6 +132,9 @@ class GridEngine(Batch):
         except TrainerError as error:
             if "do not exist" not in str(error):
                 raise
+            ended_at = self._ended_at.setdefault(job_id, time.monotonic())
+            if time.monotonic() - ended_at < _ACCOUNTED_S:
+                return {job_id: State("ended, not accounted for yet")}
             # There is a record of each start, after one of each host on which ranks were started.
             records = [dict(re.findall(r"^(\S+) +(\S+)", text, re.MULTILINE)) for text in _records(job_id)]
             return {f"{job_id}.{record['taskid']}": State("ended", _code(record)) for record in records}
