@@ -26,7 +26,7 @@ from trainer.launch.output import print_line
 from trainer.launch.world import RankNames
 from trainer.loaders import Loaders
 from trainer.preparation import check_parameters, foreign_backward_check, join, prepare_model
-from trainer.sharded import gather, take_part
+from trainer.sharded import gather, whole_state
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
 
@@ -179,10 +179,9 @@ class Run(RankNames):
         return torch.autocast(self.device.type, dtype=dtype) if dtype else _NO_CONTEXT
 
     def average_weights(self) -> None:
-        """Give all ranks the same weights, where `sync_every` lets them differ; ends a round.
+        """Give all ranks the same weights, where `sync_every` lets them differ, to use them between two updates.
 
-        Call it before you use the weights between two updates. The end of an epoch of a loader does so itself, and
-        so do checkpoints and `Trainer.evaluate`.
+        The end of a loader's epoch does so itself, and so do checkpoints and `Trainer.evaluate`.
         """
         for synchronizer in self._updates.models.values():
             synchronizer.settle()
@@ -220,11 +219,7 @@ class Run(RankNames):
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
-        state = self.unwrap(model).state_dict()
-        if not self.is_root:
-            take_part(state)
-            return {}
-        return {name: gather(one).cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
+        return whole_state(self.unwrap(model), keep=self.is_root)
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs' numbers, from `start` to `count` - 1.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -31,6 +31,15 @@ def take_part(state: Any) -> None:
     elif isinstance(state, list | tuple):
         for value in state:
             take_part(value)
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Return a model's whole `state_dict` in host memory, {} where it is not to be kept. Collective if sharded."""
+    state = model.state_dict()
+    if not keep:
+        take_part(state)
+        return {}
+    return {name: gather(one).cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
 
 
 def shard_like(whole: Tensor, like: Any) -> Any:

@@ -85,9 +85,7 @@ class Updates:
         prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
         held = parameters_of(optimizer)
         self._synchronizers[optimizer] = [
-            synchronizer
-            for model, synchronizer in self.models.items()
-            if synchronizer in self._active and any(id(parameter) in held for parameter in model.parameters())
+            one for model, one in self.models.items() if one in self._active and held & set(map(id, model.parameters()))
         ]
         self._backwards_at_step[optimizer] = self._backwards
         self._groups[optimizer] = len(optimizer.param_groups)

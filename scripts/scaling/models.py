@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from trainer.strategies.bucketed import BUCKET_BYTES
+from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.open_mpi import ring_from_bytes
 
 NETWORK_BOUND_RATIO = 3.0

@@ -11,7 +11,7 @@ from typing import Any
 from scaling.advice import Advice, Measured, advise, summarize
 from scaling.jobs import Plan
 from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, model_of, predict
-from trainer.strategies.bucketed import BUCKET_BYTES
+from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)

@@ -15,15 +15,15 @@ from functools import cache
 from tests.distributed.harness import Checks, checks_in, run_checks
 
 _HERE = "tests.distributed"
-SHARED = f"{_HERE}.checks_every_strategy"
+SHARED = (f"{_HERE}.checks_every_strategy", f"{_HERE}.checks_differences")
 HANDLE = (
     *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_report", "_drift")),
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",
-    f"{_HERE}.checks_compression",
-    f"{_HERE}.checks_local_training",
 )
+# One mechanism above the transport: in the default run once for each strategy, and on 3 ranks under Horovod.
+MECHANISMS = (f"{_HERE}.checks_compression", f"{_HERE}.checks_local_training")
 POWER_SGD_HOOK = f"{_HERE}.checks_power_sgd_hook"
 NETWORKS = f"{_HERE}.checks_networks"
 TIMING = f"{_HERE}.checks_timing"
@@ -57,7 +57,9 @@ class Job:
         handle = HANDLE if self.ranks < 4 or self.slow else ()
         if self.strategy == "fsdp":
             handle = tuple(module for module in handle if module not in _NOT_SHARDED)
-        return (SHARED, *handle, *self.own)
+        elif self.slow or self.ranks == 2 or (self.strategy, self.ranks) == ("horovod", 3):
+            handle = (*handle, *MECHANISMS)
+        return (*SHARED, *handle, *self.own)
 
     @property
     def checks(self) -> Mapping[str, str]:

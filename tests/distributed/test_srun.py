@@ -107,8 +107,8 @@ def wait_for(folder: Path, what: str, ready: Callable[[], bool]) -> None:
 
 
 def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
-    checks = run_checks([jobs.SHARED, jobs.BIT_FOR_BIT], "srun", 2, env=slurm)
-    failures = [failure for check in checks_in([jobs.SHARED, jobs.BIT_FOR_BIT]) for failure in checks.failures(check)]
+    checks = run_checks([*jobs.SHARED, jobs.BIT_FOR_BIT], "srun", 2, env=slurm)
+    failures = [failure for check in checks_in([*jobs.SHARED, jobs.BIT_FOR_BIT]) for failure in checks.failures(check)]
     assert not failures, "\n".join(failures)
     assert checks.outcome.code == 0, checks.outcome.output
     assert "Horovod over MPI, rank 0 of 2" in checks.outcome.output

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer import TrainerError
-from trainer.strategies import bucketed
-from trainer.strategies.bucketed import BucketReducer, make_buckets
+from trainer.strategies import buckets
+from trainer.strategies.bucketed import BucketReducer
+from trainer.strategies.buckets import make_buckets
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -20,7 +21,7 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float64) -> list[nn.Param
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucketed, "BUCKET_BYTES", 4 * 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * 8)
 
 
 def start(

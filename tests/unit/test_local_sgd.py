@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.strategies.base import GradientGuard
 from trainer.strategies.flat import Transport
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer
 
 RANKS = 2

@@ -133,7 +133,7 @@ def test_a_rank_with_a_gpu_joins_with_a_log(
         monkeypatch.setattr(preparation, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(preparation, "make_strategy", make)
-    preparation.join("auto", RunConfig())
+    preparation.join("auto", RunConfig(hang_timeout_s=0))
     (line,) = capsys.readouterr().err.splitlines(keepends=True)
     assert line.endswith(says)
     assert not files[0].exists()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from trainer.errors import TrainerError
-from trainer.strategies.base import GradientGuard
 from trainer.strategies.flat import Transport
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.power_sgd import PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}

@@ -31,7 +31,7 @@ def _leave_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(
-        ConfigError, match="'nope'; valid are auto, single, horovod, ddp, ring, data_parallel, parameter_server"
+        ConfigError, match="'nope'; valid are auto, single, horovod, ddp, fsdp, ring, data_parallel, parameter_server"
     ):
         make_strategy("nope", World())
 

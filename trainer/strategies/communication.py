@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.flat import Transport
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer
 from trainer.strategies.power_sgd import PowerSGDSynchronizer
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.world import World
-from trainer.strategies.base import GradientGuard, NamedParameters, Synchronizer, without_gradient
+from trainer.strategies.base import NamedParameters, Synchronizer
+from trainer.strategies.gradient_guard import GradientGuard, without_gradient
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import TrainerError
-from trainer.strategies.base import Synchronizer, without_gradient
+from trainer.strategies.base import Synchronizer
+from trainer.strategies.gradient_guard import without_gradient
 
 
 class EvaluationPasses:

@@ -17,7 +17,8 @@ from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
 from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
-from trainer.strategies.base import GradientGuard, NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.tuning import tune
 from trainer.tuning.horovod import gradient_groups
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.strategies.base import GradientGuard, NamedParameters, Synchronizer
+from trainer.strategies.base import NamedParameters, Synchronizer
 from trainer.strategies.flat import Transport, exact_type, mean_of_all
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.whole_gradients import WholeSynchronizer
 
 

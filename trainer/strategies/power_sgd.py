@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.base import GradientGuard, NamedParameters
+from trainer.strategies.base import NamedParameters
 from trainer.strategies.flat import Transport, exact_type, mean_of_all
+from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.whole_gradients import WholeSynchronizer
 
 _LEAST_SAVING = 2.0

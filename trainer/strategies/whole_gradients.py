@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.base import GradientGuard, NamedParameters, Synchronizer
+from trainer.strategies.base import NamedParameters, Synchronizer
 from trainer.strategies.flat import Transport, mean_of_all
+from trainer.strategies.gradient_guard import GradientGuard
 
 
 class WholeSynchronizer(Synchronizer):
