@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import init
-from trainer.strategies import bucketed
+from trainer.strategies import buckets
 from trainer.strategies.ring import SEGMENT_BYTES, Ring, RingStrategy
 
 # Nothing, less than a rank's share, what no number of ranks divides, and several segments with a rest.
@@ -61,7 +61,7 @@ def check_a_training_step_sends_each_gradient_once(strategy: RingStrategy) -> No
 
 def check_many_buckets_in_the_background_equal_one_process(strategy: RingStrategy) -> None:
     """BatchNorm's all-reduces in the backward pass run beside those of the buckets."""
-    with mock.patch.object(bucketed, "BUCKET_BYTES", 64):
+    with mock.patch.object(buckets, "BUCKET_BYTES", 64):
         for settings in ({}, {"accumulate": 2}, {"sync_batch_norm": True}, {"clip_norm": 0.05}):
             normed, clip = "sync_batch_norm" in settings, 0.05 if "clip_norm" in settings else None
             batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)
