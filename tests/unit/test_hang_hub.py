@@ -10,7 +10,7 @@ import pytest
 
 from trainer.hang import hub as hub_module
 from trainer.hang import limits as limits_module
-from trainer.hang import wire
+from trainer.hang import report, wire
 from trainer.hang.hub import Hub
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.spoke import Spoke
@@ -93,6 +93,23 @@ def test_the_hub_hears_the_other_host_and_names_the_rank_that_does_not_wait(
     assert "every rank's stack is in runs/job-hang-" in printed
 
 
+def test_a_disk_that_does_not_answer_keeps_no_verdict_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "_WRITTEN_S", 0.1)
+    monkeypatch.setattr(report, "_write", lambda *_: time.sleep(1.0))
+    ranks = Ranks(waiting(0), View(rank=1, steps=9))
+    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 0.1, "job")
+    run(hub)
+    started = time.monotonic()
+    hub.end()
+    assert time.monotonic() - started < 0.9
+    assert ranks.ended is not None
+    printed = capfd.readouterr().err.splitlines()
+    assert printed[0].startswith("trainer: hang: no progress for")
+    assert printed[-1].startswith("trainer: hang: the ranks' stacks cannot be written: the disk does not answer")
+
+
 def test_a_job_that_goes_on_gets_no_verdict(listener: socket.socket) -> None:
     ranks = Ranks(waiting(0))
     hub = Hub([Host("a", (0,))], ranks, None, TOKEN, 0.2, "job")
@@ -131,7 +148,7 @@ def test_who_works_is_waited_for_unless_the_user_has_set_the_limit(
 def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever(
     monkeypatch: pytest.MonkeyPatch, excuse: str, is_judged: bool
 ) -> None:
-    monkeypatch.setattr(hub_module, "LONGEST_S", 0.2)
+    monkeypatch.setattr(limits_module, "LONGEST_S", 0.2)
     monkeypatch.setattr(hub_module, "_AGAIN_S", 0.05)
     hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, TOKEN, 0.1, "job")
     run(hub, seconds=0.6)
@@ -151,8 +168,10 @@ def test_a_host_that_slept_counts_anew() -> None:
     hub.tick()
     time.sleep(0.35)
     hub.postpone()
-    hub.tick()
+    run(hub, seconds=0.2)
     assert hub.verdict is None
+    run(hub)
+    assert hub.verdict is not None
 
 
 def test_a_host_that_does_not_answer_is_unreachable(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from trainer.hang.judge import Verdict, is_paused, judge
-from trainer.hang.limits import LEAST_S, LONGEST_S, Limit, stage_of
-from trainer.hang.views import Host, View, view_from
+from trainer.hang.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
+from trainer.hang.views import WORKS, Host, View, view_from
 from trainer.launch.marks import State
 
 
@@ -98,9 +98,7 @@ def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
     assert judge([host("a", absent(0), absent(1))], 31.4) is None
 
 
-@pytest.mark.parametrize(
-    "facts", [{"is_connected": False, "is_lost": True}, {"is_silent": True}, {"is_connected": False, "heard_at": 0.0}]
-)
+@pytest.mark.parametrize("facts", [{"is_connected": False, "is_lost": True}, {"is_silent": True}])
 def test_a_host_that_cannot_be_reached_is_named(facts: dict[str, Any]) -> None:
     told = judged(host("a", waiting(0)), host("b", waiting(1), **facts))
     assert told.culprits == (1,)
@@ -109,9 +107,27 @@ def test_a_host_that_cannot_be_reached_is_named(facts: dict[str, Any]) -> None:
 
 def test_a_host_that_is_merely_not_watched_is_blamed_last() -> None:
     unwatched = host("b", waiting(1), is_connected=False)
+    assert not judged(host("a", waiting(0)), unwatched).is_sure
+    assert not judged(host("a", waiting(0)), Host("b", (1,))).is_sure  # its watcher has never connected
     assert judged(host("a", waiting(0)), unwatched).culprits == (1,)
     assert judged(host("a", waiting(0), absent(2)), unwatched).culprits == (2,)
     assert judged(Host("a", (0, 1), {0: waiting(0)}, 1.0, True)).culprits == (1,)
+
+
+@pytest.mark.parametrize(
+    ("views", "is_sure"),
+    [
+        ([waiting(0), absent(1)], True),
+        ([waiting(0), absent(1, process="T")], True),
+        ([waiting(0), waiting(1, "barrier")], True),
+        ([waiting(0), absent(1, excuse=WORKS)], False),
+        ([waiting(0), absent(1, process="D")], False),
+        ([waiting(0), absent(1), absent(2, excuse=WORKS)], False),
+        ([waiting(0), waiting(1)], False),  # which a slow network may be
+    ],
+)
+def test_what_may_go_on_by_itself_is_no_sure_hang(views: list[View], is_sure: bool) -> None:
+    assert judged(host("a", *views)).is_sure is is_sure
 
 
 def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause() -> None:
@@ -167,7 +183,7 @@ def test_the_limit_is_ten_times_the_longest_time_between_steps() -> None:
 
 
 def test_the_start_the_first_steps_and_what_was_never_seen_are_given_the_longest() -> None:
-    assert limit_after(0.1, steps=0).seconds == LONGEST_S
+    assert limit_after(0.1, steps=0).seconds == START_S
     assert limit_after(0.1, steps=2).seconds == LONGEST_S
     assert limit_after(0.1, phase="evaluation").seconds == LONGEST_S
 
@@ -182,8 +198,8 @@ def test_an_evaluation_is_measured_once_the_job_has_come_through_one() -> None:
 def test_a_given_limit_holds_from_the_first_step_on() -> None:
     assert limit_after(20.0, given_s=5.0).seconds == 5.0
     assert limit_after(20.0, given_s=5.0, phase="evaluation").seconds == 5.0
-    assert limit_after(20.0, given_s=5.0, steps=0).seconds == LONGEST_S
-    assert limit_after(20.0, given_s=900.0, steps=0).seconds == 900.0
+    assert limit_after(20.0, given_s=5.0, steps=0).seconds == START_S
+    assert limit_after(20.0, given_s=9000.0, steps=0).seconds == 9000.0
 
 
 def test_a_pause_is_no_step() -> None:

@@ -17,12 +17,14 @@ from trainer.hang.looks import (
     SIGNAL,
     Frame,
     ask_for_stacks,
-    collect_stacks,
+    children_cpu_s,
     compiles,
     is_debugged,
     look,
     main_frames,
+    read_stacks,
     saves,
+    wait_for_stacks,
     waits_in,
 )
 from trainer.hang.ranks import LocalRank, LocalRanks, own_address
@@ -58,7 +60,8 @@ def test_a_process_that_holds_the_interpreters_lock_tells_its_stack(
         while "in spin\n" not in stacks and time.monotonic() < deadline:  # it has just begun
             before = os.fstat(file.fileno()).st_size
             assert ask_for_stacks(process.pid)
-            stacks = collect_stacks(file.fileno(), before)
+            wait_for_stacks({file.fileno(): before})
+            stacks = read_stacks(file.fileno(), before)
         assert "in spin\n" in stacks
     assert look(process.pid).cpu_s > 0
 
@@ -106,6 +109,7 @@ def test_a_compiler_at_work_is_told_from_a_compiled_model_that_runs() -> None:
 
 def test_a_rank_that_saves_is_recognized() -> None:
     assert saves([frame("/usr/lib/python3.11/zipfile.py"), frame(f"{SITE}/torch/serialization.py")])
+    assert saves([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")])
     assert not saves([frame("/home/me/serialization.py")])
 
 
@@ -122,8 +126,26 @@ def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
     assert waits_in([frame("/home/me/train.py"), backward], 0.0) == ""
     assert waits_in([frame(f"{SITE}/torch/nn/parallel/distributed.py")], 0.0) == "gradients"
     assert waits_in([frame(f"{SITE}/torch/distributed/distributed_c10d.py")], 0.0) == "torch.distributed"
+    assert waits_in([frame(f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")], 0.0) != ""
+    # These compute and write, whatever they wait for in between.
+    assert waits_in([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")], 0.0) == ""
+    assert waits_in([frame(f"{SITE}/torch/distributed/tensor/_dispatch.py")], 1.0) == ""
     assert waits_in([frame(f"{SITE}/horovod/torch/mpi_ops.py")], 0.0) == "Horovod"
     assert waits_in([], 0.0) == ""
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_children_that_compute_are_seen(computes: bool) -> None:
+    loop = "import time\nprint(flush=True)\nwhile True: " + ("pass" if computes else "time.sleep(1)")
+    with subprocess.Popen([sys.executable, "-S", "-c", loop], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            before = children_cpu_s(os.getpid())
+            time.sleep(0.5)
+            assert (children_cpu_s(os.getpid()) - before > 0.04) is computes
+        finally:
+            child.kill()
 
 
 def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
@@ -134,7 +156,7 @@ def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
         rank = LocalRank(own_address(1, record, stacks))
         with marks.waits("broadcast"):
             found: list[object] = []
-            thread = threading.Thread(target=lambda: found.append(rank.with_stacks(rank.ask())))
+            thread = threading.Thread(target=lambda: found.append(LocalRanks({1: rank.address}).views_with_stacks()[1]))
             thread.start()
             thread.join()
         (view,) = found

@@ -76,6 +76,7 @@ def test_a_collective_within_another_is_a_part_of_it(record: Path) -> None:
     ranks = Told(record)
     ranks.broadcast(Tensor())
     assert [one.what for one in ranks.seen] == ["broadcast", "broadcast"]
+    assert ranks.seen[0].events == 2, "a part that begins is progress"
     assert read(record).collectives == 1
 
 

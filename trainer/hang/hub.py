@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.hang.judge import Verdict, is_paused, judge
-from trainer.hang.limits import LONGEST_S, Limit
+from trainer.hang.limits import Limit
 from trainer.hang.ranks import LocalRanks
-from trainer.hang.report import announce, warn
-from trainer.hang.views import WORKS, Host, View, view_from
+from trainer.hang.report import announce, warn, write_stacks
+from trainer.hang.views import Host, View, view_from
 from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
 SILENT_S = 15.0
@@ -99,11 +99,12 @@ class Hub:
         verdict = self.verdict
         if verdict is None:
             return
-        announce(verdict, self._hosts, self._script)
+        announce(verdict)
         self._tell({"do": "end", "said": verdict.first, "culprits": list(verdict.culprits)})
         deadline = time.monotonic() + _SENT_S
         for link in self._links:
             link.flush_for(max(0.0, deadline - time.monotonic()))
+        write_stacks(verdict, self._hosts, self._script)
         self._ranks.end(verdict.first, verdict.culprits)
 
     def _judge(self, now: float) -> None:
@@ -116,12 +117,13 @@ class Hub:
             for number in here - self._looked:
                 self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
             excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
-            if self._limit.is_given:  # whoever sets it knows how long the work takes
-                excuses -= {WORKS}
+            verdict = judge(self._hosts, idle_s)
+            # Whoever sets the limit knows how long a rank may work by itself.
+            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
             if "debugger" in excuses:
                 self._limit.postpone(now)
-            elif not excuses or idle_s > LONGEST_S:
-                self.verdict = judge(self._hosts, idle_s)
+            elif (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
+                self.verdict = verdict
         elif idle_s > self._limit.seconds and now >= self._next_look:
             self._look_until, self._looked = now + _LOOK_S, {0}
             self._tell({"do": "look"})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.hang.limits import TRAINING
 from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
-from trainer.hang.views import Host, View
+from trainer.hang.views import SAVING, WORKS, Host, View
 from trainer.launch.marks import ENDED, State
 
 _MOST_NAMED, _MOST_FRAMES = 8, 6
@@ -33,6 +33,8 @@ class Verdict:
     lines: tuple[str, ...]
     culprits: tuple[int, ...]
     """Empty where all ranks wait in the same collective."""
+    is_sure: bool = True
+    """False where it may be a slow network, a slow disk or work on a rank: what goes on by itself."""
 
     @property
     def first(self) -> str:
@@ -68,7 +70,7 @@ def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int
 
 
 def _problem(host: Host) -> str:
-    if host.is_lost or host.is_silent or (not host.is_connected and not host.has_left and not host.heard_at):
+    if host.is_lost or host.is_silent:
         return UNREACHABLE
     return UNWATCHED if not host.is_connected and not host.has_left else ""
 
@@ -87,7 +89,15 @@ def _say(hosts: Sequence[Host], waiting: Mapping[int, View], blamed: Mapping[int
         lines.append(f"and {len(blamed) - _MOST_NAMED} more ranks that did not come")
     lines += [f"{_ranks(ranks)} for {what}" for what, ranks in _by_collective(others).items()]
     lines.append(f"what to do: {_advice(blamed, views, others)}")
-    return Verdict((f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}", *lines), tuple(blamed))
+    in_short = f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}"
+    is_sure = bool(blamed) and not any(_may_go_on(views.get(rank), why) for rank, why in blamed.items())
+    return Verdict((in_short, *lines), tuple(blamed), is_sure)
+
+
+def _may_go_on(view: View | None, why: str) -> bool:
+    if why or view is None:
+        return why != UNREACHABLE
+    return view.excuse == WORKS or view.process == UNINTERRUPTIBLE
 
 
 def _shown(frames: Sequence[str]) -> list[str]:
@@ -127,7 +137,7 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
 
 def name(view: View) -> str:
     """Return what a rank waits for, as the user knows it."""
-    if view.phase == "saving":
+    if view.phase == SAVING:
         return f"the checkpoint ({view.what})"
     if view.phase == "evaluation" and view.what != "gradients":
         return f"the evaluation ({view.what})"

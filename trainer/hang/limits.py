@@ -9,6 +9,8 @@ from trainer.hang.views import View
 
 LEAST_S, LONGEST_S = 30.0, 540.0
 """The longest is below the 600 s after which torch.distributed ends a job by itself."""
+START_S = 1800.0
+"""Until the first step: rank 0 may prepare the data, and the model is broadcast."""
 FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
@@ -52,10 +54,15 @@ class Limit:
         return self._given_s is not None
 
     @property
+    def longest(self) -> float:
+        """For what may go on by itself."""
+        return max(LONGEST_S, self.seconds)
+
+    @property
     def seconds(self) -> float:
         """Of this stage."""
         if self.stage == "start":
-            return max(self._given_s or 0.0, LONGEST_S)
+            return max(self._given_s or 0.0, START_S)
         if self._given_s is not None:
             return self._given_s
         # What an evaluation or a checkpoint takes is known once the job has come through one.

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,20 +34,32 @@ class Process:
     started: int
     """By which it is told from a later one of the same number; clock ticks since the boot."""
     cpu_s: float
-    """Processor time of its main thread."""
+    """Processor time of the thread that trains."""
 
 
-def look(pid: int, started: int = 0) -> Process:
+def look(pid: int, started: int = 0, thread: int = 0) -> Process:
     """Look at a process.
 
     Args:
         started: of the one that is meant; 0 takes any.
+        thread: the thread that trains; 0 is the main thread.
     """
     found = _read(Path(f"/proc/{pid}/stat"))
     if found is None or (started and found.started != started) or found.state in "ZX":
         return Process(GONE, started, 0.0)
-    thread = _read(Path(f"/proc/{pid}/task/{pid}/stat"))
-    return Process(thread.state, found.started, thread.cpu_s) if thread else found
+    trains = _read(Path(f"/proc/{pid}/task/{thread or pid}/stat"))
+    return Process(trains.state, found.started, trains.cpu_s) if trains else found
+
+
+def children_cpu_s(pid: int) -> float:
+    """Return the processor time of a process's children, such as the workers of its loaders."""
+    total = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            fields = path.read_text(errors="replace").rpartition(") ")[2].split()
+            if int(fields[1]) == pid:
+                total += (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return total
 
 
 def _read(path: Path) -> Process | None:
@@ -81,16 +94,29 @@ def ask_for_stacks(pid: int) -> bool:
     return False
 
 
-def collect_stacks(file: int, before: int) -> str:
-    """Return what was written to the file since it had `before` bytes; "" where nothing comes within 3 s."""
-    deadline, size = time.monotonic() + _WRITTEN_S, before
-    while time.monotonic() < deadline:
+def wait_for_stacks(files: Mapping[int, int]) -> None:
+    """Return once something was written to each file and no more comes, after 3 s in any case.
+
+    Args:
+        files: descriptors, and how many bytes each had before.
+    """
+    deadline, sizes = time.monotonic() + _WRITTEN_S, dict(files)
+    while files and time.monotonic() < deadline:
         time.sleep(_SETTLED_S)
-        now = os.fstat(file).st_size
-        if now == size > before:
-            break
-        size = now
+        now = {file: os.fstat(file).st_size for file in files}
+        if now == sizes and all(now[file] > before for file, before in files.items()):
+            return
+        sizes = now
+
+
+def read_stacks(file: int, before: int) -> str:
+    """Return what was written to the file since it had `before` bytes."""
     return os.pread(file, _MOST_BYTES, before).decode(errors="replace")
+
+
+def all_frames(stacks: str) -> list[Frame]:
+    """Return the frames of all threads."""
+    return [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(stacks)]
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:
@@ -102,8 +128,7 @@ def main_frames(stacks: str, thread: int) -> list[Frame]:
     """
     for part in re.split(r"\n\s*\n", stacks):
         if re.match(rf"\s*(?:Current thread|Thread) 0x0*{thread:x} ", part):
-            frames = [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(part)]
-            return [frame for frame in frames if not frame.path.endswith("/trainer/launch/marks.py")]
+            return [frame for frame in all_frames(part) if not frame.path.endswith("/trainer/launch/marks.py")]
     return []
 
 
@@ -112,9 +137,10 @@ _COMPILER = re.compile(
     r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile))\.py$|/triton/(compiler|backends)/"
 )
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)(/|\.py$)")
+_SAVES = re.compile(r"/torch/(serialization\.py$|distributed/checkpoint/)")
 _WAITS = (
     (re.compile(r"/torch/nn/parallel/distributed\.py$|/torch/autograd/graph\.py$"), "gradients"),
-    (re.compile(r"/torch/distributed/(?!elastic/)"), "torch.distributed"),
+    (re.compile(r"/torch/distributed/((distributed_c10d|_functional_collectives)\.py$|fsdp/)"), "torch.distributed"),
     (re.compile(r"/horovod/torch/"), "Horovod"),
 )
 
@@ -130,8 +156,8 @@ def is_debugged(frames: list[Frame]) -> bool:
 
 
 def saves(frames: list[Frame]) -> bool:
-    """Return whether `torch.save` or `torch.load` is at work, which a slow disk keeps from computing."""
-    return any(frame.path.endswith("/torch/serialization.py") for frame in frames)
+    """Return whether PyTorch writes or reads a file, which a slow disk keeps from computing."""
+    return any(_SAVES.search(frame.path) for frame in frames)
 
 
 def waits_in(frames: list[Frame], cpu: float) -> str:
@@ -141,6 +167,6 @@ def waits_in(frames: list[Frame], cpu: float) -> str:
         cpu: share of a processor that the main thread takes. In the backward pass of autograd one that waits takes
             none, and one that computes takes all.
     """
-    if not frames or (cpu > 0.5 and frames[0].path.endswith("/torch/autograd/graph.py")):
+    if not frames or (cpu > 0.2 and frames[0].path.endswith("/torch/autograd/graph.py")):
         return ""
     return next((what for pattern, what in _WAITS if pattern.search(frames[0].path)), "")

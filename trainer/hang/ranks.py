@@ -6,6 +6,7 @@ import mmap
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,23 +18,29 @@ from trainer.hang.looks import (
     SIGNAL,
     STOPPED,
     UNINTERRUPTIBLE,
-    Frame,
     Process,
+    all_frames,
     ask_for_stacks,
-    collect_stacks,
+    children_cpu_s,
     compiles,
     is_debugged,
     look,
     main_frames,
+    read_stacks,
     saves,
+    wait_for_stacks,
     waits_in,
 )
-from trainer.hang.views import WORKS, View
+from trainer.hang.views import SAVING, WORKS, View
 from trainer.launch.marks import SIZE, State, read_mark
 from trainer.launch.status import report_hang
 
 _LOOK_S = 1.0
+_WORKS = 0.1
+"""Share of a processor with which a thread or the children of a rank are at work, also on a busy host."""
 _TERMINATED_S = 3.0
+_MOST_TOLD = 32
+"""Ranks to blame that fit into a status file beside what is said of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,8 @@ class Address:
     """Its descriptor of the record of `trainer.launch.marks`."""
     stacks: int
     """Its descriptor of the file that it writes its stacks to."""
+    thread: int = 0
+    """The thread that trains, by the system's number; 0 is the main thread."""
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -74,6 +83,10 @@ class LocalRank:
         self.process = os.pidfd_open(address.pid)
         self._looked_at, self._look, self._cpu = 0.0, Process("S", 0, 0.0), 0.0
         self._state = "S"
+        self._last: tuple[int, ...] = ()
+        self._went_on = (0.0, 0.0)
+        """When it did something last, and its thread's processor time then."""
+        self._children_at, self._children_s, self._children_work = 0.0, 0.0, False
 
     @property
     def is_gone(self) -> bool:
@@ -84,6 +97,9 @@ class LocalRank:
         self._look_again(time.monotonic())
         mark = read_mark(self._marks[:])
         assert mark is not None  # noqa: S101 (it was one, and its head never changes)
+        last = (mark.events, mark.steps, mark.updates, mark.progress)
+        if last != self._last:
+            self._last, self._went_on = last, (self._looked_at, self._look.cpu_s)
         return View(
             rank=mark.rank, state=int(mark.state), what=mark.what, collectives=mark.collectives, steps=mark.steps,
             elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
@@ -93,11 +109,20 @@ class LocalRank:
     def _look_again(self, now: float) -> None:
         if (passed := now - self._looked_at) < _LOOK_S:
             return
-        found, before = look(self.address.pid, self.address.started), self._look
+        found, before = look(self.address.pid, self.address.started, self.address.thread), self._look
         self._cpu = min(1.0, (found.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
         # A healthy process is in uninterruptible sleep for moments.
         is_moment = found.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
         self._state, self._look, self._looked_at = "S" if is_moment else found.state, found, now
+
+    def note_children(self) -> None:
+        """Begin to measure what its children compute."""
+        self._children_at, self._children_s = time.monotonic(), children_cpu_s(self.address.pid)
+
+    def compare_children(self) -> None:
+        """Find out whether its children have computed since `note_children`."""
+        passed = max(0.1, time.monotonic() - self._children_at)
+        self._children_work = children_cpu_s(self.address.pid) - self._children_s > _WORKS * passed
 
     def ask(self) -> int | None:
         """Have it write its stacks; return how much was in the file before, or None where it cannot."""
@@ -106,18 +131,34 @@ class LocalRank:
         before = os.fstat(self._stacks).st_size
         return before if ask_for_stacks(self.address.pid) else None
 
+    @property
+    def file(self) -> int:
+        """The descriptor of its stacks."""
+        return self._stacks
+
     def with_stacks(self, before: int | None) -> View:
-        """Return what it does now, with the stacks that it was asked for."""
+        """Return what it does now, with the stacks that it was asked for and has written."""
         view = self.view()
         if before is None:
-            return view
-        stacks = collect_stacks(self._stacks, before)
+            # Where a disk does not answer in time, it may do so later; who is stopped or gone does nothing.
+            return replace(view, excuse=WORKS if view.process == UNINTERRUPTIBLE else "")
+        stacks = read_stacks(self._stacks, before)
         mark = read_mark(self._marks[:])
         frames = main_frames(stacks, mark.thread if mark else 0)
         view = replace(view, stacks=stacks, frames=tuple(map(str, frames)))
         if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu)):
             view = replace(view, state=int(State.WAITING), what=what)
-        return replace(view, excuse=_excuse(view, frames))
+        if is_debugged(frames):
+            return replace(view, excuse="debugger")
+        if compiles(all_frames(stacks)):  # of a backward pass on a GPU, autograd's thread does
+            return replace(view, excuse="compiles")
+        is_at_work = view.phase == SAVING or saves(frames) or self._works() or self._children_work
+        return replace(view, excuse=WORKS if is_at_work and not view.waits else "")
+
+    def _works(self) -> bool:
+        """Return whether its thread has computed since it did something last, other work beside it or not."""
+        since, cpu_s = self._went_on
+        return self._look.cpu_s - cpu_s > _WORKS * max(1.0, self._looked_at - since)
 
     def signal(self, number: int) -> None:
         with suppress(OSError):
@@ -152,12 +193,18 @@ class LocalRanks:
 
     def views_with_stacks(self) -> dict[int, View]:
         """Return what each rank does now, and its stacks. Takes up to 3 s."""
+        ranks = self.by_rank.values()
+        for rank in ranks:
+            rank.note_children()
         asked = {number: rank.ask() for number, rank in self.by_rank.items()}
+        wait_for_stacks({self.by_rank[number].file: size for number, size in asked.items() if size is not None})
+        for rank in ranks:
+            rank.compare_children()
         return {number: rank.with_stacks(asked[number]) for number, rank in self.by_rank.items()}
 
     def end(self, said: str, culprits: tuple[int, ...]) -> None:
         """End all ranks, and note why where `trainer run` finds it."""
-        message = f"{','.join(map(str, culprits))}: {said}"
+        message = f"{','.join(map(str, culprits[:_MOST_TOLD]))}: {said}"
         for number, wait_s in ((signal.SIGTERM, _TERMINATED_S), (signal.SIGKILL, 0.0)):
             for rank in self.by_rank:
                 report_hang(rank, message)
@@ -168,19 +215,11 @@ class LocalRanks:
                 select.select(self.running, [], [], 0.1)
 
 
-def _excuse(view: View, frames: list[Frame]) -> str:
-    if is_debugged(frames):
-        return "debugger"
-    if compiles(frames):
-        return "compiles"
-    is_at_work = view.state == State.BETWEEN and (view.cpu > 0.5 or saves(frames))
-    return WORKS if is_at_work else ""
-
-
 def own_address(rank: int, marks: int, stacks: int) -> Address:
     """Return where this process is found."""
     pid = os.getpid()
-    return Address(rank=rank, pid=pid, started=look(pid).started, marks=marks, stacks=stacks)
+    started, thread = look(pid).started, threading.get_native_id()
+    return Address(rank=rank, pid=pid, started=started, marks=marks, stacks=stacks, thread=thread)
 
 
 def address_from(fields: Mapping[str, Any]) -> Address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from trainer.hang.judge import Verdict
 from trainer.hang.views import Host, View
 
 PREFIX = "trainer: hang: "
+_WRITTEN_S = 3.0
 
 
 def say(lines: Sequence[str]) -> None:
@@ -25,13 +27,26 @@ def warn(text: str) -> None:
     say([f"trainer: WARNING: {text}"])
 
 
-def announce(verdict: Verdict, hosts: Sequence[Host], script: str) -> None:
-    """Print the verdict, and write it and all stacks into the run's folder."""
-    try:
-        place = f"every rank's stack is in {_write(verdict, hosts, script)}"
-    except OSError as error:
-        place = f"the ranks' stacks cannot be written: {error.strerror or error}"
-    say([f"{PREFIX}{line}" for line in (*verdict.lines, place)])
+def announce(verdict: Verdict) -> None:
+    """Print the verdict."""
+    say([f"{PREFIX}{line}" for line in verdict.lines])
+
+
+def write_stacks(verdict: Verdict, hosts: Sequence[Host], script: str) -> None:
+    """Write the verdict and all stacks into the run's folder, and print where. Takes 3 s at most."""
+    places = [f"the ranks' stacks cannot be written: the disk does not answer within {_WRITTEN_S:.0f} s"]
+
+    def write() -> None:
+        try:
+            places.append(f"every rank's stack is in {_write(verdict, hosts, script)}")
+        except OSError as error:
+            places.append(f"the ranks' stacks cannot be written: {error.strerror or error}")
+
+    # The file system may be what hangs.
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_WRITTEN_S)
+    say([f"{PREFIX}{places[-1]}"])
 
 
 def _write(verdict: Verdict, hosts: Sequence[Host], script: str) -> Path:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.hang.hub import SILENT_S
-from trainer.hang.judge import Verdict
+from trainer.hang.judge import Verdict, is_paused
 from trainer.hang.limits import Limit
 from trainer.hang.ranks import LocalRanks
-from trainer.hang.report import announce
+from trainer.hang.report import announce, write_stacks
 from trainer.hang.views import Host, View
-from trainer.hang.wire import Link, RefusedError, connect, is_timeout
+from trainer.hang.wire import Link, RefusedError, connect, is_refusal, is_timeout
 
 _REPORT_S = 1.0
 _AGAIN_S, _TRIES = 5.0, 6
@@ -35,7 +35,7 @@ class Spoke:
         self._limit = Limit(given_s, time.monotonic())
         self._link: Link | None = None
         self._is_done = self._is_lost = False
-        self._reported_at = self._next_try = 0.0
+        self._reported_at = self._next_try = self._next_look = 0.0
         self._failures = 0
         self._looks = False
         self._end: tuple[str, tuple[int, ...]] | None = None
@@ -68,12 +68,25 @@ class Spoke:
             self._talk(views, now)
         except (RefusedError, OSError, ValueError) as error:
             self._lose(error)
-        if self._is_lost and now - self._limit.progress_at > self._limit.seconds + SILENT_S:
-            name, ranks = self._hosts[0].name, self._hosts[0].ranks
-            text = f"no progress for {now - self._limit.progress_at:.0f} s: host unreachable: {name}, which has rank 0"
-            advice = "what to do: look whether the host runs and can be reached (`trainer doctor`)"
-            self._note(self._ranks.views_with_stacks(), now)
-            self.verdict = Verdict((f"{text}, seen from {self._hosts[self._own].name}", advice), ranks)
+        if is_paused([self._hosts[self._own]]):
+            self._limit.postpone(now)
+        elif self._is_lost and now >= self._next_look and self._idle_s(now) > self._limit.seconds + SILENT_S:
+            self._next_look = now + SILENT_S
+            self._judge(now)
+
+    def _idle_s(self, now: float) -> float:
+        return now - self._limit.progress_at
+
+    def _judge(self, now: float) -> None:
+        """Blame the host of rank 0 where ranks of this one wait, and none of them has an excuse."""
+        views = self._note(self._ranks.views_with_stacks(), now).values()
+        has_excuse = any(view.excuse for view in views) and self._idle_s(now) < self._limit.longest
+        if has_excuse or not any(view.waits for view in views):
+            return
+        name, ranks = self._hosts[0].name, self._hosts[0].ranks
+        text = f"no progress for {self._idle_s(now):.0f} s: host unreachable: {name}, which has rank 0"
+        advice = "what to do: look whether the host runs and can be reached (`trainer doctor`)"
+        self.verdict = Verdict((f"{text}, seen from {self._hosts[self._own].name}", advice), ranks)
 
     def leave(self) -> None:
         """Tell the hub that the ranks of this host have ended."""
@@ -88,7 +101,8 @@ class Spoke:
     def end(self) -> None:
         """End the ranks of this host."""
         if self.verdict is not None:
-            announce(self.verdict, self._hosts, self._script)
+            announce(self.verdict)
+            write_stacks(self.verdict, self._hosts, self._script)
             self._ranks.end(self.verdict.first, self.verdict.culprits)
         elif self._end is not None:
             self._ranks.end(*self._end)
@@ -136,7 +150,7 @@ class Spoke:
             self._link.close()
             self._link = None
         # A hub that has ended says so, or closes the connection; a host that is cut off does neither.
-        self._is_lost = self._is_lost or (was_proven and is_timeout(error))
+        self._is_lost = (self._is_lost or (was_proven and is_timeout(error))) and not is_refusal(error)
         self._failures += 1
         if not self._is_lost and (was_proven or self._failures >= _TRIES):
             self._is_done = True

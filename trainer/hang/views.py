@@ -9,7 +9,9 @@ from typing import Any
 from trainer.launch.marks import State
 
 WORKS = "works"
-"""Excuse of a rank that computes or saves outside all collectives, as where rank 0 alone evaluates."""
+"""Excuse of a rank that may be at work outside all collectives, as where rank 0 alone evaluates or saves."""
+SAVING = "saving"
+"""The phase of a rank that saves a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

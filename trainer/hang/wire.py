@@ -177,3 +177,8 @@ def is_timeout(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (
         110, 113, 101,  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
     )  # fmt: skip
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether the other side's host has answered that nobody listens there: it can be reached."""
+    return isinstance(error, ConnectionRefusedError)

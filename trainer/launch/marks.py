@@ -159,7 +159,9 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
 
     def __enter__(self) -> None:
         record = _own()
-        if record is not None and record.state != State.WAITING:
+        if record is not None and record.state == State.WAITING:
+            record.set(record.state, record.what, record.elements)  # which tells that a part of it has begun
+        elif record is not None:
             self._before = (record.state, record.what, record.elements)
             record.set(State.WAITING, self._what, self._elements)
             self._record = record
