@@ -127,6 +127,8 @@ class RunConfig(_Checked):
             yield f"{setting}, which does not go with reduction 'adasum'; valid with it is average"
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
+        if self.dynamic_graph and not setting.startswith("compression"):
+            yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
         if self.compression != "none" and not setting.startswith("compression"):
             yield f"{setting}, which averages weights: it does not go with compression {self.compression!r}"
 

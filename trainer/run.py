@@ -31,7 +31,6 @@ from trainer.strategies.base import Strategy
 from trainer.updates import Updates
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_CONTEXT = nullcontext()
 
 
 def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
@@ -63,8 +62,8 @@ class Run(RankNames):
         self.strategy = join(strategy, config)
         self.world = self.strategy.world
         self._updates = Updates(self.strategy, config)
-        joined = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
-        self._report = LoopReport(self.world, {"config": config.as_dict(), **joined})
+        facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
+        self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
         self._loaders = Loaders(self.strategy, config, self._updates.on_batch, self)
         self._checkpoints: Checkpoints | None = None
 
@@ -97,6 +96,7 @@ class Run(RankNames):
         if len(models) + len(optimizers) < len(objects):
             kinds = ", ".join(type(one).__name__ for one in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
+        self.average_weights()  # a model that is prepared again may be within a round of sync_every
         check_parameters(self.strategy, list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
@@ -142,8 +142,7 @@ class Run(RankNames):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward pass of a mean over the batch that was drawn last, weighted by that batch's samples.
 
-        The mean over ranks is then the mean over samples, in an uneven last batch and over an accumulated update too.
-        Call it before the next batch is drawn.
+        The mean over ranks is then that over samples, in uneven last batches too. Call it before the next is drawn.
 
         Raises:
             TrainerError: parameters were unfrozen after `prepare`, or a gradient was changed on its way.
@@ -176,7 +175,7 @@ class Run(RankNames):
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss under the precision of `init`."""
         dtype = _AUTOCAST.get(self.config.precision)
-        return torch.autocast(self.device.type, dtype=dtype) if dtype else _NO_CONTEXT
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
 
     def average_weights(self) -> None:
         """Give all ranks the same weights, where `sync_every` lets them differ, to use them between two updates.
@@ -219,6 +218,7 @@ class Run(RankNames):
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
+        self.average_weights()
         return whole_state(self.unwrap(model), keep=self.is_root)
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:

@@ -39,7 +39,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     if not keep:
         take_part(state)
         return {}
-    return {name: gather(one).cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
+    return {name: gather(one).to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()}
 
 
 def shard_like(whole: Tensor, like: Any) -> Any:
@@ -48,6 +48,17 @@ def shard_like(whole: Tensor, like: Any) -> Any:
 
     on_device = whole.detach().to(like.device)
     return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_as(whole: Any, own: Any) -> Any:
+    """Return nested containers with each tensor sharded as the one in its place in `own`, where that is sharded."""
+    if is_sharded(own) and isinstance(whole, Tensor) and not is_sharded(whole):
+        return shard_like(whole, own)
+    if isinstance(whole, dict) and isinstance(own, Mapping):
+        return {name: shard_as(value, own.get(name)) for name, value in whole.items()}
+    if isinstance(whole, list | tuple) and isinstance(own, list | tuple) and len(whole) == len(own):
+        return type(whole)(shard_as(*pair) for pair in zip(whole, own, strict=True))
+    return whole
 
 
 def shard_model_state(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:

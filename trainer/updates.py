@@ -230,8 +230,8 @@ class Updates:
                 self.scaler.before_step(optimizer)
             self._stepping.add(optimizer)
             return None
-        if self.scaler is not None or self._config.reduction == "adasum":
-            raise ConfigError("a closure goes with neither precision fp16 nor reduction adasum")
+        if self.scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
+            raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
         for synchronizer in self._synchronizers[optimizer]:
             synchronizer.before_backward()  # an earlier pass may be on its way
         self._stepping.add(optimizer)

@@ -75,6 +75,12 @@ def check_all_reduce_sums(strategy: Strategy) -> None:
         reduced = strategy.all_reduce(tensor)
         assert torch.equal(tensor.cpu(), torch.full((3, 5), float(ranks.sum())).to(dtype))
         assert torch.equal(reduced, tensor)
+        part = torch.full((4, 4), strategy.world.rank, dtype=dtype, device=strategy.world.device)
+        for collective, expected in ((strategy.all_reduce, float(ranks.sum())), (strategy.broadcast, 0.0)):
+            part.fill_(strategy.world.rank)
+            collective(part[:, 1:3])
+            assert part[:, 1:3].tolist() == [[expected] * 2] * 4
+            assert part[:, ::3].tolist() == [[strategy.world.rank] * 2] * 4, "beside the slice"
 
 
 def check_broadcast_brings_rank_0s_value(strategy: Strategy) -> None:

@@ -218,6 +218,7 @@ def check_gradients_of_no_sync_are_dropped_by_zero_grad(strategy: Strategy) -> N
 def check_a_rank_without_samples_follows_the_others_passes(strategy: Strategy) -> None:
     """Passes of two models in turns, one of which is called twice, and of none that the evaluation does not call."""
     generator, critic, unused = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double() for _ in range(3))
+    critic.requires_grad_(False)
     run = init(strategy)
     generator, critic, unused = run.prepare(generator, critic, unused)
     samples = strategy.world.size + 1  # the last step has one rank's

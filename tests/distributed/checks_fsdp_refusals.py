@@ -31,6 +31,16 @@ def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
         optimizer.step()
 
 
+def check_a_loss_on_parameters_from_before_is_refused(strategy: Strategy) -> None:
+    model = nn.Linear(2, 2)
+    held = list(model.parameters())
+    run = init(strategy)
+    forward, _ = run.prepare(model, sgd(model))
+    loss = forward(torch.ones(1, 2, device=run.device)).sum() + sum(one.square().sum() for one in held)
+    with pytest.raises(TrainerError, match=r"the loss holds .* as it was before run.prepare"):
+        run.backward(loss)
+
+
 def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight

@@ -97,6 +97,12 @@ def test_averages_of_weights_are_not_compressed(compression: str) -> None:
         TrainerConfig(sync_every=4, compression=compression)
 
 
+def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:
+    with pytest.raises(ConfigError, match="sync_every is 4, which does not go with dynamic_graph"):
+        TrainerConfig(sync_every=4, dynamic_graph=True)
+    assert TrainerConfig(compression="powersgd", dynamic_graph=True).dynamic_graph
+
+
 @pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("fp16", None), ("none", None)])
 def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
     assert TrainerConfig(compression=compression).powersgd_rank == rank

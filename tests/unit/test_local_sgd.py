@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
+from trainer.errors import TrainerError
 from trainer.strategies.flat import Transport
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer
@@ -187,16 +188,50 @@ def standing(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def test_two_optimizers_of_one_model_are_one_update() -> None:
-    threads = Threads(1)
+@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
+def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weights(outer: Outer | None) -> None:
+    threads = Threads(RANKS)
 
+    def job(rank: int, transport: Transport) -> Tensor:
+        one = Rank(rank, transport, every=2, full_updates=1, outer=outer)
+        optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in one.model.parameters()]
+        for step in range(5):
+            one.synchronizer.before_backward()
+            one.model.zero_grad()
+            loss(one.model, rank, step).backward()
+            one.synchronizer.after_backward()
+            one.synchronizer.finish()
+            for optimizer in optimizers:
+                optimizer.step()
+                one.synchronizer.after_step()
+        one.synchronizer.settle()
+        return one.weights()
+
+    first, second = threads.run(job)
+    assert torch.equal(first, second)
+    # A whole update's gradients, the averages of two rounds, and what the second optimizer has done since.
+    assert [name.partition(".")[0] for name, _ in threads.messages].count("weights") == 3
+
+
+def test_a_parameter_that_a_round_leaves_out_is_named() -> None:
     def job(rank: int, transport: Transport) -> None:
         one = Rank(rank, transport, every=2)
-        for _ in range(4):
-            one.synchronizer.before_backward()
+        one.synchronizer.before_backward()
+        one.model.weight.sum().backward()  # type: ignore[operator]
+        one.synchronizer.after_backward()
+        with pytest.raises(TrainerError, match="parameter bias got no gradient"):
             one.synchronizer.finish()
-            one.synchronizer.after_step()
-            one.synchronizer.after_step()
 
-    threads.run(job)
-    assert len(threads.messages) == 2
+    Threads(1).run(job)
+
+
+def test_anchors_are_kept_from_the_first_round_on() -> None:
+    def job(rank: int, transport: Transport) -> list[bool]:
+        one = Rank(rank, transport, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
+        kept = []
+        for _ in range(3):
+            one.train(1)
+            kept.append(bool(one.synchronizer.state_dict()["anchors"]))
+        return kept
+
+    assert Threads(RANKS).run(job) == [[False, False, True]] * RANKS

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
-from trainer.sharded import shard_model_state, shard_optimizer_state
+from trainer.sharded import shard_as, shard_model_state, shard_optimizer_state
 from trainer.strategies.base import Synchronizer
 
 
@@ -111,17 +111,19 @@ class Contents:
             model.load_state_dict(shard_model_state(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(state["state"], optimizer))
-        for synchronizer, state in zip(self.prepared.models.values(), found.get("synchronizers", ()), strict=False):
+        states = found.get("synchronizers") or [{}] * len(self.prepared.models)  # an older checkpoint has none
+        for synchronizer, state in zip(self.prepared.models.values(), states, strict=True):
             synchronizer.load_state_dict(state)  # takes what it can use: other settings than the checkpoint's are fine
         if self.prepared.scaler is not None:
             self.prepared.scaler.load_state_dict(found["scaler"])
         for name, one in self.objects.items():
             if type(one) is dict:
+                loaded = shard_as(found["objects"][name], one)
                 one.clear()
-                one.update(found["objects"][name])
+                one.update(loaded)
                 continue
             try:
-                one.load_state_dict(found["objects"][name])
+                one.load_state_dict(shard_as(found["objects"][name], one.state_dict()))
             except Exception as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.config import RunConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.world import World
 from trainer.sharded import is_sharded, shard_values
 from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state
@@ -50,13 +50,11 @@ class FSDPStrategy(ProcessGroupStrategy):
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         _check_settings(config, self.world)
         if isinstance(model, FSDPModule):
-            if model._trainer_fsdp != (config.fsdp, config.compile):
-                raise ConfigError("the model was prepared with other settings of fsdp; make it anew to change them")
+            if getattr(model, "_trainer_fsdp", None) != (config.fsdp, config.compile):
+                raise ConfigError("the model was sharded before, by fully_shard or with other settings; make it anew")
         else:
             self._shard(model, config)
         self.broadcast_tensors(model.buffers())
-        if not parameters:
-            return Synchronizer(model)
         sums_elsewhere = bool(config.fsdp.parameter_dtype or config.fsdp.reduce_dtype)
         return FSDPSynchronizer(model, self._passes, sums_elsewhere=sums_elsewhere)
 
@@ -81,6 +79,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             for name, parameter in before.items():
                 if after[name] is not parameter:
                     self._replaced[parameter] = after[name]
+                    if parameter.requires_grad:
+                        parameter.register_hook(partial(_refuse, name))
                     parameter.data = parameter.data.new_empty(0)  # who still holds it does not keep the memory
         model._trainer_fsdp = (settings, config.compile)  # type: ignore[assignment]
 
@@ -150,6 +150,12 @@ class FSDPStrategy(ProcessGroupStrategy):
             new = self.current(old)
             if new is not old and old in optimizer.state:
                 optimizer.state[new] = shard_values(optimizer.state.pop(old), new)
+
+
+def _refuse(name: str, _: object) -> None:
+    raise TrainerError(
+        f"the loss holds {name} as it was before run.prepare, which has sharded it since; take model.parameters() anew"
+    )
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -98,7 +98,7 @@ class FSDPSynchronizer(Synchronizer):
 
     def after_backward(self) -> None:
         self._is_running, self._mark = False, None
-        if self._is_local:
+        if self._is_local and self._trained:
             smallest = min(self._trained.values(), key=lambda one: one.numel())
             gradient = smallest.grad if smallest.grad is not None else torch.zeros_like(smallest)
             smallest.grad = gradient

@@ -53,12 +53,15 @@ class LocalSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(model)
         self._parameters, self._transport = dict(parameters), transport
+        self._guard = guard
         self._whole = WholeSynchronizer(model, parameters, guard, transport)
         self._every, self._full_updates, self._outer = every, full_updates, outer
         self.updates = self._in_round = 0
-        self._is_new = self._states_differ = False
+        self._is_new = self._states_differ = self._differs = False
         self._anchors: dict[str, Tensor] = {}
         self._velocities: dict[str, Tensor] = {}
+        self._has_begun = False
+        """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
         if outer is not None:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
@@ -74,34 +77,40 @@ class LocalSynchronizer(Synchronizer):
         self._is_new = True
         if self._is_synchronous:
             self._whole.before_backward()
+        elif not self._has_begun:
+            self._has_begun = True
+            for name, anchor in self._anchors.items():
+                anchor.copy_(self._parameters[name].detach())
 
     def after_backward(self) -> None:
         if self._is_synchronous:
             self._whole.after_backward()
+        else:
+            self._guard.note()
 
     def finish(self) -> None:
         if self._is_synchronous:
             self._whole.finish()
+        else:
+            self._guard.check_absent()
 
     def reopen(self) -> None:
         self._whole.reopen()
 
     def after_step(self) -> None:
         if not self._is_new:  # another optimizer's step on the same gradients
+            self._differs = self._has_begun
             return
         self._is_new = False
         was_synchronous, self.updates = self._is_synchronous, self.updates + 1
         if not was_synchronous:
-            self._in_round, self._states_differ = self._in_round + 1, True
+            self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
             if self._in_round == self._every:
                 self._average()
-        elif not self._is_synchronous:
-            for name, anchor in self._anchors.items():  # what the first round begins with
-                anchor.copy_(self._parameters[name].detach())
 
     @torch.no_grad()
     def _average(self) -> None:
-        self._in_round = 0
+        self._in_round, self._differs = 0, False
         means = mean_of_all([*self._parameters.values()], self._transport, "weights")
         for (name, parameter), mean in zip(self._parameters.items(), means, strict=True):
             parameter.copy_(mean if self._outer is None else self._outer_step(name, mean, self._outer))
@@ -114,7 +123,7 @@ class LocalSynchronizer(Synchronizer):
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
-        if self._in_round:
+        if self._differs:
             self._average()
         if not self._states_differ or not optimizers:
             return
@@ -127,20 +136,22 @@ class LocalSynchronizer(Synchronizer):
             for parameter in group["params"]
             if id(parameter) in own
             for value in optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and (value.shape, value.device) == (parameter.shape, parameter.device)
         ]
         for value, mean in zip(states, mean_of_all(states, self._transport, "states"), strict=True):
             value.copy_(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "local", "updates": self.updates, "anchors": self._anchors, "velocities": self._velocities}
+        anchors = self._anchors if self._has_begun else {}
+        return {"kind": "local", "updates": self.updates, "anchors": anchors, "velocities": self._velocities}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, anchor in self._anchors.items():  # the checkpoint's weights, which are loaded already
-            anchor.copy_(self._parameters[name].detach())
+        self._has_begun = False
         if state.get("kind") != "local":
             return
-        self.updates = state["updates"]
+        self.updates, self._has_begun = state["updates"], bool(state["anchors"])
         for own, found in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
             for name, tensor in own.items():
                 if name in found and found[name].shape == tensor.shape:

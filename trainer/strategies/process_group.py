@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +59,10 @@ class ProcessGroupStrategy(Strategy):
             rendezvous.close()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
+        return _in_place(dist.all_reduce, tensor)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=0)
-        return tensor
+        return _in_place(partial(dist.broadcast, src=0), tensor)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         box = [value]
@@ -83,3 +83,10 @@ class ProcessGroupStrategy(Strategy):
             # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
             # already shutting down by then, they abort the process (1 run in 6, measured).
             time.sleep(_GLOO_SHUTDOWN_S)
+
+
+def _in_place(collective: Callable[[Tensor], object], tensor: Tensor) -> Tensor:
+    """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies, without strides."""
+    dense = tensor.contiguous()
+    collective(dense)
+    return tensor if dense is tensor else tensor.copy_(dense)
