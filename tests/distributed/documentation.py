@@ -133,7 +133,9 @@ ON_NODE_A = {
         is_slow=True,
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server --scaling weak "
-    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(),
+    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(
+        is_slow=True
+    ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ring --scaling strong --steps 200 --repeats 2 "
     "examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(is_slow=True),
     "python scripts/scaling_test.py --hosts localhost:2 --scaling weak --strategies horovod,ddp,ring,parameter_server "

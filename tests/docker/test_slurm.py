@@ -140,6 +140,7 @@ def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None
     assert re.findall(r"Restarts=(\d+)", shown) == ["1", "1"], shown
 
 
+@pytest.mark.slow
 def test_ranks_that_are_starting_are_told_later(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "early", *training("early", 2))
     log = f"runs/early-{job.job}/rank-0.log"  # is there before a rank handles the signal
