@@ -141,8 +141,10 @@ def test_a_job_listens_where_the_table_says(name: str, tmp_path: Path, monkeypat
             time.sleep(0.1)
         assert job.text().count("ready") == ranks, job.text()
         found = found_in(job)
-        # Where the host's own name is one for the loopback address, its ports do not show it.
-        assert job.text().count("interface of Gloo: lo.") == (ranks if "ddp" in JOBS[name] else 0), job.text()
+        # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
+        # MASTER_ADDR is a loopback address, Gloo chooses by itself.
+        is_chosen = "ddp" in JOBS[name] and "hosts" not in JOBS[name]
+        assert job.text().count("interface of Gloo: lo.") == (ranks if is_chosen else 0), job.text()
         (tmp_path / "go").touch()
         assert job.process.wait(60) == 0, job.text()
     always = expected(JOBS[name], ranks)

@@ -24,6 +24,7 @@ from trainer.tuning.horovod import gradient_groups
 
 _REDUCIBLE = (torch.float16, torch.float32, torch.float64)
 _NUMBERS = itertools.count()
+_VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 _UNTIL_ASKED = 2**62
 """Backward passes after which Horovod would send a gradient by itself."""
 
@@ -43,6 +44,9 @@ class HorovodStrategy(Strategy):
                 "srun started these ranks without PMIx, so MPI cannot connect them; start with `srun --mpi=pmix`, "
                 "or take horovodrun inside the allocation"
             )
+        if world.launcher == "torchrun" and world.size > 1:
+            # MPI would start as a job of one rank, and end this process where it cannot.
+            raise ConfigError(f"strategy 'horovod' cannot join the ranks that torchrun started; {_VALID_LAUNCHERS}")
         # Horovod and Open MPI read these when they start, so they are set before they are imported.
         self.tuning = tune(world, horovod=True)
         self._hvd = _import_horovod()
@@ -70,7 +74,7 @@ class HorovodStrategy(Strategy):
             raise ConfigError(
                 f"strategy 'horovod' cannot join the ranks that {self.world.launcher} started: this is rank "
                 f"{self.world.rank} of {self.world.size} there, and {found[0]} of {found[1]} in Horovod; "
-                "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
+                f"{_VALID_LAUNCHERS}"
             )
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
