@@ -75,5 +75,5 @@ def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
 def check_other_settings_for_a_sharded_model_are_refused(strategy: Strategy) -> None:
     model = make_transformer()
     init(strategy).prepare(model)
-    with pytest.raises(ConfigError, match="was prepared with other settings of fsdp"):
+    with pytest.raises(ConfigError, match="was sharded before, by fully_shard or with other settings"):
         init(strategy, fsdp=FsdpConfig(blocks=())).prepare(model)

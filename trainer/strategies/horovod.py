@@ -115,8 +115,9 @@ class HorovodStrategy(Strategy):
         return gradient_groups(model)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        reduced: Tensor = self._hvd.allreduce_(tensor, op=self._hvd.Sum)
-        return reduced
+        dense = tensor.contiguous()  # which Horovod requires
+        self._hvd.allreduce_(dense, op=self._hvd.Sum)
+        return tensor if dense is tensor else tensor.copy_(dense)
 
     def send_gradients(self, flat: Tensor, name: str) -> Tensor:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
