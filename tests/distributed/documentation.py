@@ -172,7 +172,7 @@ ELSEWHERE = {
         'os.environ.get("TRAINER_UNPROTECTED_HOROVOD"',
     ),
     "make run": (".ci/run", "make run "),
-    "make test": (".ci/run", "make test\n"),
+    "make test": (".ci/run", "make test ARGS="),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
     "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py
