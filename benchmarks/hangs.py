@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.hang_hosts import ADDRESSES, hosts, on_host
+from benchmarks.two_hosts import ADDRESSES, hosts, on_host
 from tests.distributed.harness import BIN, MARK, ROOT, command_for, kill_job, processes_of
 
 JOB = str(ROOT / "benchmarks" / "hang_job.py")

@@ -40,7 +40,7 @@ def hosts(folder: Path) -> Iterator[dict[str, str]]:
     _remove()
     try:
         _ip("link", "add", "hang-va", "type", "veth", "peer", "name", "hang-vb")
-        for (name, address), end in zip(ADDRESSES.items(), ("hang-va", "hang-vb"), strict=True):
+        for (name, address), end in ((one, end_of(one[0])) for one in ADDRESSES.items()):
             _ip("netns", "add", name)
             etc = Path("/etc/netns", name)
             etc.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,11 @@ def hosts(folder: Path) -> Iterator[dict[str, str]]:
         yield {"CUT_OFF": CUT_OFF, "TRAINER_NETWORK": NETWORK, "PATH_FIRST": str(programs)}
     finally:
         _remove()
+
+
+def end_of(host: str) -> str:
+    """Return the host's end of the link."""
+    return host.replace("-", "-v")
 
 
 def on_host(name: str, command: Sequence[str]) -> list[str]:
