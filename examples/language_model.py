@@ -1,4 +1,4 @@
-"""A language model of bytes, with a loop of one's own. Read it beside language_model_plain.py.
+"""A byte-level transformer, trained with a loop of one's own. Read it beside language_model_plain.py.
 
 python examples/language_model.py
 horovodrun -np 2 python examples/language_model.py --size 10m --bf16

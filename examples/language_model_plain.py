@@ -1,4 +1,4 @@
-"""A language model of bytes, in plain PyTorch on one device. Read it beside language_model.py.
+"""A byte-level transformer, trained in plain PyTorch on one device. Read it beside language_model.py.
 
 python examples/language_model_plain.py
 python examples/language_model_plain.py --size 10m --bf16
