@@ -136,3 +136,19 @@ def test_a_hang_is_noted_in_the_file_of_another_process_and_stays(file: Path) ->
     found = read(file)
     assert (found.error, found.message, found.phase) == ("hang", "1: rank 1 did not come", "training")
     status.report_hang(3, "nobody's")  # has no file
+
+
+@pytest.mark.parametrize("job", ["abc", None])
+def test_a_hang_is_not_noted_in_a_folder_that_another_user_could_have_made(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: str | None
+) -> None:
+    folder = tmp_path / folder_name("", os.geteuid())
+    folder.mkdir()
+    (folder / "rank-1").write_bytes(bytes(status.SIZE))
+    if job is None:
+        monkeypatch.delenv("TRAINER_JOB")
+    else:
+        monkeypatch.setattr(status, "is_own", lambda _: False)
+    status.report_hang(1, "1: rank 1 did not come")
+    assert (folder / "rank-1").read_bytes() == bytes(status.SIZE)
+    assert read(file).error == ""

@@ -102,10 +102,9 @@ def is_own(folder: Path) -> bool:
 def report_join(place: Place) -> None:
     """Make the status file of this rank, which is about to join the others."""
     global _file
-    job = os.environ.get(JOB)
-    if not job or _file is not None:
+    folder = _own_folder()
+    if folder is None or _file is not None:
         return
-    folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
     with suppress(OSError):  # a full disk ends no training that does not need the disk
         folder.mkdir(mode=0o700, exist_ok=True)
         if is_own(folder):
@@ -189,10 +188,18 @@ def report_failure(kind: str, message: str, place: Place) -> None:
 
 def report_hang(rank: int, message: str) -> None:
     """Note in the file of another process, a rank of this host, that the job is ended because it hangs."""
-    path = Path(tempfile.gettempdir(), folder_name(os.environ.get(JOB, ""), os.geteuid()), f"rank-{rank}")
-    with suppress(OSError), path.open("r+b") as file:
+    folder = _own_folder()
+    if folder is None or not is_own(folder):
+        return
+    with suppress(OSError), (folder / f"rank-{rank}").open("r+b") as file:
         file.seek(_AT_TEXTS + 16)
         file.write(struct.pack("80s512s", HANG.encode(), message.encode()[:512]))
+
+
+def _own_folder() -> Path | None:
+    """Return the folder of this job's status files; None without a job."""
+    job = os.environ.get(JOB)
+    return Path(tempfile.gettempdir(), folder_name(job, os.geteuid())) if job else None
 
 
 def report_end(how: str) -> None:
