@@ -115,6 +115,12 @@ def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Pat
     assert read(record).folder == "runs/one"
 
 
+def test_a_loop_without_a_loader_of_ours_trains_again_after_a_checkpoint(record: Path) -> None:
+    report_phase("saving")
+    UpdateCounter().on_step(has_loader=False)
+    assert read(record).phase == "training"
+
+
 def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", {"checkpoints": ""}, tensorboard=False)
     assert read(record).folder == str(folder.path)

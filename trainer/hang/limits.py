@@ -16,7 +16,7 @@ _LATELY = 100
 _FIRST_STEPS = 3
 """The first ones compile, allocate and connect."""
 TRAINING = {"", "joining", "joined", "training"}
-"""Phases of a rank that trains; a loop without a loader of ours reports none after it has joined."""
+"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
 
 
 class Limit:

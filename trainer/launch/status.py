@@ -153,6 +153,8 @@ class UpdateCounter:
     def on_step(self, has_loader: bool) -> None:
         """Note a step of an optimizer. Those of several optimizers on a loader's batch are one update."""
         marks.note_step()
+        if not has_loader:
+            report_phase("training")  # no batch says so: a checkpoint's phase would never end
         if not (has_loader and self._is_counted):
             self.count += 1
             self._is_counted = True
