@@ -122,7 +122,7 @@ def _fail(*_: object, **__: object) -> Any:
     raise OSError(1, "not permitted")
 
 
-@pytest.mark.parametrize("place", ["address_toward", "serve", "job_secret"])
+@pytest.mark.parametrize("place", ["address_toward", "serve", "token_of"])
 def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:

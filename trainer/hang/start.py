@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import hashlib
-import hmac
 import json
 import math
 import os
@@ -25,16 +23,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
-from trainer.hang.ranks import SIGNAL, own_address
+from trainer.hang.looks import SIGNAL
+from trainer.hang.ranks import own_address
 from trainer.hang.report import warn
 from trainer.hang.watcher import IGNORED
 from trainer.hang.wire import serve
+from trainer.launch.environment import HANG_TIMEOUT
 from trainer.launch.marks import ENDED, close_record, note_phase, open_record
 from trainer.launch.network import address_toward, host_id
-from trainer.launch.secret import job_secret
+from trainer.launch.secret import token_of
 from trainer.launch.world import World
 
-VARIABLE = "TRAINER_HANG_TIMEOUT"
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
 
 
@@ -66,7 +65,7 @@ def hang_timeout_s(given: float | None, environ: Any = os.environ) -> float | No
     Raises:
         ConfigError: TRAINER_HANG_TIMEOUT is not a number of seconds.
     """
-    text = environ.get(VARIABLE, "")
+    text = environ.get(HANG_TIMEOUT, "")
     if not text:
         return given
     try:
@@ -74,7 +73,7 @@ def hang_timeout_s(given: float | None, environ: Any = os.environ) -> float | No
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"{VARIABLE} is {text!r}; valid is a number of seconds, or 0 to watch for no hangs")
+        raise ConfigError(f"{HANG_TIMEOUT} is {text!r}; valid is a number of seconds, or 0 to watch for no hangs")
     return seconds
 
 
@@ -154,13 +153,12 @@ def _settings(entries: Sequence[Entry], own: Entry, plan: dict[str, Any]) -> dic
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry.host, []).append(rank)
-    parts = "\n".join(entry.part for entry in entries)
     return {
         **plan,
         "hosts": [{"name": host.split()[0], "ranks": some} for host, some in ranks.items()],
         "own": list(ranks).index(own.host),
         "addresses": {rank: entries[rank].address for rank in ranks[own.host] if entries[rank].address},
-        "token": hmac.new(job_secret().encode(), b"watch\n" + parts.encode(), hashlib.sha256).hexdigest(),
+        "token": token_of(["watch", *(entry.part for entry in entries)]),
         "script": Path(sys.argv[0]).stem or "run",
     }
 

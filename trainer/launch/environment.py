@@ -10,6 +10,8 @@ from trainer.errors import ConfigError
 
 SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
 """Holds the job's secret, where the supervisor or the user gives the ranks one."""
+HANG_TIMEOUT = "TRAINER_HANG_TIMEOUT"
+"""Holds the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.environment import SECRET
@@ -47,4 +47,13 @@ def job_token(rendezvous: Rendezvous, world: World) -> str:
     parts = rendezvous.all_gather(own)
     if parts[world.rank] != own:
         raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
+    return token_of(parts)
+
+
+def token_of(parts: Iterable[str]) -> str:
+    """Return 64 hexadecimal digits that follow from the job's secret and from what all ranks have added.
+
+    Raises:
+        ConfigError: the secret can be guessed.
+    """
     return hmac.new(job_secret().encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 from trainer.errors import ConfigError
+from trainer.launch.environment import HANG_TIMEOUT
 from trainer.supervise.attempt import Attempt, Running, Times
 from trainer.supervise.events import Events
 from trainer.supervise.folder import locked, read_former, write_job
@@ -34,7 +35,7 @@ def supervise(options: Options) -> int:
         TrainerError: its folder cannot be written.
     """
     if options.hang_timeout_s is not None:
-        os.environ["TRAINER_HANG_TIMEOUT"] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
+        os.environ[HANG_TIMEOUT] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
     with locked(options.folder), Signals() as signals:
         events = Events(options.folder / "events.jsonl")
         path = environment_for("")["PATH"]
