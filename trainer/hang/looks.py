@@ -35,6 +35,7 @@ class Process:
     """By which it is told from a later one of the same number; clock ticks since the boot."""
     cpu_s: float
     """Processor time of the thread that trains."""
+    parent: int = 0
 
 
 def look(pid: int, started: int = 0, thread: int = 0) -> Process:
@@ -53,20 +54,16 @@ def look(pid: int, started: int = 0, thread: int = 0) -> Process:
 
 def children_cpu_s(pid: int) -> float:
     """Return the processor time of a process's children, such as the workers of its loaders."""
-    total = 0.0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            fields = path.read_text(errors="replace").rpartition(") ")[2].split()
-            if int(fields[1]) == pid:
-                total += (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return total
+    found = map(_read, Path("/proc").glob("[0-9]*/stat"))
+    return sum(process.cpu_s for process in found if process is not None and process.parent == pid)
 
 
 def _read(path: Path) -> Process | None:
     with suppress(OSError, IndexError, ValueError):
         # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
         fields = path.read_text(errors="replace").rpartition(") ")[2].split()
-        return Process(fields[0], int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS_S)
+        cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
+        return Process(fields[0], int(fields[19]), cpu_s, parent=int(fields[1]))
     return None
 
 

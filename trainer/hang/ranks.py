@@ -11,11 +11,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from trainer.hang.looks import (
     GONE,
-    SIGNAL,
     STOPPED,
     UNINTERRUPTIBLE,
     Process,
@@ -79,6 +77,7 @@ class LocalRank:
         mark = read_mark(self._marks[:])
         if mark is None or (mark.pid, mark.rank) != (address.pid, address.rank):
             raise OSError("its marks are another process's")
+        self._thread = mark.thread
         self._stacks = os.open(f"/proc/{address.pid}/fd/{address.stacks}", os.O_RDONLY)
         self.process = os.pidfd_open(address.pid)
         self._looked_at, self._look, self._cpu = 0.0, Process("S", 0, 0.0), 0.0
@@ -143,8 +142,7 @@ class LocalRank:
             # Where a disk does not answer in time, it may do so later; who is stopped or gone does nothing.
             return replace(view, excuse=WORKS if view.process == UNINTERRUPTIBLE else "")
         stacks = read_stacks(self._stacks, before)
-        mark = read_mark(self._marks[:])
-        frames = main_frames(stacks, mark.thread if mark else 0)
+        frames = main_frames(stacks, self._thread)
         view = replace(view, stacks=stacks, frames=tuple(map(str, frames)))
         if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu)):
             view = replace(view, state=int(State.WAITING), what=what)
@@ -220,11 +218,3 @@ def own_address(rank: int, marks: int, stacks: int) -> Address:
     pid = os.getpid()
     started, thread = look(pid).started, threading.get_native_id()
     return Address(rank=rank, pid=pid, started=started, marks=marks, stacks=stacks, thread=thread)
-
-
-def address_from(fields: Mapping[str, Any]) -> Address:
-    """Return the address that `as_dict` has described."""
-    return Address(**fields)
-
-
-__all__ = ["SIGNAL", "Address", "LocalRank", "LocalRanks", "address_from", "own_address"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.hang.hub import Hub
-from trainer.hang.ranks import LocalRanks, address_from
+from trainer.hang.ranks import Address, LocalRanks
 from trainer.hang.report import warn
 from trainer.hang.spoke import Spoke
 from trainer.hang.views import Host
@@ -33,7 +33,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     settings = json.loads(sys.stdin.buffer.read())
-    ranks = LocalRanks({int(rank): address_from(one) for rank, one in settings["addresses"].items()})
+    ranks = LocalRanks({int(rank): Address(**one) for rank, one in settings["addresses"].items()})
     if ranks.problems:
         rank, problem = next(iter(ranks.problems.items()))
         warn(f"hangs are not watched for on rank {rank}: {problem}")
