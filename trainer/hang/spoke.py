@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -125,7 +126,7 @@ class Spoke:
         for message in self._link.receive():
             self._obey(message)
         if now - self._link.heard_at > SILENT_S:
-            raise TimeoutError(110, "the hub is silent")
+            raise TimeoutError(errno.ETIMEDOUT, "the hub is silent")
         if self._link.is_proven:
             self._is_lost = False
         if self._looks:

@@ -6,6 +6,7 @@ over both. A message is its length, an HMAC over its direction, its number and i
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import secrets
@@ -174,9 +175,7 @@ def connect(endpoint: str, token: str) -> Link:
 
 def is_timeout(error: Exception) -> bool:
     """Return whether the other side has stopped to answer, in contrast to one that has ended."""
-    return isinstance(error, OSError) and error.errno in (
-        110, 113, 101,  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
-    )  # fmt: skip
+    return isinstance(error, OSError) and error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def is_refusal(error: Exception) -> bool:
