@@ -1,72 +1,24 @@
-"""The hub and the other watchers: their messages are proven, and a host that is silent is found."""
+"""The hub: it hears the other watchers alone, and finds a host that is silent."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
+from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, run, waiting
 from trainer.hang import hub as hub_module
 from trainer.hang import limits as limits_module
 from trainer.hang import report, wire
 from trainer.hang.hub import Hub
-from trainer.hang.ranks import LocalRanks
 from trainer.hang.spoke import Spoke
 from trainer.hang.views import WORKS, Host, View
-from trainer.hang.wire import Link, RefusedError, connect, is_timeout, serve
+from trainer.hang.wire import Link, RefusedError, connect, is_timeout
 from trainer.launch.marks import State
 
-TOKEN = "ab" * 32
-
-
-class Ranks(LocalRanks):
-    """Ranks of a host that are no processes."""
-
-    def __init__(self, *views: View) -> None:
-        super().__init__({})
-        self.seen = {view.rank: view for view in views}
-        self.ended: tuple[str, tuple[int, ...]] | None = None
-
-    def views(self) -> dict[int, View]:
-        return dict(self.seen)
-
-    def views_with_stacks(self) -> dict[int, View]:
-        return dict(self.seen)
-
-    def end(self, said: str, culprits: tuple[int, ...]) -> None:
-        self.ended = (said, culprits)
-
-
-def waiting(rank: int, steps: int = 9) -> View:
-    return View(rank=rank, state=State.WAITING, what="gradients", steps=steps)
-
-
-def both() -> list[Host]:
-    return [Host("a", (0,)), Host("b", (1,))]
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with serve("127.0.0.1") as server:
-        yield server
-
-
-def endpoint(listener: socket.socket) -> str:
-    return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def make(listener: socket.socket, ranks: Ranks, given_s: float = 0.2) -> Hub:
-    return Hub(both(), ranks, listener, TOKEN, given_s, "job")
-
-
-def run(*watchers: Hub | Spoke, seconds: float = 3.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not any(one.verdict for one in watchers):
-        for one in watchers:
-            one.tick()
-        time.sleep(0.01)
+__all__ = ["listener"]
 
 
 def test_the_hub_hears_the_other_host_and_names_the_rank_that_does_not_wait(
@@ -206,30 +158,6 @@ def test_a_watcher_that_never_connects_is_said_once(
     monkeypatch.setattr(hub_module, "SILENT_S", 0.1)
     run(make(listener, Ranks(View(rank=0))), seconds=0.4)
     assert capfd.readouterr().err.count("the watcher of b has not connected") == 1
-
-
-def test_the_hosts_without_rank_0_say_that_its_host_is_unreachable(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.hang.spoke.SILENT_S", 0.3)
-    hub = make(listener, Ranks(waiting(0)), 60.0)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.2, "job")
-    run(hub, spoke, seconds=0.3)
-    listener.close()
-    run(spoke)
-    assert spoke.verdict is not None
-    assert "host unreachable: a, which has rank 0, seen from b" in spoke.verdict.first
-    hub.leave()
-
-
-def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket) -> None:
-    hub = make(listener, Ranks(waiting(0)), 60.0)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.1, "job")
-    run(hub, spoke, seconds=0.2)
-    hub.leave()
-    run(spoke, seconds=0.5)
-    assert spoke.verdict is None
-    assert not spoke.must_end
 
 
 def test_who_does_not_know_the_token_is_not_heard(listener: socket.socket) -> None:
