@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,12 +29,25 @@ from trainer.hang.looks import (
     wait_for_stacks,
     waits_in,
 )
-from trainer.hang.ranks import LocalRank, LocalRanks, own_address
+from trainer.hang.ranks import Address, LocalRank, LocalRanks, own_address
+from trainer.hang.views import WORKS
 from trainer.launch import marks
+from trainer.launch.marks import State
+from trainer.launch.status import read_status
 
 # Computes in C and never lets go of the interpreter's lock.
 SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
 SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
+# Joins as rank 0 of a job, and sleeps.
+JOINS = """
+import json, time
+from trainer.hang.ranks import own_address
+from trainer.launch import marks, status
+from trainer.launch.environment import Launch
+status.report_join(Launch(rank=0, size=2))
+print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
+time.sleep(60)
+"""
 SITE = "/usr/lib/python3.11/site-packages"
 
 
@@ -146,6 +161,60 @@ def test_children_that_compute_are_seen(computes: bool) -> None:
             assert (children_cpu_s(os.getpid()) - before > 0.04) is computes
         finally:
             child.kill()
+
+
+@pytest.fixture
+def own_rank() -> Iterator[LocalRank]:
+    """This process as rank 0."""
+    record = marks.open_record(0)
+    assert record is not None
+    yield LocalRank(own_address(0, record, record))
+    marks.close_record()
+
+
+@pytest.mark.parametrize(
+    ("path", "phase", "seen"),
+    [
+        ("/home/me/train.py", "training", (State.BETWEEN, "")),
+        ("/home/me/train.py", "saving", (State.BETWEEN, WORKS)),
+        (f"{SITE}/torch/serialization.py", "training", (State.BETWEEN, WORKS)),
+        (f"{SITE}/torch/_inductor/async_compile.py", "training", (State.BETWEEN, "compiles")),
+        ("/usr/lib/python3.11/pdb.py", "saving", (State.BETWEEN, "debugger")),
+        (f"{SITE}/torch/distributed/distributed_c10d.py", "saving", (State.WAITING, "")),
+    ],
+)
+def test_what_a_stack_excuses(
+    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[State, str]
+) -> None:
+    stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
+    monkeypatch.setattr("trainer.hang.ranks.read_stacks", lambda *_: stacks)
+    marks.note_phase(phase)
+    view = own_rank.with_stacks(0)
+    assert (view.state, view.excuse) == seen
+
+
+def test_a_rank_whose_loader_computes_is_at_work(own_rank: LocalRank) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as worker:
+        own_rank.note_children()
+        time.sleep(0.5)
+        own_rank.compare_children()
+        worker.kill()
+    assert own_rank.with_stacks(0).excuse == WORKS
+
+
+def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINER_JOB", "abc")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", JOINS], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = Address(**json.loads(process.stdout.readline()))
+        LocalRanks({0: address}).end("no progress", (0,))
+        assert process.wait(timeout=5) == -signal.SIGTERM
+    (file,) = tmp_path.glob("*/rank-0")
+    found = read_status(file.read_bytes())
+    assert found is not None
+    assert (found.error, found.message) == ("hang", "0: no progress")
 
 
 def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
