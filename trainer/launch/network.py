@@ -42,9 +42,8 @@ def address_toward(host_ids: Sequence[str]) -> str:
     others = sorted({other.split()[0] for other in host_ids if other != host_id()})
     if not others:
         return "127.0.0.1"
-    for address in (_of_user(), _of_launcher(), *map(route_to, (os.environ.get("MASTER_ADDR", ""), *others))):
-        if address and not ip_address(address).is_loopback:
-            return address
+    if address := _address_toward(os.environ.get("MASTER_ADDR", ""), *others):
+        return address
     raise ConfigError(
         f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_NETWORK to "
         "the network that they share, as in 10.0.0.0/24"
@@ -106,9 +105,11 @@ def address_toward_master(*, is_one_host: bool) -> str | None:
     Args:
         is_one_host: whether all ranks are on this host.
     """
-    if is_one_host:
-        return "127.0.0.1"
-    for address in (_of_user(), _of_launcher(), route_to(os.environ.get("MASTER_ADDR", ""))):
+    return "127.0.0.1" if is_one_host else _address_toward(os.environ.get("MASTER_ADDR", ""))
+
+
+def _address_toward(*hosts: str) -> str | None:
+    for address in (_of_user(), _of_launcher(), *map(route_to, hosts)):
         if address and not ip_address(address).is_loopback:
             return address
     return None
