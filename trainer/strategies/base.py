@@ -96,7 +96,10 @@ class Strategy(ABC):
     """
 
     shards = False
-    """Whether each rank keeps a part of the parameters only: `prepare` then moves the model to the device as well."""
+    """Whether each rank keeps a part of the parameters, and of their gradients, only.
+
+    `prepare` then moves the model to the device as well.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -106,8 +109,6 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
-        self.has_whole_gradients = True
-        """Whether each rank computes all parameters' gradients, which compression powersgd and sync_every need."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

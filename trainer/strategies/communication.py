@@ -54,7 +54,7 @@ def _transport(strategy: Strategy) -> Transport:
 
 
 def _check(strategy: Strategy, model: nn.Module, setting: str) -> None:
-    if not strategy.has_whole_gradients:
+    if strategy.shards:
         name = type(strategy).__name__.removesuffix("Strategy")
         raise ConfigError(f"{setting}, and under {name} no rank has whole gradients; valid there is none")
     for path, module in model.named_modules():
