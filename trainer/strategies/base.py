@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
+from trainer.errors import ConfigError
 from trainer.launch.marks import note_waits
 from trainer.launch.world import World
 
@@ -186,6 +187,13 @@ class Strategy(ABC):
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""
         self.broadcast_tensors(model.buffers())
+
+
+def check_dense(model: nn.Module, taker: str) -> None:
+    """Raise `ConfigError` for a module with sparse gradients; `taker` says what it is that takes dense ones."""
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise ConfigError(f"{path} has sparse gradients, and {taker} dense ones; set sparse=False")
 
 
 def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:

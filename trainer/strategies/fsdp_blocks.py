@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import ConfigError
 from trainer.fsdp_config import FsdpConfig
+from trainer.strategies.base import check_dense
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -65,11 +66,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig) -> None:
     """Raise `ConfigError` for a model that cannot be sharded, or cannot be with these settings."""
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise ConfigError(
-                f"{path} has sparse gradients, and strategy 'fsdp' exchanges dense ones; set sparse=False"
-            )
+    check_dense(model, "strategy 'fsdp' exchanges")
     if config.checkpoint_activations:
         if not blocks:
             raise ConfigError("fsdp's checkpoint_activations computes blocks again, and there are none; name blocks")
