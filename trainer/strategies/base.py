@@ -189,6 +189,13 @@ class Strategy(ABC):
         self.broadcast_tensors(model.buffers())
 
 
+def in_place(collective: Callable[[Tensor], object], tensor: Tensor) -> Tensor:
+    """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies, and Horovod no strides."""
+    dense = tensor.contiguous()
+    collective(dense)
+    return tensor if dense is tensor else tensor.copy_(dense)
+
+
 def check_dense(model: nn.Module, taker: str) -> None:
     """Raise `ConfigError` for a module with sparse gradients; `taker` says what it is that takes dense ones."""
     for path, module in model.named_modules():
