@@ -106,19 +106,19 @@ def train(settings: dict[str, Any], updates: int) -> None:
 
 
 @contextmanager
-def slow_hosts(rate: str) -> Iterator[dict[str, str]]:
-    """Two hosts whose link carries `rate` in each direction; yields what their environment needs.
+def slow_hosts(rate: str) -> Iterator[None]:
+    """Context with two hosts whose link carries `rate` in each direction.
 
     Raises:
         TrainerError: they cannot be made, or there is no such rate.
     """
     try:
-        with TemporaryDirectory() as folder, hosts(Path(folder)) as env:
+        with TemporaryDirectory() as folder, hosts(Path(folder)):
             for host in ADDRESSES:
                 # Up to 20 ms of data may wait, as in a switch with a large buffer; more is dropped.
                 rule = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "20ms"]
                 subprocess.run([*on_host(host, ["tc", "qdisc", "add", "dev", end_of(host), *rule])], check=True)
-            yield env
+            yield
     except (OSError, subprocess.CalledProcessError) as error:
         raise TrainerError(f"{error}; this needs root, ip and tc, and a rate as tc takes it") from None
 

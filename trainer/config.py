@@ -103,7 +103,7 @@ class RunConfig(_Checked):
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_in(precision=PRECISIONS, reduction=REDUCTIONS, device=DEVICES)
-        if self.compression != "fp16" and self.compression != "none" and not self.powersgd_rank:
+        if self.compression not in ("none", "fp16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(COMPRESSIONS)} (from 1)"
         yield from self._not_positive("accumulate", "sync_every")
         hang_timeout = ["hang_timeout_s"] if self.hang_timeout_s is not None else []
@@ -127,9 +127,10 @@ class RunConfig(_Checked):
             yield f"{setting}, which does not go with reduction 'adasum'; valid with it is average"
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
-        if self.dynamic_graph and not setting.startswith("compression"):
+        averages_weights = self.sync_every > 1 or self.outer_lr is not None
+        if self.dynamic_graph and averages_weights:
             yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
-        if self.compression != "none" and not setting.startswith("compression"):
+        if self.compression != "none" and averages_weights:
             yield f"{setting}, which averages weights: it does not go with compression {self.compression!r}"
 
     @property

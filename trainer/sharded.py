@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,20 +56,12 @@ def shard_as(whole: Any, own: Any) -> Any:
     if is_sharded(own) and isinstance(whole, Tensor) and not is_sharded(whole):
         return shard_like(whole, own)
     if isinstance(whole, dict) and isinstance(own, Mapping):
-        return {name: shard_as(value, own.get(name)) for name, value in whole.items()}
+        result = copy.copy(whole)  # not a new dict: a module's state has the versions of its modules as an attribute
+        result.update((name, shard_as(value, own.get(name))) for name, value in whole.items())
+        return result
     if isinstance(whole, list | tuple) and isinstance(own, list | tuple) and len(whole) == len(own):
         return type(whole)(shard_as(*pair) for pair in zip(whole, own, strict=True))
     return whole
-
-
-def shard_model_state(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's state for its `load_state_dict`: each tensor sharded as the model's own is."""
-    if not any(map(is_sharded, own.values())):
-        return whole
-    return {
-        name: shard_like(value, own[name]) if is_sharded(own.get(name)) and not is_sharded(value) else value
-        for name, value in whole.items()
-    }
 
 
 def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

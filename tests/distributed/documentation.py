@@ -71,8 +71,8 @@ HERE = {
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
         replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
     ),
-    "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m": Run(
-        replace=("4 ", "2 "), append="--size 1m --strategies fsdp", prints="| fsdp | 2 | 1.1 M | 2.1 | 2.1 | 4.3 |"
+    "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m --strategy fsdp": Run(
+        replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |"
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),

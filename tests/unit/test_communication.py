@@ -66,7 +66,7 @@ def test_settings_choose_the_mechanism_where_there_are_several_ranks(settings: d
 
 def test_a_strategy_without_whole_gradients_is_refused() -> None:
     strategy = TwoAlike()
-    strategy.has_whole_gradients = False
+    strategy.shards = True
     with pytest.raises(ConfigError, match="sync_every is 4, and under TwoAlike no rank has whole gradients"):
         make(strategy, nn.Linear(2, 2), sync_every=4)
     make(strategy, nn.Linear(2, 2))

@@ -141,6 +141,31 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
     assert [name for name, _ in threads.messages] == ["weights.float64", "weights.float64", "states.float64"]
 
 
+def test_settling_averages_the_states_of_its_own_model_only() -> None:
+    def job(rank: int, transport: Transport) -> float:
+        one, other = Rank(rank, transport, every=2), nn.Linear(1, 1)
+        both = torch.optim.SGD([*one.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        other.weight.grad = torch.full((1, 1), float(rank))
+        both.step()
+        one.train(1)
+        one.synchronizer.settle([both])
+        return float(both.state[other.weight]["momentum_buffer"])
+
+    assert Threads(RANKS).run(job) == [0.0, 1.0]
+
+
+def test_a_gradient_that_is_dropped_before_a_step_of_a_round_is_left_out() -> None:
+    def job(rank: int, transport: Transport) -> None:
+        one = Rank(rank, transport, every=2)
+        one.synchronizer.before_backward()
+        loss(one.model, rank, 0).backward()
+        one.synchronizer.after_backward()
+        one.model.bias.grad = None
+        one.synchronizer.finish()
+
+    Threads(1).run(job)
+
+
 def test_nothing_is_sent_within_a_round() -> None:
     threads = Threads(RANKS)
     threads.run(lambda rank, transport: Rank(rank, transport, every=5, full_updates=2).train(11))

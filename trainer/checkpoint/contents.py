@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
-from trainer.sharded import shard_as, shard_model_state, shard_optimizer_state
+from trainer.sharded import shard_as, shard_optimizer_state
 from trainer.strategies.base import Synchronizer
 
 
@@ -108,7 +108,7 @@ class Contents:
     def load(self, found: Mapping[str, Any]) -> None:
         """Take over a checkpoint's contents, which `differences` has found to fit."""
         for model, state in zip(self.prepared.models, found["models"], strict=True):
-            model.load_state_dict(shard_model_state(state, model.state_dict()))
+            model.load_state_dict(shard_as(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(state["state"], optimizer))
         states = found.get("synchronizers") or [{}] * len(self.prepared.models)  # an older checkpoint has none

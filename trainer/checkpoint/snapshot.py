@@ -70,16 +70,13 @@ class Buffers:
         if tensor.layout is not torch.strided:
             return tensor.cpu().clone()
         if is_sharded(tensor):
-            return self._copy_sharded(tensor, path)
+            # One whole tensor at a time is on the device. The next one may lie where it lay, so the key would not do.
+            return self._copy_whole(gather(tensor), path)
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in copied:
             return copied[key]
         copied[key] = self._copy_whole(tensor, path)
         return copied[key]
-
-    def _copy_sharded(self, tensor: Tensor, path: _Path) -> Tensor:
-        # One whole tensor at a time is on the device. The next one may lie where it lay, so the key would not do.
-        return self._copy_whole(gather(tensor), path)
 
     def _copy_whole(self, tensor: Tensor, path: _Path) -> Tensor:
         buffer = self._buffers.get(path)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
+from trainer.errors import ConfigError
 from trainer.launch.marks import note_waits
 from trainer.launch.world import World
 
@@ -96,7 +97,10 @@ class Strategy(ABC):
     """
 
     shards = False
-    """Whether each rank keeps a part of the parameters only: `prepare` then moves the model to the device as well."""
+    """Whether each rank keeps a part of the parameters, and of their gradients, only.
+
+    `prepare` then moves the model to the device as well.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -106,8 +110,6 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
-        self.has_whole_gradients = True
-        """Whether each rank computes all parameters' gradients, which compression powersgd and sync_every need."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -185,6 +187,20 @@ class Strategy(ABC):
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""
         self.broadcast_tensors(model.buffers())
+
+
+def in_place(collective: Callable[[Tensor], object], tensor: Tensor) -> Tensor:
+    """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies, and Horovod no strides."""
+    dense = tensor.contiguous()
+    collective(dense)
+    return tensor if dense is tensor else tensor.copy_(dense)
+
+
+def check_dense(model: nn.Module, taker: str) -> None:
+    """Raise `ConfigError` for a module with sparse gradients; `taker` says what it is that takes dense ones."""
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise ConfigError(f"{path} has sparse gradients, and {taker} dense ones; set sparse=False")
 
 
 def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.marks import waits
 from trainer.launch.world import World
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
 from trainer.strategies.buckets import Bucket, make_buckets
 from trainer.strategies.gradient_guard import GradientGuard
 
@@ -97,9 +97,7 @@ class BucketedStrategy(Strategy):
         name = type(self).__name__.removesuffix("Strategy")
         if config.reduction == "adasum":
             raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
-        for path, module in model.named_modules():
-            if getattr(module, "sparse", False):
-                raise ConfigError(f"{path} has sparse gradients, and {name} exchanges dense ones; set sparse=False")
+        check_dense(model, f"{name} exchanges")
 
 
 class BucketSynchronizer(Synchronizer):

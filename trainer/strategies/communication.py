@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
 from trainer.strategies.flat import Transport
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer
@@ -54,9 +54,7 @@ def _transport(strategy: Strategy) -> Transport:
 
 
 def _check(strategy: Strategy, model: nn.Module, setting: str) -> None:
-    if not strategy.has_whole_gradients:
+    if strategy.shards:
         name = type(strategy).__name__.removesuffix("Strategy")
         raise ConfigError(f"{setting}, and under {name} no rank has whole gradients; valid there is none")
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise ConfigError(f"{path} has sparse gradients, and {setting}, which takes dense ones; set sparse=False")
+    check_dense(model, f"{setting}, which takes")

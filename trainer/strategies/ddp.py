@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +15,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.world import World
 from trainer.strategies.base import NamedParameters, Synchronizer
+from trainer.strategies.flat import Transport, mean_of_all
 from trainer.strategies.gradient_guard import GradientGuard, without_gradient
 from trainer.strategies.process_group import ProcessGroupStrategy
 
@@ -50,7 +49,8 @@ class DDPStrategy(ProcessGroupStrategy):
         wrapped.watched = parameters
         self._wrapped = wrapped
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
-        return DDPSynchronizer(wrapped, parameters, guard, self.all_reduce)
+        transport = Transport(send=self.send_gradients, all_reduce=self.all_reduce, ranks=self.world.size)
+        return DDPSynchronizer(wrapped, parameters, guard, transport)
 
     def exchange_seconds(self) -> float | None:
         # DDP times every hundredth iteration unless it is told to time each; its mean is over those it has timed.
@@ -73,15 +73,11 @@ class DDPSynchronizer(Synchronizer):
     forward: DistributedDataParallel
 
     def __init__(
-        self,
-        wrapped: DistributedDataParallel,
-        parameters: NamedParameters,
-        guard: GradientGuard,
-        all_reduce: Callable[[Tensor], Tensor],
+        self, wrapped: DistributedDataParallel, parameters: NamedParameters, guard: GradientGuard, transport: Transport
     ) -> None:
         super().__init__(wrapped)
         self._parameters = [parameter for _, parameter in parameters]
-        self._guard, self._all_reduce = guard, all_reduce
+        self._guard, self._transport = guard, transport
         self._is_exchanging = self._is_local = self._is_new = False
         self.retire = wrapped.reducer._remove_autograd_hooks
         wrapped.register_forward_pre_hook(self._on_forward)
@@ -109,13 +105,10 @@ class DDPSynchronizer(Synchronizer):
         for _, parameter in absent:
             parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        for gradient, mean in zip(gradients, mean_of_all(gradients, self._transport, "whole"), strict=True):
+            gradient.copy_(mean)
         if self._guard.ranks_may_differ:
-            self._guard.drop_absent(absent, self._all_reduce)
+            self._guard.drop_absent(absent, self._transport.all_reduce)
 
     def _on_forward(self, *_: Any) -> None:
         if self.forward.require_backward_grad_sync and torch.is_grad_enabled():

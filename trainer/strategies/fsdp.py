@@ -41,7 +41,6 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.has_whole_gradients = False
         # Parameters of optimizers that were made before `prepare`, and what stands in the model in their place.
         self._replaced: Any = WeakIdKeyDictionary()
         self._meshes: dict[str | int, DeviceMesh] = {}

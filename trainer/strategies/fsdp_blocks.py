@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import ConfigError
 from trainer.fsdp_config import FsdpConfig
+from trainer.strategies.base import check_dense
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -65,11 +66,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig) -> None:
     """Raise `ConfigError` for a model that cannot be sharded, or cannot be with these settings."""
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise ConfigError(
-                f"{path} has sparse gradients, and strategy 'fsdp' exchanges dense ones; set sparse=False"
-            )
+    check_dense(model, "strategy 'fsdp' exchanges")
     if config.checkpoint_activations:
         if not blocks:
             raise ConfigError("fsdp's checkpoint_activations computes blocks again, and there are none; name blocks")
@@ -95,9 +92,8 @@ def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Check that each parameter is of one group, a block or the rest, and that a group's have one type."""
     owner: dict[nn.Parameter, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    rest = [(name, one) for name, one in model.named_modules() if not _is_within(name, [names[one] for one in blocks])]
-    groups = [(names[block], list(block.modules())) for block in blocks]
-    for group, modules in (*groups, ("the rest of the model", [module for _, module in rest])):
+    groups = [(names[block], block.modules()) for block in blocks]
+    for group, modules in (*groups, ("the rest of the model", _outside(model, frozenset(blocks)))):
         kinds = set()
         for module in modules:
             for name, parameter in module.named_parameters(recurse=False):
@@ -111,5 +107,9 @@ def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise ConfigError(f"parameters of {group} are {' and '.join(sorted(kinds))}; a block's have one type")
 
 
-def _is_within(name: str, blocks: Sequence[str]) -> bool:
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+def _outside(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that are reached without a block, also those that are part of one elsewhere."""
+    yield module
+    for child in module.children():
+        if child not in blocks:
+            yield from _outside(child, blocks)

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
 from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.tuning import tune
 from trainer.tuning.horovod import gradient_groups
@@ -115,9 +115,7 @@ class HorovodStrategy(Strategy):
         return gradient_groups(model)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        dense = tensor.contiguous()  # which Horovod requires
-        self._hvd.allreduce_(dense, op=self._hvd.Sum)
-        return tensor if dense is tensor else tensor.copy_(dense)
+        return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
 
     def send_gradients(self, flat: Tensor, name: str) -> Tensor:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.

@@ -92,7 +92,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         least_saving: float = _LEAST_SAVING,
     ) -> None:
         super().__init__(model, parameters, guard, transport)
-        self.rank, self._full_updates = rank, full_updates
+        self._full_updates = full_updates
         widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
         self._factors = {
             place: Factors(self._parameters[place].detach(), width, place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from trainer.launch.failure import at_exit
 from trainer.launch.network import address_toward_master, choose_gloo_interface
 from trainer.launch.rendezvous import Rendezvous, init_process_group
 from trainer.launch.world import World
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Strategy, in_place
 from trainer.tuning import tune
 
 _TIMEOUT = timedelta(minutes=10)
@@ -59,10 +58,10 @@ class ProcessGroupStrategy(Strategy):
             rendezvous.close()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return _in_place(dist.all_reduce, tensor)
+        return in_place(dist.all_reduce, tensor)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        return _in_place(partial(dist.broadcast, src=0), tensor)
+        return in_place(partial(dist.broadcast, src=0), tensor)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         box = [value]
@@ -83,10 +82,3 @@ class ProcessGroupStrategy(Strategy):
             # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is
             # already shutting down by then, they abort the process (1 run in 6, measured).
             time.sleep(_GLOO_SHUTDOWN_S)
-
-
-def _in_place(collective: Callable[[Tensor], object], tensor: Tensor) -> Tensor:
-    """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies, without strides."""
-    dense = tensor.contiguous()
-    collective(dense)
-    return tensor if dense is tensor else tensor.copy_(dense)
