@@ -173,6 +173,7 @@ ELSEWHERE = {
     ),
     "make run": (".ci/run", "make run "),
     "make test": (".ci/run", "make test ARGS="),
+    "make test-fast": (".ci/run", "make test-fast\n"),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
     "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py
@@ -221,7 +222,6 @@ UNTESTED = {
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
     "python -m benchmarks.hangs": "takes a quarter of an hour, and needs root; tests/distributed/test_hangs.py",
-    "make test-fast": "is a part of `make test`",
     "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-security": "attacks 200 jobs; a part of it is in `make test`",
     "make test-all": "is `make test` with more of the same jobs",

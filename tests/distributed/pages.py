@@ -62,6 +62,4 @@ def read_page(page: str, text: str) -> Iterator[Unit]:
 
 def _plain(command: str) -> str:
     """Return a command without its comment and without `docker compose exec a` in front."""
-    command = re.sub(r"\s{2,}# .*", "", command).strip()
-    inner = command.removeprefix("docker compose exec a ")
-    return inner if inner != command else command
+    return re.sub(r"\s{2,}# .*", "", command).strip().removeprefix("docker compose exec a ")

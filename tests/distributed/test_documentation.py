@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, claimed, 
 from tests.distributed.harness import ROOT
 from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
-from trainer import TrainerConfig
+from trainer import FsdpConfig, TrainerConfig
 from trainer.strategies import NAMES
 
 _FOLDERS = "trainer|scripts|tests|examples|benchmarks|patches|docs|ssh|requirements"
@@ -72,10 +72,15 @@ def test_commands_run(tmp_path: Path, command: str) -> None:
 
 def test_settings_have_the_documented_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (ROOT / "docs/trainer.md").read_text(), re.MULTILINE)
-    documented = {name: default if default == "FsdpConfig()" else ast.literal_eval(default) for name, default in rows}
-    fields = dataclasses.fields(TrainerConfig)
-    defaults = {one.name: "FsdpConfig()" if one.default is dataclasses.MISSING else one.default for one in fields}
-    assert documented == defaults
+    documented = {name: FsdpConfig() if text == "FsdpConfig()" else ast.literal_eval(text) for name, text in rows}
+    assert documented == vars(TrainerConfig())
+
+
+def test_the_layers_are_those_that_the_contract_has() -> None:
+    (documented,) = [unit.text for unit in units("text") if unit.page == "docs/architecture.md"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [one["layers"] for one in contracts if one.get("containers") == ["trainer"]]
+    assert documented.splitlines() == layers
 
 
 def test_strategies_are_all_in_the_table() -> None:

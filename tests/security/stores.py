@@ -77,13 +77,15 @@ class Store:
 @contextmanager
 def started(kind: str) -> Iterator[Store]:
     """Start a store: "rendezvous" or "function"."""
+    server: RendezvousServer | KVStoreServer
     if kind == "rendezvous":
-        rendezvous = RendezvousServer(0, KEY)
-        port = rendezvous.start(addresses=[HOST])
-        rendezvous.init([])
-        yield Store(rendezvous, port)
-        rendezvous.stop()
+        server = RendezvousServer(0, KEY)
+        port, stop = server.start(addresses=[HOST]), server.stop
+        server.init([])
     else:
-        function = KVStoreServer(0, KEY)
-        yield Store(function, function.start_server([HOST]))
-        function.shutdown_server()
+        server = KVStoreServer(0, KEY)
+        port, stop = server.start_server([HOST]), server.shutdown_server
+    try:
+        yield Store(server, port)
+    finally:
+        stop()

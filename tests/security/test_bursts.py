@@ -17,7 +17,7 @@ from horovod.runner.common.util.network import BasicClient, BasicService, PingRe
 from horovod.runner.util import listener
 
 from tests.security.attacks import payload
-from tests.security.stores import HOST, KEY, KINDS, Store, started
+from tests.security.stores import HOST, KEY, Store
 
 BURST = 1500
 SENDERS = 8
@@ -25,12 +25,6 @@ HELD = 200
 # Threads whose connection has been ended, and which have yet to notice.
 ENDING = 40
 FLOOD_S = 2.0
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with started(request.param) as one:
-        yield one
 
 
 def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from horovod.runner.http.http_client import put_data_into_kvstore, read_data_fro
 from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import listener
 
-from tests.security.stores import HOST, KEY, KINDS, Store, started
+from tests.security.stores import HOST, KEY, Store, started
 
 SECOND = "127.0.0.2"
 NAME = "a service"
@@ -49,8 +49,10 @@ def on_two_addresses() -> Iterator[int]:
     server = RendezvousServer(0, KEY)
     port = server.start(addresses=[HOST, SECOND])
     server.init([])
-    yield port
-    server.stop()
+    try:
+        yield port
+    finally:
+        server.stop()
 
 
 def serves(address: str, port: int) -> bool:
@@ -162,12 +164,6 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     answers()
 
 
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with started(request.param) as one:
-        yield one
-
-
 class Evicted:
     """Ends the next connection that proves itself just before it has, by so many others that it must go."""
 
@@ -219,8 +215,6 @@ def test_a_rank_that_leaves_twice_counts_once() -> None:
         store.http.init(slots)
         put_data_into_kvstore(HOST, store.port, "global", "key", "the value", KEY)
         for rank, names in ((0, {"global/key"}), (0, {"global/key"}), (1, set())):
-            assert (
-                store.send("DELETE", f"/global/{rank}", Horovod_Proof=store.proven("DELETE", f"/global/{rank}"))[0]
-                == 200
-            )
+            proven = store.proven("DELETE", f"/global/{rank}")
+            assert store.send("DELETE", f"/global/{rank}", Horovod_Proof=proven)[0] == 200
             assert store.names() == names

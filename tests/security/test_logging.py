@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
 
 import pytest
 from horovod.runner.common.util.network import BasicClient, BasicService
@@ -12,15 +11,9 @@ from horovod.runner.http.http_client import put_data_into_kvstore
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
 from horovod.runner.util import listener
 
-from tests.security.stores import HOST, KEY, KINDS, Store, started
+from tests.security.stores import HOST, KEY, Store
 
 NAME = "a service"
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with started(request.param) as one:
-        yield one
 
 
 class Failing(RendezvousHandler):  # type: ignore[misc]

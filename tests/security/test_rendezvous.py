@@ -14,10 +14,9 @@ import pytest
 from horovod.runner.common.util.secret import make_secret_key
 from horovod.runner.http import proof
 
-from tests.security.stores import HOST
+from tests.security.stores import HOST, KEY
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
-KEY = make_secret_key()
 PROGRAM = "import horovod.torch as hvd; hvd.init(); print('joined', hvd.size())"
 
 

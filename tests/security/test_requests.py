@@ -7,7 +7,6 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,7 @@ from horovod.runner.http import proof
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 
 from tests.security.attacks import payload
-from tests.security.stores import HOST, KEY, KINDS, Store, started
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with started(request.param) as one:
-        yield one
+from tests.security.stores import HOST, KEY, Store
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "POST", "OPTIONS", "TRACE", "NONSENSE"])

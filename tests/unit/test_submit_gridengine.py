@@ -107,6 +107,15 @@ def test_a_rank_ends_when_what_has_started_it_was_killed(folder: Path) -> None:
     assert not rank.exists()
 
 
+def test_what_watches_a_rank_does_not_hold_its_output(folder: Path) -> None:
+    # mpirun would wait for it.
+    stand_in(folder, "sleep", "exec /bin/sleep 10")
+    stand_in(folder, "python", "exit 3")
+    began = time.monotonic()
+    assert run(folder, 'while [ "$1" != bash ]; do shift; done; "$@" | cat; exit ${PIPESTATUS[0]}') == 3
+    assert time.monotonic() - began < 8
+
+
 @pytest.mark.parametrize(
     ("records", "code"),
     [

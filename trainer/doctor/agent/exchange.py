@@ -71,10 +71,9 @@ class _Unproven:
         with suppress(OSError):  # it has ended by itself
             oldest.shutdown(socket.SHUT_RDWR)
 
-    def remove(self, connection: socket.socket) -> bool:
-        """Return whether it was there, and not ended already."""
+    def remove(self, connection: socket.socket) -> None:
         with self._lock:
-            return self._connections.pop(connection, False)
+            self._connections.pop(connection, None)  # one that was ended is not there
 
 
 def _accept(server: socket.socket, token: bytes) -> None:
@@ -96,8 +95,8 @@ def _serve(connection: socket.socket, token: bytes, unproven: _Unproven) -> None
         try:
             is_proven = _is_proven(connection, token)
         finally:
-            was_ended = not unproven.remove(connection)
-        if is_proven and not was_ended:
+            unproven.remove(connection)
+        if is_proven:
             _answer(connection)
 
 

