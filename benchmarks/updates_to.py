@@ -96,7 +96,7 @@ def train(settings: dict[str, Any], options: argparse.Namespace) -> None:
     data, test = load_dataset("mnist", options.data_dir, handle.world, handle.all_gather)
     torch.manual_seed(options.seed_of_job)
     network = LargeNetwork()
-    model, optimizer = handle.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
+    model, optimizer = handle.prepare(network, torch.optim.SGD(network.parameters(), lr=0.2, momentum=0.9))
     loader, test_loader = handle.loader(data, BATCH), handle.loader(test, 1000, training=False)
     warm_up = LinearLR(optimizer, 0.1, total_iters=WARM_UP)
     cosine = CosineAnnealingLR(optimizer, options.epochs * loader.updates - WARM_UP)
