@@ -171,6 +171,9 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         help="of the gradients that are sent (default: %(default)s)",
     )
     group.add_argument(
+        "--sync-every", type=int, default=1, metavar="N", help="updates of each rank by itself (default: %(default)s)"
+    )
+    group.add_argument(
         "--reduction",
         default="average",
         metavar="|".join(REDUCTIONS),
@@ -205,10 +208,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
 def _add_result(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
     group.add_argument(
-        "--target-accuracy",
-        type=float,
-        metavar="PERCENT",
-        help="exit with code 1 when the last epoch's test accuracy is below this",
+        "--target-accuracy", type=float, metavar="PERCENT", help="exit with code 1 when the last test accuracy is below"
     )
     group.add_argument(
         "--output",
@@ -234,6 +234,7 @@ def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
         accumulate=args.accumulate,
         precision=args.precision,
         compression=args.compression,
+        sync_every=args.sync_every,
         reduction=args.reduction,
         clip_norm=args.clip_norm,
         decay=args.decay,

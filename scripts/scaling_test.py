@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.jobs import JobError, Plan, time_network, time_steps
+from scaling.low_rank import measure_low_rank
 from scaling.models import Shape
 from scaling.options import parse_args
 from scaling.report import draw, render_text, write_json, write_page
@@ -81,6 +82,7 @@ def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespa
     write_json(file, results)
     if any(shape != _SINGLE for shape in options.shapes):
         _measure_network(results, first.timing, options.strategies, bar)
+        results.low_rank = measure_low_rank(*(first.timing[name] for name in ("gradient_shapes", "threads", "device")))
     bar.update()
     for run in planned:
         _measure_single_rank(results, run.round, options.batch_size, share, bar)

@@ -162,7 +162,8 @@ def prepare_model(
         model.compile()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if timer := step_timer():
-        timer.watch_model(model)
+        full_updates = config.full_updates if config.shared_mechanism else 0
+        timer.watch_model(model, full_updates=full_updates, sync_every=config.sync_every)
     synchronizer = make_synchronizer(strategy, model, named, config)
     synchronizer.on_gradient = on_gradient
     # Before the gradient is added, and so before a strategy's own hooks; the last parameter is usually the first to

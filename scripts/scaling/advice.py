@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scaling.low_rank import RANK
 from scaling.models import Link
 
-_ACCUMULATE = (2, 4, 8)
+_STEPS = (2, 4, 8)
 _LEAST_GAIN = 1.1
 """A smaller gain could not be told from noise."""
 
@@ -40,6 +41,19 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a shape under one strategy beside its measurement."""
+
+    half_size_ratio: float | None = None
+    """Time of an exchange of half the bytes, divided by that of all bytes; None where no link was measured."""
+    low_rank_s: float | None = None
+    """Predicted seconds of a step's exchange under compression powersgd, with what it computes; None likewise."""
+    full_load_s: float = 0.0
+    """Seconds of input and compute in a step while all ranks compute. The measured time is shorter where ranks share
+    cores and mostly wait for the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Advice:
     """A change to the job, and its predicted gain."""
 
@@ -50,19 +64,19 @@ class Advice:
     """Options of examples/mnist.py for the change; empty where it has none. Other scripts may name them differently."""
 
 
-def advise(
-    run: Measured, others: Sequence[Measured], half_size_ratio: float | None, full_load_s: float = 0.0
-) -> list[Advice]:
+def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advice]:
     """Return the changes with a predicted gain of at least a tenth, the largest gain first.
 
     Args:
         others: all other measurements with the same batch.
-        half_size_ratio: time of an exchange of half the bytes on this shape, divided by that of all bytes; None where
-            no link was measured.
-        full_load_s: seconds of input and compute in a step while all ranks compute. The measured time is shorter where
-            ranks share cores and mostly wait for the exchange.
     """
-    found = [*_accumulate(run, full_load_s), *_compress(run, half_size_ratio), *_change(run, others)]
+    found = [
+        *_accumulate(run, known.full_load_s),
+        *_average_weights(run, known.full_load_s),
+        *_compress(run, known.half_size_ratio),
+        *_approximate(run, known),
+        *_change(run, others),
+    ]
     return sorted((one for one in found if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
 
 
@@ -94,15 +108,45 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
 
 
 def _accumulate(run: Measured, full_load_s: float) -> list[Advice]:
-    """Advise one exchange for k steps. Their variations add up like independent noise, with the square root of k."""
     found = []
-    for steps in _ACCUMULATE:
-        step = max(full_load_s, run.input + run.compute) + run.exchange / steps + run.waiting / math.sqrt(steps)
+    for steps in _STEPS:
         what = f"accumulate {steps} (a global batch {steps} times as large)"
-        found.append(Advice(what=what, gain=run.step / step, options=("--accumulate", str(steps))))
-    # Advise the smallest k with most of the largest gain, because a large global batch can cost accuracy.
+        gain = run.step / _exchange_every(steps, run, run.exchange, full_load_s)
+        found.append(Advice(what=what, gain=gain, options=("--accumulate", str(steps))))
+    return _fewest_steps(found)
+
+
+def _average_weights(run: Measured, full_load_s: float) -> list[Advice]:
+    """Advise to average the weights after k updates of each rank's own; no backward pass hides that exchange."""
+    found = []
+    for steps in _STEPS:
+        what = f"average weights every {steps} updates (sync_every={steps}: other weights)"
+        gain = run.step / _exchange_every(steps, run, run.exchange + run.hidden, full_load_s)
+        found.append(Advice(what=what, gain=gain, options=("--sync-every", str(steps))))
+    return _fewest_steps(found)
+
+
+def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: float) -> float:
+    """Return the seconds of a step with an exchange after so many.
+
+    The variations of the steps add up like independent noise, with the square root of their number.
+    """
+    return max(full_load_s, run.input + run.compute) + exchange_s / steps + run.waiting / math.sqrt(steps)
+
+
+def _fewest_steps(found: Sequence[Advice]) -> list[Advice]:
+    """Return the first with most of the largest gain, because more steps without an exchange can cost accuracy."""
     enough = 1 + 0.75 * (max(one.gain for one in found) - 1)
     return [one for one in found if one.gain >= enough][:1]
+
+
+def _approximate(run: Measured, known: Known) -> list[Advice]:
+    if known.low_rank_s is None:
+        return []
+    step = max(known.full_load_s, run.input + run.compute) + known.low_rank_s + run.waiting
+    name = f"powersgd:{RANK}"
+    what = f"use compression {name} (approximate gradients)"
+    return [Advice(what=what, gain=run.step / step, options=("--compression", name))]
 
 
 def _compress(run: Measured, half_size_ratio: float | None) -> list[Advice]:

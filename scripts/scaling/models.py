@@ -100,6 +100,18 @@ class Network:
         remote = known if shape.hosts > 1 else self.local or known
         return self.local or known, remote
 
+    def loaded(self, size: float, slowdown: float) -> Network:
+        """Return the network as seen from cores that are oversubscribed by a factor, for an exchange of `size` bytes.
+
+        Only links that are limited by the cores slow down.
+        """
+        across = 1.0 if is_network_bound(self, size) else slowdown
+        local, remote, one_way = (
+            link.slowed(factor) if link else None
+            for link, factor in ((self.local, slowdown), (self.remote, across), (self.one_way, across))
+        )
+        return Network(local=local, remote=remote, one_way=one_way)
+
 
 def link_from_ring(ring_times: Link, ranks: int) -> Link:
     """Return the link between two ranks, from the all-reduce times of a ring of more ranks."""
@@ -236,8 +248,7 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, threads_p
     compute = (rank.input + rank.compute) * slowdown
     exchange = 0.0
     if shape.ranks > 1:
-        loaded = _oversubscribed(network, rank.gradient_bytes, slowdown)
-        exchange = MODELS[model](rank.gradient_bytes, shape, loaded)
+        exchange = MODELS[model](rank.gradient_bytes, shape, network.loaded(rank.gradient_bytes, slowdown))
     # A single message is sent after the last gradient, so it cannot overlap with compute.
     messages = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
     # A network-bound exchange leaves the cores to compute. One that needs cores overlaps only where a core is free.
@@ -255,13 +266,3 @@ def is_network_bound(network: Network, size: float) -> bool:
     """Return whether the link between hosts, not the cores, limits an exchange of so many bytes."""
     local, remote = network.local, network.remote
     return bool(local and remote and remote.seconds(size) > NETWORK_BOUND_RATIO * local.seconds(size))
-
-
-def _oversubscribed(network: Network, size: float, slowdown: float) -> Network:
-    """Return the network as seen from oversubscribed cores: only links that are limited by the cores slow down."""
-    across = 1.0 if is_network_bound(network, size) else slowdown
-    local, remote, one_way = (
-        link.slowed(factor) if link else None
-        for link, factor in ((network.local, slowdown), (network.remote, across), (network.one_way, across))
-    )
-    return Network(local=local, remote=remote, one_way=one_way)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scaling.advice import Advice, Measured, advise, summarize
+from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.jobs import Plan
+from scaling.low_rank import LowRank
 from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, model_of, predict
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
@@ -63,6 +64,8 @@ class Row:
     """samples/s of the slowest run."""
     most: float
     """samples/s of the fastest run."""
+    accumulate: float
+    """Steps of an update."""
     epoch_s: float
     speedup: float | None
     """Relative to 1x1 with default settings; None where 1x1 was not measured."""
@@ -100,6 +103,8 @@ class Results:
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
+    low_rank: LowRank | None = None
+    """None where no shape has several ranks."""
     tried: list[tuple[Run, Trial]] = field(default_factory=list)
     no_network: str | None = None
     """Why the network could not be measured."""
@@ -180,8 +185,7 @@ class Results:
                 continue
             row = max(weak, key=lambda one: (one.shape.ranks, one.shape.hosts))
             others = [one.measured for one in rows if one is not row and one.scaling in (row.scaling, "both")]
-            full_load_s = row.predicted.compute if row.predicted else 0.0
-            advice = advise(row.measured, others, self._half_size_ratio(row), full_load_s)
+            advice = advise(row.measured, others, self._known(row))
             found.append((row, advice, summarize(row.measured, advice, self._slowest_link(row))))
         return found
 
@@ -211,7 +215,7 @@ class Results:
         return Row(
             shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
             least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
-            speedup=rate / base if base else None, predicted=predicted,
+            accumulate=_steps_per_update(timings[0]), speedup=rate / base if base else None, predicted=predicted,
             predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
         )  # fmt: skip
 
@@ -245,23 +249,35 @@ class Results:
             input=found["input"], compute=found["compute"] + found["exchange"], window=found["window"],
             gradient_bytes=timings[0]["gradient_bytes"],
             step_groups=tuple(map(statistics.median, rounds)),
-            accumulate=timings[0]["steps"] / max(1, timings[0]["updates"]),
+            accumulate=_steps_per_update(timings[0]),
         )  # fmt: skip
 
-    def _half_size_ratio(self, row: Row) -> float | None:
-        """Return the time of an exchange of half the bytes, divided by that of all; None where it is unknown."""
+    def _known(self, row: Row) -> Known:
+        """Return what the advice for a shape takes beside its measurement."""
         if row.predicted is None:
-            return None
-        size, network = row.measured.gradient_bytes, self.network(row.strategy)
-        half, whole = (
-            MODELS[model_of(row.strategy, part, row.shape)](part, row.shape, network) for part in (size / 2, size)
-        )
-        return half / whole
+            return Known()
+        size, low_rank_s = row.measured.gradient_bytes, None
+        half, whole = (self._exchange_s(row, part) for part in (size / 2, size))
+        if self.low_rank is not None:
+            slowdown = max(1.0, self._threads_per_core(row.measured.threads / row.measured.cores))
+            low_rank_s = self.low_rank.seconds * slowdown
+            low_rank_s += sum(self._exchange_s(row, part, slowdown) for part in self.low_rank.messages)
+            low_rank_s /= row.accumulate
+        return Known(half_size_ratio=half / whole, low_rank_s=low_rank_s, full_load_s=row.predicted.compute)
+
+    def _exchange_s(self, row: Row, size: float, slowdown: float = 1.0) -> float:
+        """Return the predicted seconds of an exchange of so many bytes on a row's shape."""
+        network = self.network(row.strategy).loaded(size, slowdown)
+        return MODELS[model_of(row.strategy, size, row.shape)](size, row.shape, network)
 
     def _slowest_link(self, row: Row) -> Link | None:
         network = self.network(row.strategy)
         across = network.one_way if row.shape.ranks > 2 and network.one_way else network.remote
         return across if row.shape.hosts > 1 else network.local
+
+
+def _steps_per_update(timing: dict[str, Any]) -> float:
+    return float(timing["steps"] / max(1, timing["updates"]))
 
 
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import scaling_test
-from scaling.advice import Measured, advise, summarize
+from scaling.advice import Known, Measured, advise, summarize
 from scaling.jobs import Host, Plan, parse_hosts, parse_shapes
-from scaling.models import Link, Network, Shape
+from scaling.low_rank import LowRank, measure_low_rank
+from scaling.models import MODELS, Link, Network, Shape, model_of
 from scaling.report import draw, render_text, tables, write_json, write_page
 from scaling.results import Results, Run, Trial
 from tqdm import tqdm
@@ -39,11 +40,16 @@ def measured(**changes: Any) -> Measured:
 
 def test_advice_has_its_predicted_gain() -> None:
     half_size_ratio = SLOW.seconds(SIZE / 2) / SLOW.seconds(SIZE)
-    accumulate, compress = advise(measured(), [], half_size_ratio)
+    found = advise(measured(hidden=0.05), [], Known(half_size_ratio=half_size_ratio, low_rank_s=0.02))
+    approximate, accumulate, average, compress = found
+    assert approximate.options == ("--compression", "powersgd:4")
+    assert approximate.gain == pytest.approx(0.5 / (0.1 + 0.02))
+    assert average.options == ("--sync-every", "8")
+    assert average.gain == pytest.approx(0.5 / (0.1 + (0.4 + 0.05) / 8))
     assert accumulate.options == ("--accumulate", "8")
     assert accumulate.gain == pytest.approx(0.5 / (0.1 + 0.4 / 8))
     assert compress.options == ("--compression", "fp16")
-    saved = 0.4 * (1 - half_size_ratio)
+    saved = (0.4 + 0.05) * (1 - half_size_ratio)
     assert compress.gain == pytest.approx(0.5 / (0.5 - saved))
     text = summarize(measured(), [accumulate, compress], SLOW)
     assert "The link carries 0.1 Gbit/s; a small message takes 1 ms" in text
@@ -53,17 +59,18 @@ def test_advice_has_its_predicted_gain() -> None:
 
 
 def test_compression_is_not_advised_where_latency_dominates() -> None:
-    assert [one.options for one in advise(measured(), [], 1.0)] == [("--accumulate", "8")]
+    found = advise(measured(), [], Known(half_size_ratio=1.0, low_rank_s=0.5))
+    assert [one.options[0] for one in found] == ["--accumulate", "--sync-every"]
 
 
 def test_small_gains_are_not_advised() -> None:
     efficient = measured(exchange=0.002, waiting=0.002)
-    assert advise(efficient, [], 0.5) == []
+    assert advise(efficient, [], Known(half_size_ratio=0.5, low_rank_s=0.001)) == []
     assert "no known change is predicted to gain a tenth" in summarize(efficient, [], None)
 
 
 def test_accumulation_gains_nothing_where_the_cores_would_be_fully_loaded() -> None:
-    assert advise(measured(), [], None, full_load_s=0.5) == []
+    assert advise(measured(), [], Known(low_rank_s=0.001, full_load_s=0.5)) == []
 
 
 def test_slow_input_is_named() -> None:
@@ -72,7 +79,7 @@ def test_slow_input_is_named() -> None:
 
 def test_a_better_strategy_or_a_smaller_shape_is_named() -> None:
     others = [measured(strategy="ring", samples_per_s=1200.0), measured(shape="1x2", ranks=2, samples_per_s=1600.0)]
-    found = [one.what for one in advise(measured(exchange=0.001), others, None)]
+    found = [one.what for one in advise(measured(exchange=0.001), others, Known())]
     assert found == ["stay with 1x2 (horovod)", "take strategy ring"]
 
 
@@ -84,7 +91,8 @@ def test_oversubscribed_cores_are_named() -> None:
 def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
     values = {
         "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
-        "gradient_bytes": SIZE, "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
+        "gradient_bytes": SIZE, "gradient_shapes": [[2500, 2500]],
+        "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
         "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
         "window": 0.0, "own": [0.1], "ranks": [],
     }  # fmt: skip
@@ -143,9 +151,25 @@ def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypa
 
 
 def test_advice_with_an_option_can_be_tried(results: Results) -> None:
-    trials = list(results.trials())
-    assert [run.options for run, _ in trials] == [("--accumulate", "8"), ("--compression", "fp16")]
-    assert trials[0][1].base == pytest.approx(400 / 2.2)
+    results.low_rank = LowRank(messages=(40_000, 40_000), seconds=0.1)
+    trials = {run.options: trial for run, trial in results.trials()}
+    assert list(trials) == [
+        ("--compression", "powersgd:4"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "fp16")
+    ]  # fmt: skip
+    trial = trials["--compression", "powersgd:4"]
+    assert trial.base == pytest.approx(400 / 2.2)
+    # A small exchange is limited by the cores, which four ranks share: its messages take twice as long, too.
+    network = results.network("horovod").loaded(40_000, 2.0)
+    exchange_s = MODELS[model_of("horovod", 40_000, FOUR)](40_000, FOUR, network)
+    assert trial.advice.gain == pytest.approx(2.2 / (0.2 + 0.1 * 2 + 2 * exchange_s))
+
+
+def test_the_messages_of_powersgd_are_counted_and_its_computing_is_timed() -> None:
+    found = measure_low_rank([[300, 200], [200], [10, 300]], 1, "cpu")
+    # The left factors beside what is sent whole, then the right factors; 10 x 300 is worth approximating, too.
+    assert found.messages == (4 * (4 * (300 + 10) + 200), 4 * 4 * (200 + 300))
+    assert 0 < found.seconds < 5
+    assert measure_low_rank([[7], []], 1, "cpu").messages == (32,)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trainer import Trainer, TrainerConfig
 from trainer.errors import ConfigError
 from trainer.launch.world import World
 from trainer.profiling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
-from trainer.profiling.step_timer import _step_times, step_timer, timing_settings
+from trainer.profiling.step_timer import StepTimer, _step_times, step_timer, timing_settings
 from trainer.strategies import choose_strategy
 
 SLOW_S = 0.03
@@ -34,7 +35,7 @@ def rank(*rows: tuple[float, float, float], busy: float | None = None) -> RankTi
 def summary(*ranks: RankTimes) -> EpochTiming:
     return summarize(
         ranks, world_size=len(ranks), cores=2, threads=1, device="cpu", strategy="Single", gradient_bytes=1000,
-        samples_in_epoch=60000,
+        gradient_shapes=[[10, 25]], samples_in_epoch=60000,
     )  # fmt: skip
 
 
@@ -117,6 +118,15 @@ def test_an_epoch_ends_with_a_whole_update(
     first, second = timed(epochs=2, batch_size=2, accumulate=4)
     # Six steps are two updates of four, and five to warm up likewise.
     assert [(epoch["steps"], epoch["updates"]) for epoch in (first, second)] == [(8, 2), (8, 2)]
+
+
+def test_whole_rounds_are_measured_behind_the_full_updates() -> None:
+    timer = StepTimer(Path("unused"), 6)
+    timer.watch_model(torch.nn.Linear(2, 3), full_updates=10, sync_every=4)
+    plan = SimpleNamespace(samples=1000, accumulate=2)
+    steps = (SimpleNamespace(count=1) for _ in range(1000))
+    # 10 updates of two steps and a round of eight to warm up, then a round instead of six steps.
+    assert len(list(timer.epoch(steps, plan))) == 20 + 8 + 8
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

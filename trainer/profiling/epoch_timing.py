@@ -37,6 +37,8 @@ class EpochTiming:
     strategy: str
     gradient_bytes: int
     """All-reduced by each rank in an update, before compression."""
+    gradient_shapes: list[list[int]]
+    """Of each parameter that requires a gradient."""
     samples_in_epoch: int
     """In the whole dataset."""
     steps: int

@@ -102,15 +102,24 @@ class StepTimer:
         self._file, self._steps = file, steps
         self._strategy: TimedStrategy | None = None
         self._gradient_bytes = 0
+        self._gradient_shapes: list[list[int]] = []
+        self._full_updates, self._round = 0, 1
         self._gradients: list[tuple[Any, int]] = []
         self._combined: Any = None
         self._synchronized: Any = None
         self._warm = 0
 
-    def watch_model(self, model: nn.Module) -> None:
-        """Record each gradient. Call it before the strategy prepares the model: a gradient is recorded, then sent."""
+    def watch_model(self, model: nn.Module, *, full_updates: int = 0, sync_every: int = 1) -> None:
+        """Record each gradient. Call it before the strategy prepares the model: a gradient is recorded, then sent.
+
+        Args:
+            full_updates: left out in addition, because they send more than later ones.
+            sync_every: updates of a round; whole rounds are measured.
+        """
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        self._gradient_shapes = [list(parameter.shape) for parameter in parameters]
+        self._full_updates, self._round = full_updates, sync_every
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -126,10 +135,10 @@ class StepTimer:
 
     def epoch(self, steps: Iterator[StepT], plan: TimedPlan) -> Iterator[StepT]:
         """Yield the same steps, timed. Collective: ends with an exchange of what all ranks have measured."""
-        # Rounded up to whole updates, so that the exchange is averaged over the right number of steps.
-        warm_up, wanted = (
-            -(-number // plan.accumulate) * plan.accumulate for number in (WARM_UP_STEPS, self._steps or 0)
-        )
+        # Rounded up to whole rounds, so that the exchange is averaged over the right number of steps.
+        whole = plan.accumulate * self._round
+        warm_up, wanted = (-(-number // whole) * whole for number in (WARM_UP_STEPS, self._steps or 0))
+        warm_up += self._full_updates * plan.accumulate
         if self._steps is not None:
             steps = islice(steps, wanted + warm_up - min(self._warm, warm_up))
         seen: list[tuple[Any, ...]] = []
@@ -179,6 +188,7 @@ class StepTimer:
             device=strategy.world.device.type,
             strategy=type(strategy).__name__.removesuffix("Strategy"),
             gradient_bytes=self._gradient_bytes,
+            gradient_shapes=self._gradient_shapes,
             samples_in_epoch=samples,
         )
         try:
