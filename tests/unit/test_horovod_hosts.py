@@ -10,6 +10,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -209,11 +210,12 @@ def test_nothing_starts_where_the_environment_is_cut_off(beside: list[Running]) 
 
 def gone(pid: int, within_s: float) -> bool:
     end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+    return True
 
 
 @pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGHUP"])
