@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.hangs import FAULTS, STRATEGIES, Trial, run_trial
-from tests.distributed.harness import processes_of
+from tests.distributed.harness import processes_of, run_job
 from tests.distributed.test_supervise import Supervised, command, supervised
 
 __all__ = ["supervised"]
@@ -71,6 +71,15 @@ def test_a_host_that_is_cut_off_is_named(strategy: str) -> None:
         "host unreachable: hang-a, which has rank 0, seen from hang-b"
     ]
     assert trial.left == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "strategy"), [("torchrun", "ddp"), ("horovodrun-mpi", "horovod")])
+def test_a_healthy_job_with_slow_ranks_is_left_alone(launcher: str, strategy: str) -> None:
+    ended = run_job(launcher, 2, ["tests/distributed/job_that_is_slow.py", strategy], timeout_s=190)
+    assert (ended.code, ended.timed_out) == (0, False), ended.output
+    assert "trained to the end" in ended.output
+    assert "hang" not in ended.output
 
 
 def test_a_job_that_hangs_is_started_again_and_the_verdict_is_told(supervised: Supervised) -> None:
