@@ -168,12 +168,14 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
             one.model.zero_grad()
             loss(one.model, rank, step).backward()
             one.synchronizer.after_backward()
-            one.synchronizer.finish()
             for optimizer in optimizers:
+                one.synchronizer.finish()
                 optimizer.step()
                 one.synchronizer.after_step()
             # The first round begins after both optimizers' steps of the synchronous update.
             assert one.synchronizer._has_begun == (step > 0)
+            if step == 0:
+                one.synchronizer.settle()  # nothing differs yet, and an outer step would be one from weights of before
         one.synchronizer.settle()
         return one.weights()
 
