@@ -46,6 +46,10 @@ def two_stacks() -> nn.ModuleDict:
     return nn.ModuleDict({side: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for side in ("left", "right")})
 
 
+def shared_by_two(*blocks: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({side: nn.ModuleList(blocks) for side in ("left", "right")})
+
+
 @pytest.mark.parametrize(
     ("make", "blocks", "expected"),
     [
@@ -58,6 +62,9 @@ def two_stacks() -> nn.ModuleDict:
         (lambda: two_stacks(), "auto", ["left.0", "left.1", "right.0", "right.1"]),
         # A block within a block is gathered with it.
         (lambda: nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]), ("Sequential", "Linear"), ["0"]),
+        # A block that two parts hold is one block.
+        (lambda: shared_by_two(nn.Linear(2, 2)), ("Linear",), ["left.0"]),
+        (lambda: shared_by_two(nn.Linear(2, 2), nn.Linear(2, 2)), "auto", ["left.0", "left.1"]),
     ],
 )  # fmt: skip
 def test_blocks_are_found_by_repetition_or_by_name(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -42,12 +41,15 @@ class Rank:
         self.synchronizer = LocalSynchronizer(self.model, named, guard, transport, **options)
         self.optimizer = (optimizer or sgd)(self.model)
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, *, without_backward: bool = False) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            self.synchronizer.before_backward()
-            loss(self.model, self.rank, self.steps).backward()
-            self.synchronizer.after_backward()
+            if not without_backward:
+                self.synchronizer.before_backward()
+                loss(self.model, self.rank, self.steps).backward()
+                self.synchronizer.after_backward()
+            if self.steps:
+                self.synchronizer.reopen()
             self.synchronizer.finish()
             self.optimizer.step()
             self.synchronizer.after_step()
@@ -119,41 +121,6 @@ def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None
     torch.testing.assert_close(plain, outer, rtol=1e-12, atol=1e-12)
 
 
-def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once() -> None:
-    threads = Threads(RANKS)
-
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        one = Rank(rank, transport, every=4)
-        one.train(6)
-        before = one.weights()
-        one.synchronizer.settle([one.optimizer])
-        settled = one.weights()
-        one.synchronizer.settle([one.optimizer])
-        assert torch.equal(one.weights(), settled)
-        momentum = torch.cat([one.optimizer.state[p]["momentum_buffer"].flatten() for p in one.model.parameters()])
-        return before, settled, momentum.clone()
-
-    (before0, settled0, momentum0), (before1, settled1, momentum1) = threads.run(job)
-    assert not torch.equal(before0, before1)
-    assert torch.equal(settled0, settled1)
-    torch.testing.assert_close(settled0, (before0 + before1) / 2)
-    assert torch.equal(momentum0, momentum1)
-    assert [name for name, _ in threads.messages] == ["weights.float64", "weights.float64", "states.float64"]
-
-
-def test_settling_averages_the_states_of_its_own_model_only() -> None:
-    def job(rank: int, transport: Transport) -> float:
-        one, other = Rank(rank, transport, every=2), nn.Linear(1, 1)
-        both = torch.optim.SGD([*one.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
-        other.weight.grad = torch.full((1, 1), float(rank))
-        both.step()
-        one.train(1)
-        one.synchronizer.settle([both])
-        return float(both.state[other.weight]["momentum_buffer"])
-
-    assert Threads(RANKS).run(job) == [0.0, 1.0]
-
-
 def test_a_gradient_that_is_dropped_before_a_step_of_a_round_is_left_out() -> None:
     def job(rank: int, transport: Transport) -> None:
         one = Rank(rank, transport, every=2)
@@ -172,45 +139,21 @@ def test_nothing_is_sent_within_a_round() -> None:
     assert [name for name, _ in threads.messages] == ["whole.float64"] * 2 + ["weights.float64"]
 
 
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> None:
-    outer = Outer(lr=0.7, momentum=0.9)
+@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
+@pytest.mark.parametrize("full", [0, 2])
+def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(full: int, outer: Outer | None) -> None:
+    threads = Threads(RANKS)
 
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        options = {"every": 3, "full_updates": 2, "outer": outer}
-        one = Rank(rank, transport, **options)
-        one.train(7)
-        one.synchronizer.settle([one.optimizer])
-        kept = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict(), one.synchronizer.state_dict()))
-        other = Rank(rank, transport, **options)
-        other.model.load_state_dict(kept[0])
-        other.optimizer.load_state_dict(kept[1])
-        other.synchronizer.load_state_dict(kept[2])
-        other.steps = one.steps
-        for training in (one, other):
-            training.train(7)
-        return one.weights(), other.weights()
+    def job(rank: int, transport: Transport) -> Tensor:
+        one = Rank(rank, transport, every=2, full_updates=full, outer=outer)
+        for steps, without in ((1, True), (3, False), (2, True)):
+            one.train(steps, without_backward=without and rank == 1)
+        return one.weights()
 
-    for uninterrupted, resumed in Threads(RANKS).run(job):
-        assert torch.equal(uninterrupted, resumed)
-
-
-def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        with torch.no_grad():
-            for parameter in one.model.parameters():
-                parameter.add_(5)
-        loaded = one.weights()
-        one.synchronizer.load_state_dict({})
-        one.train(2)
-        return loaded, one.weights()
-
-    for loaded, found in Threads(RANKS).run(job):
-        torch.testing.assert_close(loaded, found)
-
-
-def standing(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+    first, second = threads.run(job)
+    assert torch.equal(first, second)
+    kinds = [name.partition(".")[0] for name, _ in threads.messages]
+    assert kinds == ["whole"] * full + ["weights"] * (3 - full // 2)
 
 
 @pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
@@ -225,10 +168,14 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
             one.model.zero_grad()
             loss(one.model, rank, step).backward()
             one.synchronizer.after_backward()
-            one.synchronizer.finish()
             for optimizer in optimizers:
+                one.synchronizer.finish()
                 optimizer.step()
                 one.synchronizer.after_step()
+            # The first round begins after both optimizers' steps of the synchronous update.
+            assert one.synchronizer._has_begun == (step > 0)
+            if step == 0:
+                one.synchronizer.settle()  # nothing differs yet, and an outer step would be one from weights of before
         one.synchronizer.settle()
         return one.weights()
 
@@ -248,15 +195,3 @@ def test_a_parameter_that_a_round_leaves_out_is_named() -> None:
             one.synchronizer.finish()
 
     Threads(1).run(job)
-
-
-def test_anchors_are_kept_from_the_first_round_on() -> None:
-    def job(rank: int, transport: Transport) -> list[bool]:
-        one = Rank(rank, transport, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
-        kept = []
-        for _ in range(3):
-            one.train(1)
-            kept.append(bool(one.synchronizer.state_dict()["anchors"]))
-        return kept
-
-    assert Threads(RANKS).run(job) == [[False, False, True]] * RANKS

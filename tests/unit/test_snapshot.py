@@ -47,6 +47,21 @@ def test_the_second_snapshot_uses_the_memory_of_the_first() -> None:
     assert buffers.bytes == 12
     third = buffers.copy({"weight": torch.zeros(4)})["weight"]
     assert third.shape == (4,)
+    assert buffers.copy({"weight": torch.zeros(4).double()})["weight"].dtype == torch.float64
+
+
+def test_views_of_the_same_memory_are_copied_each_as_it_is() -> None:
+    weight = torch.arange(4.0).view(2, 2)
+    state = {"whole": weight, "transposed": weight.t(), "row": weight[:1], "bits": weight.view(torch.int32)}
+    copied = Buffers().copy(state)
+    assert all(torch.equal(copied[name], one) and copied[name].dtype == one.dtype for name, one in state.items())
+
+
+def test_a_sparse_tensor_is_copied_as_well() -> None:
+    sparse = torch.eye(2).to_sparse()
+    copied = Buffers().copy({"sparse": sparse})["sparse"]
+    sparse.mul_(3)
+    assert torch.equal(copied.to_dense(), torch.eye(2))
 
 
 def test_tied_weights_are_copied_once_and_stay_tied() -> None:

@@ -57,7 +57,9 @@ class LocalSynchronizer(Synchronizer):
         self._whole = WholeSynchronizer(model, parameters, guard, transport)
         self._every, self._full_updates, self._outer = every, full_updates, outer
         self.updates = self._in_round = 0
-        self._is_new = self._states_differ = self._differs = False
+        self._states_differ = self._differs = False
+        self._is_new = True
+        """Whether the next step is the first one of an update."""
         self._anchors: dict[str, Tensor] = {}
         self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
@@ -77,10 +79,6 @@ class LocalSynchronizer(Synchronizer):
         self._is_new = True
         if self._is_synchronous:
             self._whole.before_backward()
-        elif not self._has_begun:
-            self._has_begun = True
-            for name, anchor in self._anchors.items():
-                anchor.copy_(self._parameters[name].detach())
 
     def after_backward(self) -> None:
         if self._is_synchronous:
@@ -93,8 +91,16 @@ class LocalSynchronizer(Synchronizer):
             self._whole.finish()
         else:
             self._guard.check_absent()
+            if self._is_new and not self._has_begun:
+                self._has_begun = True
+                self._take_anchors()
+
+    def _take_anchors(self) -> None:
+        for name, anchor in self._anchors.items():
+            anchor.copy_(self._parameters[name].detach())
 
     def reopen(self) -> None:
+        self._is_new = True  # also on a rank without a backward pass: its rounds are as long as the others'
         self._whole.reopen()
 
     def after_step(self) -> None:
@@ -152,6 +158,7 @@ class LocalSynchronizer(Synchronizer):
         if state.get("kind") != "local":
             return
         self.updates, self._has_begun = state["updates"], bool(state["anchors"])
+        self._take_anchors()  # for a parameter that has none there, because it was frozen
         for own, found in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
             for name, tensor in own.items():
                 if name in found and found[name].shape == tensor.shape:

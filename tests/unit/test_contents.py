@@ -1,0 +1,167 @@
+"""What a checkpoint keeps of a run: how it is compared, how large it is, and how it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import ConfigError, TrainerError
+from trainer.checkpoint.contents import Contents
+from trainer.strategies.base import Synchronizer
+
+PARAMETERS = 4 * (2 * 3 + 3)
+"""Bytes of `nn.Linear(2, 3)`."""
+
+
+class Noted(Synchronizer):
+    """Has a state of its own, and notes what it is asked for."""
+
+    def __init__(self, model: nn.Module, calls: list[str]) -> None:
+        super().__init__(model)
+        self.calls = calls
+        self.loaded: list[dict[str, Any]] = []
+
+    def settle(self, optimizers: Any = ()) -> None:
+        self.calls.append(f"settle {len(optimizers)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("state")
+        return {"kind": "noted"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded.append(dict(state))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make(
+    model: nn.Module | None = None, optimizer: Callable[[Any], Any] = sgd, scaler: Any = None, **objects: Any
+) -> tuple[Contents, Any]:
+    model = model or nn.Linear(2, 3)
+    calls: list[str] = []
+    prepared: Any = SimpleNamespace(
+        models={model: Noted(model, calls)},
+        optimizers=[optimizer(model.parameters())],
+        scaler=scaler,
+        finish_step=lambda: calls.append("finish_step"),
+        calls=calls,
+    )
+    return Contents(prepared, objects), prepared
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    return sgd([{"params": [one]} for one in parameters])
+
+
+class Scaler:
+    """Stands for fp16's."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({}, []),
+        ({"model": nn.Linear(2, 3, bias=False)}, ["it lacks bias", "has [1] parameters per group there and [2] here"]),
+        (
+            {"model": nn.Sequential(nn.Linear(2, 3))},
+            ["it lacks weight and 1 more", "it has 0.weight and 1 more, which the model does not have"],
+        ),
+        ({"model": nn.Linear(2, 4)}, ["weight has shape (4, 2) there and (3, 2) here", "bias has shape (4,) there"]),
+        ({"model": nn.Linear(2, 3).double()}, ["weight is torch.float64 there and torch.float32 here", "bias is"]),
+        ({"optimizer": torch.optim.Adam}, ["the optimizer is a Adam there and a SGD here"]),
+        ({"optimizer": two_groups}, ["the optimizer has [1, 1] parameters per group there and [2] here"]),
+        ({"scaler": Scaler()}, ["it was made under precision fp16"]),
+        ({"totals": {}}, ["it has a state 'totals'"]),
+    ],
+)
+def test_what_keeps_a_checkpoint_from_being_loaded_is_told(there: dict[str, Any], told: list[str]) -> None:
+    problems = make()[0].differences(make(**there)[0].state())
+    assert len(problems) == len(told)
+    assert all(part in problem for part, problem in zip(told, problems, strict=True)), problems
+
+
+def test_what_a_checkpoint_is_without_is_told() -> None:
+    found = make()[0].state()
+    own = make(scaler=Scaler(), totals={})[0]
+    assert own.differences(found) == ["it has no state 'totals'", "it was made without precision fp16"]
+    found["models"] *= 2
+    found["optimizers"] = []
+    problems = make()[0].differences(found)
+    assert problems == ["it has 2 models, and 1 were prepared", "it has 0 optimizers, and 1 were prepared"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (sgd, 1),
+        (torch.optim.AdamW, 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+    ],
+)
+def test_bytes_are_known_before_the_first_step(optimizer: Callable[[Any], Any], copies: int) -> None:
+    contents, prepared = make(optimizer=optimizer, own={"average": torch.zeros(5)})
+    assert contents.bytes() == (1 + copies) * PARAMETERS + 20
+    (model,), (made,) = prepared.models, prepared.optimizers
+    model(torch.ones(1, 2)).sum().backward()
+    made.step()
+    counters = 4 * 2 if copies > 1 else 0  # Adam's steps, for each parameter
+    assert contents.bytes() == (1 + copies) * PARAMETERS + 20 + counters
+
+
+def test_bytes_of_a_state_that_is_made_with_the_optimizer_are_counted() -> None:
+    assert make(optimizer=torch.optim.Adagrad)[0].bytes() == 2 * PARAMETERS + 2 * 4
+
+
+def test_a_value_that_cannot_be_loaded_is_told_before_the_first_step() -> None:
+    with pytest.raises(TrainerError, match=r"objects\.own\.what of the checkpoint's state is a object"):
+        make(own={"what": object()})[0].bytes()
+
+
+def test_steps_are_finished_and_weights_settled_before_the_state_is_read() -> None:
+    contents, prepared = make()
+    contents.state()
+    assert prepared.calls == ["finish_step", "settle 1", "state"]
+
+
+def test_everything_is_given_back() -> None:
+    scaler, totals = Scaler(), {"seen": 1, "since": 2}
+    contents, prepared = make(scaler=scaler, totals=totals, layer=nn.Linear(1, 1))
+    scaler.scale = 8.0
+    found = contents.state()
+    found["objects"]["totals"] = {"seen": 5}
+    other, there = make(scaler=Scaler(), totals=totals, layer=nn.Linear(1, 1))
+    other.load(found)
+    assert there.scaler.scale == 8.0
+    assert totals == {"seen": 5}  # what the checkpoint does not have is gone
+    assert torch.equal(next(iter(there.models)).weight, next(iter(prepared.models)).weight)
+    assert torch.equal(other.objects["layer"].weight, contents.objects["layer"].weight)
+    (synchronizer,) = there.models.values()
+    del found["synchronizers"]  # as in an older checkpoint
+    other.load(found)
+    assert synchronizer.loaded == [{"kind": "noted"}, {}]
+
+
+def test_what_was_prepared_and_what_cannot_be_loaded_is_refused() -> None:
+    _, prepared = make()
+    for one in (*prepared.models, *prepared.optimizers):
+        with pytest.raises(ConfigError, match="state 'mine' was prepared, and is kept by itself; leave it out"):
+            Contents(prepared, {"mine": one})
+    with pytest.raises(ConfigError, match="state 'mine' is a SimpleNamespace; valid are a dict, and objects with"):
+        Contents(prepared, {"mine": SimpleNamespace(state_dict=dict)})

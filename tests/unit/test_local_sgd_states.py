@@ -1,0 +1,135 @@
+"""Local training: what is settled for a checkpoint, kept in it and loaded from it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.ranks_as_threads import Threads
+from tests.unit.test_local_sgd import RANKS, Rank
+from trainer.strategies.flat import Transport
+from trainer.strategies.local_sgd import Outer
+
+
+def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once() -> None:
+    threads = Threads(RANKS)
+
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        one = Rank(rank, transport, every=4)
+        one.train(6)
+        before = one.weights()
+        one.synchronizer.settle([one.optimizer])
+        settled = one.weights()
+        one.synchronizer.settle([one.optimizer])
+        assert torch.equal(one.weights(), settled)
+        momentum = torch.cat([one.optimizer.state[p]["momentum_buffer"].flatten() for p in one.model.parameters()])
+        return before, settled, momentum.clone()
+
+    (before0, settled0, momentum0), (before1, settled1, momentum1) = threads.run(job)
+    assert not torch.equal(before0, before1)
+    assert torch.equal(settled0, settled1)
+    torch.testing.assert_close(settled0, (before0 + before1) / 2)
+    assert torch.equal(momentum0, momentum1)
+    assert [name for name, _ in threads.messages] == ["weights.float64", "weights.float64", "states.float64"]
+
+
+def test_settling_averages_the_states_of_its_own_model_only() -> None:
+    def job(rank: int, transport: Transport) -> float:
+        one, other = Rank(rank, transport, every=2), nn.Linear(1, 1)
+        both = torch.optim.SGD([*one.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        other.weight.grad = torch.full((1, 1), float(rank))
+        both.step()
+        one.train(1)
+        one.synchronizer.settle([both])
+        return float(both.state[other.weight]["momentum_buffer"])
+
+    assert Threads(RANKS).run(job) == [0.0, 1.0]
+
+
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> None:
+    outer = Outer(lr=0.7, momentum=0.9)
+
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        options = {"every": 3, "full_updates": 2, "outer": outer}
+        one = Rank(rank, transport, **options)
+        one.train(7)
+        one.synchronizer.settle([one.optimizer])
+        kept = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict(), one.synchronizer.state_dict()))
+        other = Rank(rank, transport, **options)
+        other.model.load_state_dict(kept[0])
+        other.optimizer.load_state_dict(kept[1])
+        other.synchronizer.load_state_dict(kept[2])
+        other.steps = one.steps
+        for training in (one, other):
+            training.train(7)
+        return one.weights(), other.weights()
+
+    for uninterrupted, resumed in Threads(RANKS).run(job):
+        assert torch.equal(uninterrupted, resumed)
+
+
+def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        one.train(1)
+        with torch.no_grad():
+            for parameter in one.model.parameters():
+                parameter.add_(5)
+        loaded = one.weights()
+        one.synchronizer.load_state_dict({"kind": "powersgd"})
+        one.train(2)
+        return loaded, one.weights()
+
+    for loaded, found in Threads(RANKS).run(job):
+        torch.testing.assert_close(loaded, found)
+
+
+@pytest.mark.parametrize("found", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
+def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(found: dict[str, Tensor]) -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        one.train(1)
+        state = one.synchronizer.state_dict()
+        anchors, velocities = ({"bias": state[kind]["bias"].clone(), **found} for kind in ("anchors", "velocities"))
+        other = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        next(other.model.parameters()).data.add_(5)
+        loaded = other.weights()
+        other.synchronizer.load_state_dict({**state, "anchors": anchors, "velocities": velocities})
+        other.train(2)
+        return loaded, other.weights()
+
+    for loaded, weights in Threads(RANKS).run(job):
+        torch.testing.assert_close(loaded, weights)
+
+
+def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, int, str]:
+        one = Rank(rank, transport, every=2)
+        one.train(1)
+        state = one.optimizer.state[next(one.model.parameters())]
+        state.update(counts=torch.full((2, 3), rank), history=torch.zeros(rank + 1), note="text")
+        one.synchronizer.settle([one.optimizer])
+        return state["counts"], len(state["history"]), state["note"]
+
+    for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):
+        assert counts.tolist() == [[rank] * 3] * 2
+        assert (length, note) == (rank + 1, "text")
+
+
+def standing(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def test_anchors_are_kept_from_the_first_round_on() -> None:
+    def job(rank: int, transport: Transport) -> list[bool]:
+        one = Rank(rank, transport, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
+        kept = []
+        for _ in range(3):
+            one.train(1)
+            kept.append(bool(one.synchronizer.state_dict()["anchors"]))
+        return kept
+
+    assert Threads(RANKS).run(job) == [[False, False, True]] * RANKS
