@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ def test_the_rank_that_does_not_wait_is_the_cause() -> None:
         "what to do: look at the stack above; if it only takes long, give more time with TRAINER_HANG_TIMEOUT "
         "(seconds; 0: off)",
     )
+
+
+def test_the_users_own_lines_are_shown_however_deep_the_stack_is() -> None:
+    library = [f'File "/x/site-packages/torch/a.py", line {line}, in call' for line in range(9)]
+    told = judged(host("a", waiting(0), absent(1, frames=(*library, 'File "train.py", line 12, in load'))))
+    shown = [line.strip() for line in told.lines if line.startswith("    ")]
+    assert shown == [*library[:2], 'File "train.py", line 12, in load']
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
 @pytest.mark.parametrize("facts", [{"is_connected": False, "is_lost": True}, {"is_silent": True}])
 def test_a_host_that_cannot_be_reached_is_named(facts: dict[str, Any]) -> None:
     told = judged(host("a", waiting(0)), host("b", waiting(1), **facts))
-    assert told.culprits == (1,)
+    assert (told.culprits, told.is_sure) == ((1,), True)
     assert "rank 1 on b cannot be asked: host unreachable" in told.lines
 
 
@@ -164,6 +172,12 @@ def test_a_view_is_the_same_after_its_way() -> None:
     assert view_from({**view.as_dict(), "frames": ["one", "two"]}) == view
 
 
+@pytest.mark.parametrize("counter", ["events", "steps", "updates", "progress"])
+def test_whatever_a_rank_counts_is_progress(counter: str) -> None:
+    assert replace(View(rank=0), **{counter: 5}).changed_since(View(rank=0))  # type: ignore[arg-type]
+    assert not View(rank=0, state=State.WAITING, cpu=0.5).changed_since(View(rank=0))
+
+
 def limit_after(*gaps: float, steps: int = 9, phase: str = "training", given_s: float | None = None) -> Limit:
     limit, now = Limit(given_s, 0.0), 0.0
     views = [absent(0, phase=phase), absent(1, phase=phase)]
@@ -180,6 +194,7 @@ def test_the_limit_is_ten_times_the_longest_time_between_steps() -> None:
     assert limit_after(4.0, 2.0).seconds == 40.0
     assert limit_after(200.0).seconds == LONGEST_S
     assert limit_after(200.0, *[4.0] * 100).seconds == 40.0  # lately
+    assert limit_after(20.0, *[0.1] * 100).seconds == 200.0  # and short ones displace no long one
 
 
 def test_the_start_the_first_steps_and_what_was_never_seen_are_given_the_longest() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +18,7 @@ from trainer.errors import ConfigError
 from trainer.hang import start as hang
 from trainer.hang.looks import SIGNAL
 from trainer.hang.start import Entry, hang_timeout_s
+from trainer.hang.watcher import IGNORED
 from trainer.launch import marks
 from trainer.launch.world import World
 
@@ -40,7 +44,7 @@ class Process:
         read, write = os.pipe()
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
-        Process.started.append((command, options))
+        Process.started.append((command, {**options, "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ())}))
 
 
 @pytest.fixture
@@ -86,6 +90,50 @@ def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
     assert settings["hosts"][1] == {"name": "b", "ranks": [1]}
     assert len(settings["token"]) == 64
     assert settings["token"] not in json.dumps(plan)
+
+
+def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    hang.start(ranks, entries(ranks), None)
+    ((_, options),) = Process.started
+    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/hang/watcher.py").is_file()
+    assert options["blocked"] >= set(IGNORED)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_the_port_of_the_hub_is_the_watchers_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
+    monkeypatch.setattr(hang, "serve", lambda _: server)
+    own, _ = entries(ranks)
+    hang.start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    assert server.fileno() == -1
+
+
+def test_a_rank_that_has_joined_before_keeps_all_from_the_broadcast(ranks: Ranks) -> None:
+    own, _ = entries(ranks)
+    hang.start(ranks, [own, None], None)
+    assert ranks.broadcasts == Process.started == []
+
+
+def test_the_first_rank_that_can_be_watched_starts_the_watcher(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = entries(ranks)
+    assert own is not None
+    assert own.host == f"{own.host_id} {Path('/proc/self/ns/pid').readlink()}"
+    ranks.world = World(rank=2, size=3, local_rank=1, local_size=2)
+    known = [Entry("b boot ns", "b boot", "ff", {"pid": 1}), Entry(own.host, own.host_id, "", {}, "why"), own]
+    monkeypatch.setattr(ranks, "broadcast_object", lambda *_: {"given_s": None, "endpoint": "b:1"})
+    hang.start(ranks, known, None)
+    assert len(Process.started) == 1
+    settings = hang._settings([one for one in known if one is not None], own, {})
+    assert (settings["own"], settings["addresses"]) == (1, {2: own.address})
+
+
+def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
+    own, _ = entries(ranks)
+    hang.start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
+    assert ranks.broadcasts == [None]
+    assert marks._record is None
 
 
 def test_a_single_rank_is_not_watched() -> None:
@@ -155,6 +203,14 @@ def test_a_rank_that_cannot_be_watched_takes_part_all_the_same(
     hang.start(ranks, [own, broken], None)
     assert len(ranks.broadcasts) == 1
     assert capfd.readouterr().err.count("hangs are not watched for on every rank") == 1
+
+
+def test_a_rank_that_cannot_be_watched_notes_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "own_address", _fail)
+    broken = hang.describe(ranks.world)
+    assert broken is not None
+    assert broken.address == {}
+    assert marks._record is None
 
 
 def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:

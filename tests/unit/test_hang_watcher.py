@@ -128,6 +128,17 @@ def test_the_hosts_without_rank_0_say_that_its_host_is_unreachable(
     hub.leave()
 
 
+def test_a_rank_that_goes_on_while_it_is_looked_at_blames_nobody() -> None:
+    class Going(Ranks):
+        def views_with_stacks(self) -> dict[int, View]:
+            return {1: waiting(1, 10)}
+
+    spoke = Spoke(both(), 1, Going(waiting(1, 9)), "127.0.0.1:1", TOKEN, 0.2, "job")
+    spoke._note(spoke._ranks.views(), time.monotonic())
+    spoke._judge(time.monotonic() + 60.0)
+    assert spoke.verdict is None
+
+
 def test_a_host_that_refuses_a_connection_can_be_reached(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_collective_within_another_is_a_part_of_it(record: Path) -> None:
     ranks.broadcast(Tensor())
     assert [one.what for one in ranks.seen] == ["broadcast", "broadcast"]
     assert ranks.seen[0].events == 2, "a part that begins is progress"
+    assert ranks.seen[1].elements == 0, "the ranks' may differ"
     assert read(record).collectives == 1
 
 
@@ -99,6 +100,18 @@ def test_drawing_a_batch_is_waiting_for_data(record: Path) -> None:
     for _ in loading(draw()):
         seen.append(read(record).state)
     assert seen == [State.LOADER, State.BETWEEN, State.LOADER]
+
+
+def test_who_waits_for_others_while_it_draws_a_batch_goes_on_to_draw(record: Path) -> None:
+    def draw() -> Iterator[int]:
+        with waits("broadcast"):
+            assert read(record).state == State.WAITING
+        assert (read(record).state, read(record).what) == (State.LOADER, "data")
+        yield [][0]
+
+    with pytest.raises(IndexError):
+        next(loading(draw()))
+    assert read(record).state == State.BETWEEN
 
 
 def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Path) -> None:
@@ -176,8 +189,10 @@ def test_a_child_writes_nothing(record: Path) -> None:
     assert read(record).phase == ""
 
 
-def test_a_second_record_is_not_made(record: Path) -> None:
+def test_a_second_record_is_not_made_before_the_first_is_closed(record: Path) -> None:
     assert marks.open_record(2) is None
+    marks.close_record()
+    assert not record.exists()
 
 
 def test_without_a_record_nothing_happens() -> None:

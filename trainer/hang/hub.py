@@ -166,7 +166,10 @@ class Hub:
 
     def _take(self, link: Link, message: dict[str, Any], now: float) -> None:
         if link.host < 0:
-            link.host = int(message["host"])
+            number = int(message["host"])
+            if number not in range(1, len(self._hosts)):
+                raise RefusedError(f"the job has no host {number} beside this one")
+            link.host = number
             for earlier in [one for one in self._links if one.host == link.host and one is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]

@@ -191,4 +191,4 @@ def is_paused(hosts: Sequence[Host]) -> bool:
         return bool(views) and all(view.process in (STOPPED, TRACED) for view in views)
 
     is_traced = any(view.process == TRACED for host in hosts for view in host.views.values())
-    return is_traced or all_stopped(hosts) or (len(hosts) > 1 and all_stopped(hosts[:1]))
+    return is_traced or all_stopped(hosts) or all_stopped(hosts[:1])

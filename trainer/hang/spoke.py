@@ -81,6 +81,8 @@ class Spoke:
     def _judge(self, now: float) -> None:
         """Blame the host of rank 0 where ranks of this one wait, and none of them has an excuse."""
         views = self._note(self._ranks.views_with_stacks(), now).values()
+        if self._idle_s(now) <= self._limit.seconds:  # one has gone on while it was looked at
+            return
         has_excuse = any(view.excuse for view in views) and self._idle_s(now) < self._limit.longest
         if has_excuse or not any(view.waits for view in views):
             return
@@ -121,14 +123,13 @@ class Spoke:
                 return
             self._next_try = now + _AGAIN_S
             self._link = connect(self._endpoint, self._token)
-            self._failures = 0
         self._link.flush()
         for message in self._link.receive():
             self._obey(message)
         if now - self._link.heard_at > SILENT_S:
             raise TimeoutError(errno.ETIMEDOUT, "the hub is silent")
         if self._link.is_proven:
-            self._is_lost = False
+            self._is_lost, self._failures = False, 0
         if self._looks:
             self._looks, self._reported_at = False, now
             found = self._ranks.views_with_stacks()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
@@ -164,13 +165,18 @@ def serve(address: str) -> socket.socket:
 
 
 def connect(endpoint: str, token: str) -> Link:
-    """Return the link to the hub.
+    """Return a link that connects to the hub. What keeps it from connecting is raised by `receive`, and nothing blocks.
 
     Raises:
-        OSError: it does not answer within 10 s.
+        OSError: there is no way to it.
     """
     host, _, port = endpoint.rpartition(":")
-    return Link(socket.create_connection((host, int(port)), timeout=TIMEOUT_S), token, is_hub=False)
+    link = Link(socket.socket(), token, is_hub=False)
+    number = link.socket.connect_ex((host, int(port)))
+    if number not in (0, errno.EINPROGRESS):
+        link.close()
+        raise OSError(number, os.strerror(number))
+    return link
 
 
 def is_timeout(error: Exception) -> bool:

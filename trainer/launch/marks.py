@@ -103,7 +103,7 @@ class _Record:
 
     def folder(self, folder: str) -> None:
         room = SIZE - _AT_FOLDER
-        struct.pack_into(f"{room}s", self._file, _AT_FOLDER, folder.encode()[: room - 1])
+        struct.pack_into(f"{room}s", self._file, _AT_FOLDER, folder.encode())
 
 
 _record: _Record | None = None

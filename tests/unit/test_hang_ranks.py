@@ -1,0 +1,119 @@
+"""What a watcher concludes of a rank's process from several looks, and how it ends one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.hang import ranks as ranks_module
+from trainer.hang.looks import Process
+from trainer.hang.ranks import Address, LocalRank, LocalRanks, own_address
+from trainer.hang.views import WORKS, View
+from trainer.launch import marks
+
+# A rank that cannot be ended by a signal it may ignore.
+IGNORES = """
+import json, signal, time
+from trainer.hang.ranks import own_address
+from trainer.launch import marks
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
+time.sleep(60)
+"""
+
+
+class Looked:
+    """This process as rank 0, whose looks from outside are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, record: int) -> None:
+        self.rank = LocalRank(own_address(0, record, record))
+        self.now, self.process, self.asked = 1000.0, Process("S", 1, 0.0), 0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(ranks_module, "look", lambda *_: self.process)
+        monkeypatch.setattr(ranks_module, "ask_for_stacks", self._ask)
+
+    def _ask(self, _: int) -> bool:
+        self.asked += 1
+        return True
+
+    def after(self, seconds: float, state: str = "S", cpu_s: float = 0.0) -> View:
+        self.now, self.process = self.now + seconds, Process(state, 1, cpu_s)
+        return self.rank.view()
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looked]:
+    record = marks.open_record(0)
+    assert record is not None
+    yield Looked(monkeypatch, record)
+    marks.close_record()
+
+
+def test_a_moment_of_uninterruptible_sleep_is_none(looked: Looked) -> None:
+    states = [looked.after(2.0, state).process for state in ("R", "D", "S", "D", "D", "D", "S")]
+    assert states == ["R", "S", "S", "S", "D", "D", "S"]
+
+
+def test_the_share_of_a_processor_is_that_since_the_last_look(looked: Looked) -> None:
+    assert looked.after(0.0, cpu_s=700.0).cpu == 0.0  # since it began, which tells nothing of now
+    assert looked.after(2.0, cpu_s=701.0).cpu == 0.5
+    assert looked.after(0.1, cpu_s=701.1).cpu == 0.5  # too short to tell
+    assert looked.after(1.9, cpu_s=701.0).cpu == 0.0
+
+
+@pytest.mark.parametrize(("state", "excuse"), [("T", ""), ("D", WORKS)])
+def test_who_is_stopped_is_asked_for_no_stack(looked: Looked, state: str, excuse: str) -> None:
+    looked.after(2.0, state)
+    looked.after(2.0, state)
+    assert looked.rank.ask() is None
+    assert looked.asked == 0
+    assert looked.rank.with_stacks(None).excuse == excuse
+    looked.after(2.0)
+    assert looked.rank.ask() is not None
+
+
+def test_a_rank_works_that_has_computed_since_it_did_something_last(looked: Looked) -> None:
+    looked.after(0.0, cpu_s=500.0)
+    looked.after(40.0, cpu_s=500.5)
+    assert looked.rank.with_stacks(0).excuse == ""  # whatever it has computed before
+    looked.after(40.0, cpu_s=520.0)
+    assert looked.rank.with_stacks(0).excuse == WORKS
+    marks.progress()
+    looked.after(1.0, cpu_s=520.0)
+    looked.after(40.0, cpu_s=520.5)
+    assert looked.rank.with_stacks(0).excuse == ""
+
+
+def test_it_is_the_thread_that_trains_which_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, seen = marks.open_record(0), list[tuple[int, ...]]()
+    assert record is not None
+    address = own_address(0, record, record)
+
+    def look(*given: int) -> Process:
+        seen.append(given)
+        return Process("S", 1, 0.0)
+
+    monkeypatch.setattr(ranks_module, "look", look)
+    LocalRank(address).view()
+    marks.close_record()
+    assert seen == [(address.pid, address.started, address.thread)]
+
+
+def test_who_ignores_the_first_signal_is_killed_and_as_many_are_blamed_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ranks_module, "_TERMINATED_S", 0.1)
+    monkeypatch.setattr(ranks_module, "report_hang", lambda _, message: told.append(message))
+    with subprocess.Popen([sys.executable, "-c", IGNORES], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = Address(**json.loads(process.stdout.readline()))
+        LocalRanks({0: address}).end("no progress", tuple(range(100)))
+        assert process.wait(timeout=5) == -signal.SIGKILL
+    assert set(told) == {f"{','.join(map(str, range(32)))}: no progress"}

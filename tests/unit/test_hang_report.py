@@ -1,0 +1,44 @@
+"""What a watcher prints and writes: it comes to the user, and no failure keeps the ranks from being ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.hang.judge import Verdict
+from trainer.hang.report import say, write_stacks
+from trainer.hang.views import Host, View
+
+VERDICT = Verdict(("no progress for 31 s: rank 1 on b did not come", "what to do: look"), (1,))
+
+
+def hosts(folder: str) -> list[Host]:
+    return [
+        Host("a", (0,), {0: View(rank=0, folder=folder, stacks="File train.py")}),
+        Host("b", (1,), {1: View(rank=1, phase="saving")}),
+    ]
+
+
+def test_the_stacks_are_in_the_folder_of_the_runs_record(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_stacks(VERDICT, hosts(str(tmp_path)), "job")
+    (folder,) = tmp_path.iterdir()
+    assert f"every rank's stack is in {folder}\n" in capfd.readouterr().err
+    assert (folder / "verdict.txt").read_text().splitlines() == list(VERDICT.lines)
+    first, stack = (folder / "rank-0.txt").read_text().split("\n\n")
+    assert (first.partition(":")[0], stack) == ("rank 0 on a", "File train.py")
+    assert "phase saving" in (folder / "rank-1.txt").read_text()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    write_stacks(VERDICT, hosts(str(tmp_path / "file")), "job")
+    assert capfd.readouterr().err == "trainer: hang: the ranks' stacks cannot be written: Not a directory\n"
+
+
+def test_a_launcher_that_reads_no_more_keeps_no_rank_from_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("trainer.hang.report.os.write", fail)
+    say(["one"])
