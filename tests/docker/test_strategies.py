@@ -15,9 +15,12 @@ from tests.docker.test_shapes import assert_quiet
 
 # The addresses on which a process listens.
 LISTENING = """
-import psutil, sys
-found = psutil.Process(int(sys.argv[1])).net_connections("tcp")
-print(*(one.laddr.ip for one in found if one.status == "LISTEN"))
+import psutil, sys, time
+end, found = time.monotonic() + 60, []
+while not found and time.monotonic() < end:  # it has only just started
+    found = [one for one in psutil.Process(int(sys.argv[1])).net_connections("tcp") if one.status == "LISTEN"]
+    time.sleep(0.1)
+print(*(one.laddr.ip for one in found))
 """
 TRAIN = ["python", "examples/mnist.py", "--dataset", "digits", "--output", "none"]
 
