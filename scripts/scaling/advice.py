@@ -141,9 +141,11 @@ def _fewest_steps(found: Sequence[Advice]) -> list[Advice]:
 
 
 def _approximate(run: Measured, known: Known) -> list[Advice]:
+    """Advise compression powersgd. Ranks that share a link wait for each other the longer, the longer they send."""
     if known.low_rank_s is None:
         return []
-    step = max(known.full_load_s, run.input + run.compute) + known.low_rank_s + run.waiting
+    shorter = min(1.0, known.low_rank_s / max(run.exchange + run.hidden, 1e-9))
+    step = max(known.full_load_s, run.input + run.compute) + known.low_rank_s + run.waiting * shorter
     name = f"powersgd:{RANK}"
     what = f"use compression {name} (approximate gradients)"
     return [Advice(what=what, gain=run.step / step, options=("--compression", name))]

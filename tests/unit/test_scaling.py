@@ -42,6 +42,8 @@ def test_advice_has_its_predicted_gain() -> None:
     half_size_ratio = SLOW.seconds(SIZE / 2) / SLOW.seconds(SIZE)
     found = advise(measured(hidden=0.05), [], Known(half_size_ratio=half_size_ratio, low_rank_s=0.02))
     approximate, accumulate, average, compress = found
+    waited = advise(measured(waiting=0.09, hidden=0.05), [], Known(low_rank_s=0.02))[0]
+    assert waited.gain == pytest.approx(0.59 / (0.1 + 0.02 + 0.09 * 0.02 / 0.45))
     assert approximate.options == ("--compression", "powersgd:4")
     assert approximate.gain == pytest.approx(0.5 / (0.1 + 0.02))
     assert average.options == ("--sync-every", "8")
