@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 
@@ -11,6 +12,11 @@ def square() -> int:
 
     hvd.init()
     return int(hvd.rank()) ** 2
+
+
+def pause() -> None:
+    """Take some time without Horovod's libraries, which a copy of its Python files does not find."""
+    time.sleep(3)
 
 
 def large() -> bytes:
