@@ -99,6 +99,7 @@ def write_json(path: Path, results: Results) -> None:
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
+        "low_rank": asdict(results.low_rank) if results.low_rank else None,
         "alone": [_entry(run) for run in results.single_rank_runs()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],

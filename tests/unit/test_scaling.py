@@ -190,10 +190,12 @@ def partial_results(results: Results) -> Results:
 
 
 def test_json_has_rows_runs_and_failures(partial_results: Results, tmp_path: Path) -> None:
+    partial_results.low_rank = LowRank(messages=(40_000, 30_000), seconds=0.1)
     write_json(tmp_path / "s.json", partial_results)
     written = json.loads((tmp_path / "s.json").read_text())
     assert [row["measured"]["samples_per_s"] for row in written["rows"]] == pytest.approx([1250, 400 / 2.2])
     assert len(written["runs"]) == 7
+    assert written["low_rank"] == {"messages": [40_000, 30_000], "seconds": 0.1}
     assert written["interrupted"] is True
     assert [problem.split(": ", 1)[1] for problem in written["problems"]] == [
         "no <such> host", "connection lost", "no route",
