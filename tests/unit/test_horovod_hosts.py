@@ -231,6 +231,28 @@ def test_the_end_of_the_launcher_ends_all_the_group(beside: list[Running], end: 
     assert all(gone(pid, 4) for pid in pids)
 
 
+SLOW_START = """
+import subprocess, sys, time
+from horovod.runner.util import remote_exec
+
+class SlowPopen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        time.sleep(0.5)
+
+subprocess.Popen = SlowPopen
+sys.exit(remote_exec.run(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("end", ["TERM", "HUP"])
+def test_a_signal_while_the_command_starts_ends_it_too(end: str) -> None:
+    command = [sys.executable, "-c", SLOW_START, "/", f"kill -{end} $PPID; echo $$; exec sleep 20"]
+    process = subprocess.run(command, input=remote_exec.encode_env({}), capture_output=True, timeout=10)
+    assert gone(int(process.stdout), 4)
+    assert process.returncode == 128 + signal.SIGTERM, process.stderr
+
+
 def test_a_group_that_ignores_the_first_signal_is_killed(beside: list[Running]) -> None:
     process = start(beside, "trap '' TERM; echo $$; while :; do sleep 0.1; done")
     pid = int(line_of(process))
