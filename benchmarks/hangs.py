@@ -60,12 +60,22 @@ class Trial:
         named = self.verdicts[0].partition(" did not come to ")[0].partition(" wait in different ")[0]
         return [int(number) for number in re.findall(r"rank (\d+) on", named)]
 
+    @property
+    def blamed(self) -> list[int]:
+        """Ranks that a job which has ended with an error names."""
+        why = re.findall(r"trainer: why it failed: rank (\d+) on", self.output)
+        return [
+            int(number) for number in why or re.findall(r"the parameter server ended the job: rank (\d+)", self.output)
+        ]
+
     def __str__(self) -> str:
         if self.verdicts:
             right = "" if self.culprits == [1] else f" (names {self.culprits})"
             return f"{self.seconds:.0f} s{right}" if self.seconds is not None else "verdict"
         if self.code is None:
             return "**hangs**"
+        if self.blamed:
+            return "error" if self.blamed == [1] else f"error (names {self.blamed})"
         return f"error: {self.error}" if self.code else "ends well"
 
     @property

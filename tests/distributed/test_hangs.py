@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import time
@@ -25,21 +26,23 @@ QUICK = {
     ("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips"), ("ring", "loader"),
     ("parameter_server", "one-too-many"),
 }  # fmt: skip
-# These end with an error of the transport's own, or with a host that only root can cut off.
+# The transport ends these by itself, with an error that names no rank.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
+QUICK_ERRORS = {("ddp", "shape"), ("horovod over MPI", "exits")}
 LINE = re.compile(
     r"no progress for \d+ s: rank 1 on \S+ did not come to .+|rank 1 on \S+ .+|ranks 0, 2 wait for .+|    File \".+"
     r"|what to do: .+|every rank's stack is in runs/hang_job-hang-[\d-]+"
 )
 
 
-def cases() -> list[Any]:
+def cases(*, errors: bool) -> list[Any]:
     found = []
-    for strategy in STRATEGIES:
-        for fault in FAULTS:
-            if fault != "cut-off" and fault not in ERRORS and (strategy, fault) not in ERRORS:
-                marks = [] if (strategy, fault) in QUICK else [pytest.mark.slow]
-                found.append(pytest.param(strategy, fault, marks=marks, id=f"{strategy}-{fault}".replace(" ", "-")))
+    for strategy, fault in itertools.product(STRATEGIES, FAULTS):
+        # With ring, nobody notices a rank that exits.
+        is_error = (fault in ERRORS or (strategy, fault) in ERRORS) and (strategy, fault) != ("ring", "exits")
+        if is_error == errors and fault != "cut-off":  # only root can cut off a host
+            marks = [] if (strategy, fault) in QUICK | QUICK_ERRORS else [pytest.mark.slow]
+            found.append(pytest.param(strategy, fault, marks=marks, id=f"{strategy}-{fault}".replace(" ", "-")))
     return found
 
 
@@ -54,9 +57,20 @@ def check(trial: Trial) -> None:
     assert trial.left == ()
 
 
-@pytest.mark.parametrize(("strategy", "fault"), cases())
+@pytest.mark.parametrize(("strategy", "fault"), cases(errors=False))
 def test_the_rank_that_keeps_the_others_waiting_is_named(strategy: str, fault: str) -> None:
     check(run_trial(strategy, fault, 4.0))
+
+
+@pytest.mark.parametrize(("strategy", "fault"), cases(errors=True))
+def test_a_job_that_ends_because_its_ranks_differ_names_the_one_that_does(strategy: str, fault: str) -> None:
+    trial = run_trial(strategy, fault, 30.0)
+    assert trial.code not in (0, None), trial.output
+    assert trial.verdicts == ()
+    assert trial.blamed == [1], trial.output
+    advice = "take as many steps, and to call" if fault == "exits" else "call the same collectives in the same order"
+    assert f"trainer: why it failed: every rank has to {advice}" in trial.output
+    assert trial.left == ()
 
 
 @pytest.mark.slow

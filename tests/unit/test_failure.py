@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import ConfigError, DataError, TrainerError
-from trainer.launch import failure
+from trainer.launch import failure, marks
 from trainer.launch.environment import Launch, read_launch
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
@@ -255,6 +256,20 @@ def test_a_bug_is_printed_at_once_on_every_rank(ending: Ending, capfd: pytest.Ca
     printed = capfd.readouterr().err
     assert printed.splitlines()[-1] == "trainer: rank 1 on host node7: IndexError: list index out of range"
     assert ending.slept == []
+
+
+def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(
+    ending: Ending, request: pytest.FixtureRequest
+) -> None:
+    marks.open_record(1)
+    request.addfinalizer(marks.close_record)
+    error = RuntimeError("op.preamble.length <= op.nbytes")
+    assert ending.of(error, rank=1) == 1
+    assert ending.slept == []
+    with suppress(ValueError), marks.waits("all_reduce"):
+        raise ValueError
+    assert ending.of(error, rank=1) == 1
+    assert ending.slept == [failure._LET_WATCHER_EXPLAIN_S]
 
 
 def test_reporting_failures_takes_the_hook_for_uncaught_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:

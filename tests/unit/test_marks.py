@@ -6,6 +6,7 @@ import os
 import threading
 import timeit
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def test_a_collective_is_noted_with_its_number_and_length_until_it_returns(recor
     assert (first.elements, first.collectives, second.collectives) == (12, 0, 1)
     after = read(record)
     assert (after.state, after.what, after.collectives) == (State.BETWEEN, "", 2)
+    assert (first.last, second.last, second.last_elements) == ("", "all_reduce", 12)
     assert first.events < second.events < after.events
 
 
@@ -87,6 +89,31 @@ def test_gradients_are_not_counted_and_what_was_done_before_is_noted_again(recor
         with waits("gradients"):
             assert read(record).what == "gradients"
     assert (read(record).collectives, read(record).state) == (0, State.BETWEEN)
+
+
+def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -> None:
+    with suppress(ValueError), waits("all_reduce", 12, counts=True):
+        raise ValueError
+    failed = read(record)
+    assert (failed.state, failed.what, failed.elements, failed.collectives) == (State.FAILED, "all_reduce", 12, 0)
+    assert marks.note_failure("gradients")
+    assert read(record).what == "all_reduce"
+    with waits("barrier", counts=True):  # the error was caught
+        assert (read(record).state, read(record).collectives) == (State.WAITING, 1)
+    assert read(record).state == State.BETWEEN
+
+
+def test_who_is_interrupted_in_a_collective_has_not_failed_in_it(record: Path) -> None:
+    with suppress(KeyboardInterrupt), waits("all_reduce"):
+        raise KeyboardInterrupt
+    assert read(record).state == State.BETWEEN
+
+
+def test_an_error_in_a_collective_without_marks_is_noted_at_the_end(record: Path) -> None:
+    assert not marks.note_failure("")
+    assert read(record).state == State.BETWEEN
+    assert marks.note_failure("gradients")
+    assert (read(record).state, read(record).what) == (State.FAILED, "gradients")
 
 
 def test_drawing_a_batch_is_waiting_for_data(record: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from typing import Any
 
 from trainer.hang.judge import Verdict, is_paused, judge
 from trainer.hang.limits import Limit
+from trainer.hang.mismatch import explain, has_failed
 from trainer.hang.ranks import LocalRanks
-from trainer.hang.report import announce, warn, write_stacks
+from trainer.hang.report import announce, say_why, warn, write_stacks
 from trainer.hang.views import Host, View, view_from
 from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
@@ -23,6 +25,8 @@ _ANSWER_S = 4.0
 """Four times as long as between two reports of a watcher."""
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
+_LAST_WORDS_S = 1.0
+"""How long a hub whose ranks have failed hears the other hosts."""
 
 
 class Hub:
@@ -44,7 +48,7 @@ class Hub:
         self._links: list[Link] = []
         self._limit = Limit(given_s, now)
         self._started = self._beat_at = now
-        self._has_warned = self._is_paused = False
+        self._has_warned = self._has_explained = self._is_paused = False
         self._look_until = self._next_look = 0.0
         self._looked: set[int] = set()
         self.verdict: Verdict | None = None
@@ -77,6 +81,7 @@ class Hub:
         self._note(self._hosts[0], self._ranks.views(), now)
         self._beat(now)
         self._check_hosts(now)
+        self._explain()
         if is_paused(self._hosts):
             if not self._is_paused:
                 warn("the job's ranks are stopped; hangs are watched for when they go on")
@@ -89,6 +94,11 @@ class Hub:
 
     def leave(self) -> None:
         """Tell the others that this host's ranks have ended, and end the connections."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        self.tick()  # with what the ranks did last
+        while self._must_ask and time.monotonic() < deadline:
+            select.select(self.readers, self.writers, [], 0.1)
+            self.tick()
         self._tell({"do": "bye"})
         for link in self._links:
             link.flush_for(0.2)
@@ -106,6 +116,17 @@ class Hub:
             link.flush_for(max(0.0, deadline - time.monotonic()))
         write_stacks(verdict, self._hosts, self._script)
         self._ranks.end(verdict.first, verdict.culprits)
+
+    @property
+    def _must_ask(self) -> bool:
+        """Whether another host may know why the job has failed."""
+        is_open = any(host.is_connected and not host.has_left for host in self._hosts[1:])
+        return is_open and not self._has_explained and has_failed(self._hosts[0].views.values())
+
+    def _explain(self) -> None:
+        if not self._has_explained and (lines := explain(self._hosts)):
+            self._has_explained = True
+            say_why(lines)
 
     def _judge(self, now: float) -> None:
         idle_s = now - self._limit.progress_at

@@ -15,9 +15,11 @@ from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
 from trainer.hang.views import SAVING, WORKS, Host, View
 from trainer.launch.marks import ENDED, State
 
-_MOST_NAMED, _MOST_FRAMES = 8, 6
+MOST_NAMED, _MOST_FRAMES = 8, 6
 _INNERMOST = 2
 _OTHERS = ("/site-packages/", "/lib/python3", "/trainer/strategies/", "/trainer/data/", "/trainer/updates.py")
+EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
+SAME_COLLECTIVES = "every rank has to call the same collectives in the same order, with tensors of the same shape"
 UNREACHABLE, UNWATCHED = "host unreachable", "not watched"
 _STATES = {
     GONE: "gone: its process has ended",
@@ -80,18 +82,20 @@ def _say(hosts: Sequence[Host], waiting: Mapping[int, View], blamed: Mapping[int
     views = {rank: view for host in hosts for rank, view in host.views.items()}
     others = {rank: view for rank, view in waiting.items() if rank not in blamed}
     lines = []
-    for rank, why in list(blamed.items())[:_MOST_NAMED]:
+    for rank, why in list(blamed.items())[:MOST_NAMED]:
         view = views.get(rank)
         lines.append(f"rank {rank} on {host_of[rank]} {_what_it_does(view, why, bool(others))}")
         if view is not None and not why:
             lines += [f"    {frame}" for frame in _shown(view.frames)]
-    if len(blamed) > _MOST_NAMED:
-        lines.append(f"and {len(blamed) - _MOST_NAMED} more ranks that did not come")
-    lines += [f"{_ranks(ranks)} for {what}" for what, ranks in _by_collective(others).items()]
+    if len(blamed) > MOST_NAMED:
+        lines.append(f"and {len(blamed) - MOST_NAMED} more ranks that did not come")
+    lines += [
+        f"{list_of(ranks)} wait{'s' * (len(ranks) == 1)} for {what}" for what, ranks in by_collective(others).items()
+    ]
     lines.append(f"what to do: {_advice(blamed, views, others)}")
-    in_short = f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}"
+    first = f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}"
     is_sure = bool(blamed) and not any(_may_go_on(views.get(rank), why) for rank, why in blamed.items())
-    return Verdict((in_short, *lines), tuple(blamed), is_sure)
+    return Verdict((first, *lines), tuple(blamed), is_sure)
 
 
 def _may_go_on(view: View | None, why: str) -> bool:
@@ -110,10 +114,10 @@ def _shown(frames: Sequence[str]) -> list[str]:
 def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], others: Mapping[int, View]) -> str:
     if not blamed:
         return f"all ranks wait for {name(next(iter(others.values())))}, and none of them is missing"
-    who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:_MOST_NAMED])
+    who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:MOST_NAMED])
     if not others:
         return f"{who} wait in different collectives"
-    what = next(iter(_by_collective(others)))
+    what = next(iter(by_collective(others)))
     return f"{who} did not come to {what}"
 
 
@@ -126,6 +130,8 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         return "has ended: its script has reached its end, or has called sys.exit"
     if view.process in _STATES:
         return f"is {_STATES[view.process]}"
+    if view.state == State.FAILED:
+        return f"has failed in {name(view)}, and has not ended:"
     if view.waits:
         return f"waits for {name(view)}{', which the others do not' if has_others else ''}"
     doing = (
@@ -148,16 +154,18 @@ def name(view: View) -> str:
     return f"{view.what}{elements}{start} (collective {view.collectives + 1}, after step {view.steps})"
 
 
-def _by_collective(waiting: Mapping[int, View]) -> dict[str, list[int]]:
+def by_collective(waiting: Mapping[int, View]) -> dict[str, list[int]]:
+    """Return the ranks in each collective, by its name."""
     groups: dict[str, list[int]] = {}
     for rank, view in waiting.items():
         groups.setdefault(name(view), []).append(rank)
     return groups
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[: 2 * _MOST_NAMED])) + (", …" if len(ranks) > 2 * _MOST_NAMED else "")
-    return f"ranks {shown} wait" if len(ranks) > 1 else f"rank {shown} waits"
+def list_of(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2, …"."""
+    shown = ", ".join(map(str, ranks[: 2 * MOST_NAMED])) + (", …" if len(ranks) > 2 * MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mapping[int, View]) -> str:
@@ -173,11 +181,11 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
         UNINTERRUPTIBLE: "look at the disks and network file systems of its host (dmesg)",
     }
     if view.phase == ENDED:
-        return "every rank has to take as many steps, and to call the same collectives, before it ends"
+        return EARLY_END
     if view.process in known:
         return known[view.process]
     if view.waits:
-        return "every rank has to call the same collectives in the same order, with tensors of the same shape"
+        return SAME_COLLECTIVES
     if view.state == State.LOADER:
         return "look at the dataset and its workers; DataLoader's timeout= makes an error of a worker that hangs"
     return "look at the stack above; if it only takes long, give more time with TRAINER_HANG_TIMEOUT (seconds; 0: off)"

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.launch.stacks import waits_for
+
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """Nobody else's: of PyTorch, MPI, NCCL and the schedulers none takes it, and it is far from both ends of the range."""
 GONE, STOPPED, TRACED, UNINTERRUPTIBLE = "X", "T", "t", "D"
@@ -135,11 +137,6 @@ _COMPILER = re.compile(
 )
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)(/|\.py$)")
 _SAVES = re.compile(r"/torch/(serialization\.py$|distributed/checkpoint/)")
-_WAITS = (
-    (re.compile(r"/torch/nn/parallel/distributed\.py$|/torch/autograd/graph\.py$"), "gradients"),
-    (re.compile(r"/torch/distributed/((distributed_c10d|_functional_collectives)\.py$|fsdp/)"), "torch.distributed"),
-    (re.compile(r"/horovod/torch/"), "Horovod"),
-)
 
 
 def compiles(frames: list[Frame]) -> bool:
@@ -166,4 +163,4 @@ def waits_in(frames: list[Frame], cpu: float) -> str:
     """
     if not frames or (cpu > 0.2 and frames[0].path.endswith("/torch/autograd/graph.py")):
         return ""
-    return next((what for pattern, what in _WAITS if pattern.search(frames[0].path)), "")
+    return waits_for(frames[0].path)

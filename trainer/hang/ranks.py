@@ -102,7 +102,8 @@ class LocalRank:
         return View(
             rank=mark.rank, state=int(mark.state), what=mark.what, collectives=mark.collectives, steps=mark.steps,
             elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
-            folder=mark.folder, process=GONE if self.is_gone else self._state, cpu=self._cpu,
+            last=mark.last, last_elements=mark.last_elements, folder=mark.folder,
+            process=GONE if self.is_gone else self._state, cpu=self._cpu,
         )  # fmt: skip
 
     def _look_again(self, now: float) -> None:

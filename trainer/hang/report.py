@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.hang.judge import Verdict
 from trainer.hang.views import Host, View
 
-PREFIX = "trainer: hang: "
+PREFIX, WHY = "trainer: hang: ", "trainer: why it failed: "
 _WRITTEN_S = 3.0
 
 
@@ -30,6 +30,11 @@ def warn(text: str) -> None:
 def announce(verdict: Verdict) -> None:
     """Print the verdict."""
     say([f"{PREFIX}{line}" for line in verdict.lines])
+
+
+def say_why(lines: Sequence[str]) -> None:
+    """Print why the job has failed."""
+    say([f"{WHY}{line}" for line in lines])
 
 
 def write_stacks(verdict: Verdict, hosts: Sequence[Host], script: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.hang.hub import SILENT_S
 from trainer.hang.judge import Verdict, is_paused
 from trainer.hang.limits import Limit
+from trainer.hang.mismatch import has_failed
 from trainer.hang.ranks import LocalRanks
 from trainer.hang.report import announce, write_stacks
 from trainer.hang.views import Host, View
@@ -38,7 +39,7 @@ class Spoke:
         self._is_done = self._is_lost = False
         self._reported_at = self._next_try = self._next_look = 0.0
         self._failures = 0
-        self._looks = False
+        self._looks = self._has_told_failure = False
         self._end: tuple[str, tuple[int, ...]] | None = None
         self.verdict: Verdict | None = None
 
@@ -134,8 +135,8 @@ class Spoke:
             self._looks, self._reported_at = False, now
             found = self._ranks.views_with_stacks()
             self._link.send({"host": self._own, "views": self._dicts(found), "looked": True})
-        elif now - self._reported_at >= _REPORT_S:
-            self._reported_at = now
+        elif now - self._reported_at >= _REPORT_S or has_failed(views.values()) > self._has_told_failure:
+            self._reported_at, self._has_told_failure = now, has_failed(views.values())
             self._link.send({"host": self._own, "views": self._dicts(views)})
 
     def _obey(self, message: dict[str, Any]) -> None:

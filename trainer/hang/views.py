@@ -28,6 +28,8 @@ class View:
     events: int = 0
     progress: int = 0
     phase: str = ""
+    last: str = ""
+    last_elements: int = 0
     folder: str = ""
     process: str = "S"
     """The kernel's letter for its main thread."""

@@ -18,7 +18,9 @@ from types import TracebackType
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import writable_places
 from trainer.launch.environment import Launch, launches, read_launch
+from trainer.launch.marks import note_failure
 from trainer.launch.output import print_line
+from trainer.launch.stacks import waits_for
 from trainer.launch.status import LOST_PEER, MISTAKE, report_failure
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
@@ -26,6 +28,8 @@ from trainer.launch.status import LOST_PEER, MISTAKE, report_failure
 _LET_RANK_0_PRINT_FIRST_S = 5.0
 # A rank that lost its peer knows less than the peer does, so the peer may print first.
 _LET_PEER_PRINT_FIRST_S = 3.0
+# The watcher looks four times a second, at all hosts. It says which ranks had called another collective.
+_LET_WATCHER_EXPLAIN_S = 1.0
 # Horovod's and torch.distributed's exceptions for a rank that has gone.
 _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
@@ -65,6 +69,8 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     launch = _read_launch()
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
+    frames = traceback.extract_tb(trace)
+    was_in_collective = note_failure(waits_for(frames[-1].filename) if frames else "")
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
     is_mistake = issubclass(kind, (ConfigError, DataError))
@@ -77,6 +83,8 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         end_process(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)
+    if was_in_collective:
+        time.sleep(_LET_WATCHER_EXPLAIN_S)
     what = str(error) or "no further message"  # as of a MemoryError
     end_process(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
 

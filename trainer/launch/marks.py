@@ -31,9 +31,10 @@ _AT_STATE = _HEAD.size
 _AT_EVENTS = _AT_STATE + 16
 _AT_COUNTS = _AT_STATE + _STATE.size
 _AT_PROGRESS = _AT_COUNTS + _COUNTS.size
-_AT_PHASE = _AT_PROGRESS + _PROGRESS.size
-_PHASE_BYTES = 24
-_AT_FOLDER = _AT_PHASE + _PHASE_BYTES
+_PHASE_BYTES, _AT_PHASE = 24, _AT_PROGRESS + _PROGRESS.size
+_LAST = struct.Struct("<q24s")  # elements; which collective has returned last, of those that are counted
+_AT_LAST = _AT_PHASE + _PHASE_BYTES
+_AT_FOLDER = _AT_LAST + _LAST.size
 
 
 class State(IntEnum):
@@ -45,6 +46,8 @@ class State(IntEnum):
     """It has called a collective, which has not returned."""
     LOADER = 2
     """It waits for its data."""
+    FAILED = 3
+    """The collective that it had called has ended with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,9 @@ class Mark:
     progress: int
     """Grows with pieces of long work that are done, such as chunks of a checkpoint."""
     phase: str
+    last: str
+    """Which collective has returned last, of those that are counted."""
+    last_elements: int
     folder: str
     """Of the run's record; empty without one."""
 
@@ -91,6 +97,10 @@ class _Record:
 
     def count(self) -> None:
         _COUNTS.pack_into(self._file, _AT_COUNTS, self.steps, self.updates)
+
+    def returned(self, what: bytes, elements: int) -> None:
+        self.collectives += 1
+        _LAST.pack_into(self._file, _AT_LAST, elements, what)
 
     def phase(self, phase: str) -> None:
         self.events += 1
@@ -163,14 +173,21 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
             record.set(record.state, record.what, record.elements)  # which tells that a part of it has begun
         elif record is not None:
             self._before = (record.state, record.what, record.elements)
+            if record.state == State.FAILED:  # which it has caught
+                self._before = (State.BETWEEN, b"", 0)
             record.set(State.WAITING, self._what, self._elements)
             self._record = record
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         record = self._record
         if record is not None:
-            record.collectives += self._counts
-            record.set(*self._before)
+            failed = kind is not None and issubclass(kind, Exception)
+            if failed:
+                record.set(State.FAILED, self._what, self._elements)
+            if self._counts:
+                record.returned(self._what, self._elements)
+            if not failed:
+                record.set(*self._before)
             self._record = None
 
 
@@ -219,6 +236,18 @@ def loading(batches: Iterable[Any]) -> Iterator[Any]:
 _NONE_LEFT = object()
 
 
+def note_failure(what: str) -> bool:
+    """Note that this rank fails; return whether it does so in a collective.
+
+    Args:
+        what: the collective by the error's stack, for those that note nothing themselves; "" without one.
+    """
+    record = _own()
+    if record is not None and what and record.state == State.BETWEEN:
+        record.set(State.FAILED, what.encode(), 0)
+    return record is not None and record.state == State.FAILED
+
+
 def note_phase(phase: str) -> None:
     """Note what this rank does now: "training", "evaluation", "saving", …"""
     if (record := _own()) is not None:
@@ -258,11 +287,12 @@ def read_mark(record: bytes) -> Mark | None:
     _, pid, rank, thread = _HEAD.unpack_from(record)
     state, collectives, events, elements, what = _STATE.unpack_from(record, _AT_STATE)
     steps, updates = _COUNTS.unpack_from(record, _AT_COUNTS)
-    (pieces,) = _PROGRESS.unpack_from(record, _AT_PROGRESS)
+    pieces, (last_elements, last) = *_PROGRESS.unpack_from(record, _AT_PROGRESS), _LAST.unpack_from(record, _AT_LAST)
     return Mark(
         pid=pid, rank=rank, thread=thread, state=State(state), collectives=collectives, events=events,
         elements=elements, what=_text(what), steps=steps, updates=updates, progress=pieces,
-        phase=_text(record[_AT_PHASE:_AT_FOLDER]), folder=_text(record[_AT_FOLDER:]),
+        phase=_text(record[_AT_PHASE:_AT_LAST]), last=_text(last), last_elements=last_elements,
+        folder=_text(record[_AT_FOLDER:]),
     )  # fmt: skip
 
 
