@@ -86,6 +86,11 @@ def test_who_has_ended_early_is_behind_nobody() -> None:
     assert lines[1].startswith("ranks 0, 2 called barrier")
 
 
+def test_of_two_ranks_the_one_that_has_ended_is_the_cause() -> None:
+    lines = explained(at(3, rank=0, state=State.FAILED), at(3, STEP, rank=1))
+    assert [line.partition(" on ")[0] for line in lines[:2]] == ["rank 1", "rank 0 called the gradients of step 2"]
+
+
 def test_who_ends_because_a_collective_has_failed_is_not_the_cause() -> None:
     caught = replace(at(4, rank=1, state=State.FAILED), phase=ENDED)
     assert explained(at(6, rank=0, state=State.FAILED), caught) == ()
@@ -121,6 +126,11 @@ def test_a_rank_that_has_come_through_is_a_witness() -> None:
     through = View(rank=2, process="X", collectives=1, steps=1, last="all_reduce", last_elements=10)
     lines = explained(at(1), wrong, through)
     assert [line.partition(" called")[0] for line in lines[:-1]] == ["rank 1 on a", "ranks 0, 2"]
+    beyond = at(3, ("gradients", "all_reduce 11", "step", "gradients"), rank=1)
+    assert (
+        "rank 1 on a called all_reduce of 11 elements at the start (collective 1"
+        in explained(replace(at(1), process="X"), beyond)[1]
+    )
     lines = explained(replace(through, rank=0), wrong, through)
     assert lines[:-1] == (
         "rank 1 on a called all_reduce of 11 elements at the start (collective 1, after step 0)",

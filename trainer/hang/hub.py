@@ -120,7 +120,7 @@ class Hub:
     @property
     def _must_ask(self) -> bool:
         """Whether another host may know why the job has failed."""
-        is_open = any(host.is_connected and not host.has_left for host in self._hosts[1:])
+        is_open = any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
         return is_open and not self._has_explained and has_failed(self._hosts[0].views.values())
 
     def _explain(self) -> None:

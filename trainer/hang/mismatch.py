@@ -34,15 +34,10 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
     if not different:
         return ()
     host_of = {rank: host.name for host in hosts for rank in host.ranks}
-    blamed = next(iter(different.values()))
-    others = {
-        rank: called
-        for rank, view in views.items()
-        if rank not in different and (called := _called_beside(blamed, view)) is not None
-    }
-    lines = [
-        f"rank {rank} on {host_of[rank]} {_what_it_did(view)}" for rank, view in list(different.items())[:MOST_NAMED]
-    ]
+    behind = min(different.values(), key=lambda view: view.collectives)
+    called = {rank: _called_beside(behind, view) for rank, view in views.items()}
+    others = {rank: view for rank, view in called.items() if rank not in different and _place(view).is_in}
+    lines = [f"rank {rank} on {host_of[rank]} {_what_it_did(called[rank])}" for rank in list(different)[:MOST_NAMED]]
     if len(different) > MOST_NAMED:
         lines.append(f"and {len(different) - MOST_NAMED} more ranks")
     lines += [f"{list_of(ranks)} called {what}" for what, ranks in by_collective(others).items()]
@@ -82,7 +77,10 @@ def _place(view: View) -> _Place:
 
 
 def _different(views: Mapping[int, View]) -> dict[int, View]:
-    """Return the ranks with more others that contradict them than agree. Of two halves all are returned."""
+    """Return the ranks with more others that contradict them than agree. Of two halves all are returned.
+
+    Where ranks have ended too early, it is these.
+    """
     ranks_at = Counter(map(_place, views.values()))
     different = set()
     for place in ranks_at:
@@ -91,6 +89,7 @@ def _different(views: Mapping[int, View]) -> dict[int, View]:
             agree = sum(ranks for other, ranks in ranks_at.items() if other == place or _has_been_through(other, place))
             if 0 < against >= agree:
                 different.add(place)
+    different = {place for place in different if place.has_ended} or different
     return {rank: view for rank, view in views.items() if _place(view) in different}
 
 
@@ -112,13 +111,12 @@ def _is_past(ahead: _Place, behind: _Place) -> bool:
     return ahead.collectives >= behind.collectives + behind.is_in_counted and ahead.steps >= steps
 
 
-def _called_beside(blamed: View, view: View) -> View | None:
-    """Return the rank in the collective that it called when the other one was in its own; None where it was in none."""
-    if _place(blamed).is_in_counted and view.collectives == blamed.collectives + 1:
-        return replace(
-            view, what=view.last, elements=view.last_elements, collectives=blamed.collectives, steps=blamed.steps
-        )
-    return view if _place(view).is_in else None
+def _called_beside(behind: View, view: View) -> View:
+    """Return a rank as it was in the collective that the other one is still in, if it has been through it."""
+    if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
+        return view
+    earlier = replace(view, what=view.last, elements=view.last_elements, state=behind.state)
+    return replace(earlier, collectives=behind.collectives, steps=behind.steps)
 
 
 def _what_it_did(view: View) -> str:

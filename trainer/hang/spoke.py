@@ -129,8 +129,9 @@ class Spoke:
             self._obey(message)
         if now - self._link.heard_at > SILENT_S:
             raise TimeoutError(errno.ETIMEDOUT, "the hub is silent")
-        if self._link.is_proven:
-            self._is_lost, self._failures = False, 0
+        if not self._link.is_proven:
+            return
+        self._is_lost, self._failures = False, 0
         if self._looks:
             self._looks, self._reported_at = False, now
             found = self._ranks.views_with_stacks()
