@@ -237,8 +237,8 @@ UNTESTED = {
     "python benchmarks/doctor_faults.py": "makes 55 causes in containers; tests/docker/test_doctor.py has a short form",
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
-    "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2": (
-        "trains 9 times; tests/unit/test_updates_to.py"
+    "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
+        "trains 15 times; tests/unit/test_updates_to.py"
     ),
     "python benchmarks/shaped_link.py --only 100mbit --strategies ddp": "slows the network down",
 }
