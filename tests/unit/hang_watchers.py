@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -13,7 +13,7 @@ from trainer.hang.ranks import LocalRanks
 from trainer.hang.spoke import Spoke
 from trainer.hang.views import Host, View
 from trainer.hang.wire import serve
-from trainer.launch.marks import State
+from trainer.launch.mark_layout import State
 
 TOKEN = "ab" * 32
 
@@ -54,8 +54,8 @@ def endpoint(listener: socket.socket) -> str:
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def make(listener: socket.socket, ranks: Ranks, given_s: float = 0.2) -> Hub:
-    return Hub(both(), ranks, listener, TOKEN, given_s, "job")
+def make(listener: socket.socket, ranks: Ranks, given_s: float = 0.2, hosts: Sequence[Host] = ()) -> Hub:
+    return Hub(hosts or both(), ranks, listener, TOKEN, given_s, "job")
 
 
 def run(*watchers: Hub | Spoke, seconds: float = 3.0) -> None:

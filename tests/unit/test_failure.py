@@ -7,12 +7,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.launch import failure, marks
 from trainer.launch.environment import Launch, read_launch
+from trainer.launch.mark_layout import State, read_mark
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
@@ -160,11 +162,11 @@ class Ending:
     def _exit(self, code: int) -> None:
         raise SystemExit(code)
 
-    def of(self, error: BaseException, *, rank: int, size: int = 2) -> int:
+    def of(self, error: BaseException, *, rank: int, size: int = 2, trace: TracebackType | None = None) -> int:
         launch = Launch(launcher="mpirun", rank=rank, size=size, local_rank=rank, local_size=size)
         self._monkeypatch.setattr(failure, "read_launch", lambda: launch)
         with pytest.raises(SystemExit) as ended:
-            failure._end_job(type(error), error, None)
+            failure._end_job(type(error), error, trace)
         assert isinstance(ended.value.code, int)
         return ended.value.code
 
@@ -263,13 +265,42 @@ def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(
 ) -> None:
     marks.open_record(1)
     request.addfinalizer(marks.close_record)
-    error = RuntimeError("op.preamble.length <= op.nbytes")
+    error = RuntimeError("CUDA out of memory")
     assert ending.of(error, rank=1) == 1
     assert ending.slept == []
     with suppress(ValueError), marks.waits("all_reduce"):
         raise ValueError
     assert ending.of(error, rank=1) == 1
     assert ending.slept == [failure._LET_WATCHER_EXPLAIN_S]
+
+
+def innermost(path: str, error: Exception) -> TracebackType | None:
+    """The traceback of an error that a file of this name has raised."""
+    try:
+        exec(compile("raise error", path, "exec"), {"error": error})  # noqa: S102 (as if it were that file)
+    except type(error) as raised:
+        return raised.__traceback__
+    return None
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "is_in_collective"),
+    [
+        ("/x/torch/autograd/graph.py", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer", True),
+        ("/x/torch/autograd/graph.py", "CUDA out of memory", False),
+        ("/home/me/train.py", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer", False),
+    ],
+)
+def test_an_error_of_the_transport_in_a_backward_pass_is_noted_as_a_collectives(
+    ending: Ending, request: pytest.FixtureRequest, path: str, text: str, is_in_collective: bool
+) -> None:
+    descriptor = marks.open_record(1)
+    request.addfinalizer(marks.close_record)
+    error = RuntimeError(text)
+    assert ending.of(error, rank=1, trace=innermost(path, error)) == 1
+    mark = read_mark(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+    assert mark is not None
+    assert (mark.state == State.FAILED) is is_in_collective
 
 
 def test_reporting_failures_takes_the_hook_for_uncaught_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:

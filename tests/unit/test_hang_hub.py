@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from trainer.hang.hub import Hub
 from trainer.hang.spoke import Spoke
 from trainer.hang.views import WORKS, Host, View
 from trainer.hang.wire import Link, RefusedError, connect, is_timeout
-from trainer.launch.marks import ENDED, State
+from trainer.launch.mark_layout import State
 
 __all__ = ["listener"]
 
@@ -221,63 +220,3 @@ def test_only_a_connection_that_times_out_is_a_lost_host() -> None:
     assert not is_timeout(ConnectionResetError(104, "reset"))
     assert not is_timeout(RefusedError("it has ended the connection"))
     assert wire.TIMEOUT_S == 10.0
-
-
-def connect_all(hub: Hub, spoke: Spoke) -> None:
-    deadline = time.monotonic() + 3
-    while not hub._hosts[1].is_connected and time.monotonic() < deadline:
-        hub.tick()
-        spoke.tick()
-        time.sleep(0.01)
-    assert hub._hosts[1].is_connected
-
-
-def failed(rank: int, elements: int) -> View:
-    return View(rank=rank, state=State.FAILED, what="all_reduce", elements=elements, steps=9)
-
-
-def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
-    listener: socket.socket, capfd: pytest.CaptureFixture[str]
-) -> None:
-    here, there = Ranks(waiting(0)), Ranks(waiting(1))
-    hub, spoke = make(listener, here, 60.0), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
-    here.seen[0], there.seen[1] = failed(0, 10), failed(1, 11)
-    asked = time.monotonic()
-    while "why it failed" not in (printed := capfd.readouterr().err) and time.monotonic() < asked + 2:
-        hub.tick()
-        spoke.tick()
-    assert time.monotonic() - asked < 0.5, "a report of a failure does not wait for its time"
-    hub.tick()
-    hub.leave()
-    assert printed + capfd.readouterr().err == (
-        "trainer: why it failed: rank 0 on a called all_reduce of 10 elements (collective 1, after step 9)\n"
-        "trainer: why it failed: rank 1 on b called all_reduce of 11 elements (collective 1, after step 9)\n"
-        "trainer: why it failed: every rank has to call the same collectives in the same order, with tensors of the "
-        "same shape\n"
-    )
-    spoke.leave()
-
-
-def test_a_hub_whose_ranks_have_failed_hears_the_last_words_of_the_others(
-    listener: socket.socket, capfd: pytest.CaptureFixture[str]
-) -> None:
-    here, there = Ranks(waiting(0)), Ranks(waiting(1))
-    hub, spoke = make(listener, here, 60.0), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
-    here.seen[0], there.seen[1] = failed(0, 10), failed(1, 11)
-    leaving = threading.Timer(0.2, spoke.leave)
-    leaving.start()
-    hub.leave()
-    leaving.join()
-    assert capfd.readouterr().err.count("trainer: why it failed: ") == 3
-
-
-def test_a_hub_of_a_healthy_job_leaves_at_once(listener: socket.socket) -> None:
-    hub = make(listener, Ranks(View(rank=0, phase=ENDED, process="X")), 60.0)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
-    started = time.monotonic()
-    hub.leave()
-    assert time.monotonic() - started < 0.5
-    spoke.leave()

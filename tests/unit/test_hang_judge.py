@@ -10,7 +10,7 @@ import pytest
 from trainer.hang.judge import Verdict, is_paused, judge
 from trainer.hang.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
 from trainer.hang.views import WORKS, Host, View, view_from
-from trainer.launch.marks import State
+from trainer.launch.mark_layout import State
 
 
 def waiting(rank: int, what: str = "gradients", **facts: Any) -> View:

@@ -32,7 +32,7 @@ from trainer.hang.looks import (
 from trainer.hang.ranks import Address, LocalRank, LocalRanks, own_address
 from trainer.hang.views import WORKS
 from trainer.launch import marks
-from trainer.launch.marks import State
+from trainer.launch.mark_layout import State
 from trainer.launch.status import read_status
 
 # Computes in C and never lets go of the interpreter's lock.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.hang.mismatch import explain, has_failed
 from trainer.hang.views import Host, View
-from trainer.launch.marks import ENDED, State
+from trainer.launch import marks
+from trainer.launch.mark_layout import ENDED, Mark, State, read_mark
 
 STEP = ("gradients", "all_reduce 10", "step")
 EVALUATION = ("all_reduce 4", "broadcast")
@@ -34,7 +37,8 @@ def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: State
     if program[place] == "step":
         return View(rank=rank, process="X", **counts)
     what, _, elements = program[place].partition(" ")
-    return View(rank=rank, state=state, what=what, elements=int(elements or 0), **counts)
+    failures = int(state == State.FAILED)
+    return View(rank=rank, state=state, what=what, elements=int(elements or 0), failures=failures, **counts)
 
 
 def explained(*views: View) -> tuple[str, ...]:
@@ -151,3 +155,64 @@ def test_many_ranks_are_shown_in_part() -> None:
     assert sum(line.startswith("rank 4") for line in lines) == 8
     assert "and 12 more ranks" in lines
     assert "15, … called all_reduce of 10 elements" in lines[-2]
+
+
+def test_a_rank_that_fails_later_is_at_the_same_place() -> None:
+    """As the marks say it: of two ranks in one collective, one has its error, and one still waits."""
+    views = {}
+    for rank, moment in enumerate(("waits", "failed", "went on")):
+        descriptor = marks.open_record(rank)
+        for _ in range(2):
+            with marks.waits("broadcast", counts=True):
+                pass
+        with suppress(ValueError), marks.waits("all_reduce", 10, counts=True):
+            if moment == "waits":
+                views[rank] = view_of(descriptor)
+            raise ValueError
+        if moment == "went on":
+            with marks.waits("barrier", counts=True):
+                views[rank] = view_of(descriptor)
+        views.setdefault(rank, view_of(descriptor))
+        marks.close_record()
+    assert [view.failures for view in views.values()] == [0, 1, 1]
+    assert [view.last for view in views.values()] == ["broadcast", "broadcast", "all_reduce"]
+    assert explained(*views.values()) == ()
+
+
+def view_of(descriptor: int | None) -> View:
+    mark = read_mark(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+    assert mark is not None
+    names = {field.name for field in fields(View)} & {field.name for field in fields(Mark)}
+    return View(**{name: getattr(mark, name) for name in names})
+
+
+def test_who_has_gone_on_after_an_error_neither_fails_nor_witnesses() -> None:
+    wrong = at(1, ("gradients", "all_reduce 11"), rank=1)
+    assert explained(at(1, rank=0), replace(wrong, failures=1), View(rank=2, process="X")) == ()
+    assert explained(at(1, rank=0), replace(wrong, failures=2, state=State.FAILED)) == ()
+    assert explained(at(1, rank=0), replace(wrong, failures=1, state=State.FAILED)) != ()
+
+
+def test_a_rank_that_most_contradict_is_named_alone() -> None:
+    extra = at(2, ("gradients", "all_reduce 10", "all_reduce 10"), rank=1)
+    computing = View(rank=2, collectives=1, steps=1, last="all_reduce", last_elements=10)
+    lines = explained(at(3, rank=0, state=State.FAILED), extra, computing)
+    assert [line.partition(" called")[0] for line in lines[:-1]] == ["rank 1 on a", "rank 0"]
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_last_average_of_weights_or_a_backward_without_a_step_blames_nobody(steps: int) -> None:
+    ended = View(rank=1, phase=ENDED, process="X", steps=steps, collectives=4, last="barrier")
+    what = "weights" if steps else "gradients"
+    failed = View(rank=0, state=State.FAILED, what=what, steps=steps, collectives=4, last="barrier", failures=1)
+    assert explained(failed, ended) == ()
+
+
+def test_ranks_are_named_in_their_order_wherever_they_run() -> None:
+    views = {rank: at(1, rank=rank, state=State.FAILED) for rank in range(5)}
+    views[3] = at(1, ("gradients", "all_reduce 11"), rank=3)
+    hosts = [
+        Host("a", (0, 2, 4), {rank: views[rank] for rank in (0, 2, 4)}),
+        Host("b", (1, 3), {1: views[1], 3: views[3]}),
+    ]
+    assert [line.partition(" called")[0] for line in explain(hosts)[:-1]] == ["rank 3 on b", "ranks 0, 1, 2, 4"]

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -225,3 +226,24 @@ def test_the_watcher_starts_without_pytorch() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout == "False False\n"
+
+
+# The handler that is registered first is called last.
+ENDING = """
+import atexit, pathlib, sys
+from trainer.hang import start
+from trainer.launch.mark_layout import read_mark
+from trainer.launch.world import World
+atexit.register(lambda: print(repr(read_mark(path.read_bytes()).phase)))
+entry = start.describe(World(rank=0, size=2, local_rank=0, local_size=2))
+path = pathlib.Path(f"/proc/self/fd/{{entry.address['marks']}}")
+sys.excepthook = lambda *_: None
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "phase"), [("pass", "ended"), ("sys.exit(3)", "ended"), ("1 / 0", "")])
+def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, phase: str) -> None:
+    """Also where another hook has shown the exception, so that Python ends as ever."""
+    done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{phase!r}\n", done.stderr

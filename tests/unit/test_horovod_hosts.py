@@ -170,9 +170,13 @@ def beside() -> Iterator[list[Running]]:
             pipe.close()
 
 
-def start(beside: list[Running], command: str, env: dict[str, str] | None = None) -> Running:
-    arguments = [sys.executable, "-m", "horovod.runner.util.remote_exec", "/", command]
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def start(
+    beside: list[Running], command: str, env: dict[str, str] | None = None,
+    arguments: tuple[str, str] = ("-m", "horovod.runner.util.remote_exec"),
+) -> Running:  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *arguments, "/", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     beside.append(process)
     assert process.stdin is not None
     process.stdin.write(remote_exec.encode_env(env or {}))
@@ -246,11 +250,10 @@ sys.exit(remote_exec.run(*sys.argv[1:]))
 
 
 @pytest.mark.parametrize("end", ["TERM", "HUP"])
-def test_a_signal_while_the_command_starts_ends_it_too(end: str) -> None:
-    command = [sys.executable, "-c", SLOW_START, "/", f"kill -{end} $PPID; echo $$; exec sleep 20"]
-    process = subprocess.run(command, input=remote_exec.encode_env({}), capture_output=True, timeout=10)
-    assert gone(int(process.stdout), 4)
-    assert process.returncode == 128 + signal.SIGTERM, process.stderr
+def test_a_signal_while_the_command_starts_ends_it_too(beside: list[Running], end: str) -> None:
+    process = start(beside, f"kill -{end} $PPID; echo $$; exec sleep 20", arguments=("-c", SLOW_START))
+    assert gone(int(line_of(process)), 4)
+    assert process.wait(10) == 128 + signal.SIGTERM
 
 
 def test_a_group_that_ignores_the_first_signal_is_killed(beside: list[Running]) -> None:

@@ -16,7 +16,8 @@ from trainer.callbacks.run_folder import RunFolder
 from trainer.checkpoint.durable import write_file
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.launch import marks
-from trainer.launch.marks import SIZE, Mark, State, loading, note_waits, read_mark, waits
+from trainer.launch.mark_layout import SIZE, Mark, State, read_mark
+from trainer.launch.marks import loading, note_waits, waits
 from trainer.launch.status import UpdateCounter, report_phase
 from trainer.launch.world import World
 from trainer.strategies.base import Synchronizer
@@ -96,11 +97,23 @@ def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -
         raise ValueError
     failed = read(record)
     assert (failed.state, failed.what, failed.elements, failed.collectives) == (State.FAILED, "all_reduce", 12, 0)
+    assert (failed.last, failed.failures) == ("", 1)
     assert marks.note_failure("gradients")
     assert read(record).what == "all_reduce"
     with waits("barrier", counts=True):  # the error was caught
         assert (read(record).state, read(record).collectives) == (State.WAITING, 1)
     assert read(record).state == State.BETWEEN
+
+
+class Broken(Ranks):
+    def all_reduce(self, tensor: object) -> None:
+        raise ValueError
+
+
+def test_a_collective_that_has_failed_while_a_batch_is_drawn_stays_noted(record: Path) -> None:
+    with suppress(ValueError):
+        next(iter(loading(map(Broken().all_reduce, [Tensor()]))))
+    assert read(record).state == State.FAILED
 
 
 def test_who_is_interrupted_in_a_collective_has_not_failed_in_it(record: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Sequence
@@ -25,8 +24,9 @@ _ANSWER_S = 4.0
 """Four times as long as between two reports of a watcher."""
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
-_LAST_WORDS_S = 1.0
-"""How long a hub whose ranks have failed hears the other hosts."""
+_TICK_S = 0.05
+_SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
+"""How long after a failure it may be explained, and how long the other hosts are heard for that."""
 
 
 class Hub:
@@ -49,7 +49,7 @@ class Hub:
         self._limit = Limit(given_s, now)
         self._started = self._beat_at = now
         self._has_warned = self._has_explained = self._is_paused = False
-        self._look_until = self._next_look = 0.0
+        self._look_until = self._next_look = self._failed_at = 0.0
         self._looked: set[int] = set()
         self.verdict: Verdict | None = None
         hosts[0].is_connected, hosts[0].heard_at = True, now
@@ -81,7 +81,7 @@ class Hub:
         self._note(self._hosts[0], self._ranks.views(), now)
         self._beat(now)
         self._check_hosts(now)
-        self._explain()
+        self._explain(now)
         if is_paused(self._hosts):
             if not self._is_paused:
                 warn("the job's ranks are stopped; hangs are watched for when they go on")
@@ -97,8 +97,9 @@ class Hub:
         deadline = time.monotonic() + _LAST_WORDS_S
         self.tick()  # with what the ranks did last
         while self._must_ask and time.monotonic() < deadline:
-            select.select(self.readers, self.writers, [], 0.1)
+            time.sleep(_TICK_S)
             self.tick()
+        self._explain(time.monotonic(), is_last=True)
         self._tell({"do": "bye"})
         for link in self._links:
             link.flush_for(0.2)
@@ -119,12 +120,19 @@ class Hub:
 
     @property
     def _must_ask(self) -> bool:
-        """Whether another host may know why the job has failed."""
-        is_open = any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
-        return is_open and not self._has_explained and has_failed(self._hosts[0].views.values())
+        """Whether another host may know why the job has failed, also where the ranks of this one have just ended."""
+        return not self._has_explained and any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
 
-    def _explain(self) -> None:
-        if not self._has_explained and (lines := explain(self._hosts)):
+    def _explain(self, now: float, *, is_last: bool = False) -> None:
+        if self._has_explained or not has_failed([view for host in self._hosts for view in host.views.values()]):
+            return
+        if not self._failed_at:
+            self._failed_at = now
+            self._tell({"do": "report"})
+        # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
+        is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.is_connected)
+        is_due = is_last or (now - self._failed_at > _SETTLED_S and is_known) or now - self._failed_at > _LAST_WORDS_S
+        if is_due and (lines := explain(self._hosts)):
             self._has_explained = True
             say_why(lines)
 
@@ -177,9 +185,10 @@ class Hub:
 
     def _serve(self, link: Link, now: float) -> None:
         try:
-            link.flush()
+            # What a watcher says last is there, also where it takes no more.
             for message in link.receive():
                 self._take(link, message, now)
+            link.flush()
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
                 raise RefusedError("it has not proven anything in time")
         except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
@@ -213,6 +222,7 @@ class Hub:
             try:
                 link.send(message)
             except (RefusedError, OSError) as error:
+                self._serve(link, time.monotonic())
                 self._drop(link, is_lost=is_timeout(error))
 
     def _beat(self, now: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trainer.hang.limits import TRAINING
 from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
 from trainer.hang.views import SAVING, WORKS, Host, View
-from trainer.launch.marks import ENDED, State
+from trainer.launch.mark_layout import ENDED, State
 
 MOST_NAMED, _MOST_FRAMES = 8, 6
 _INNERMOST = 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from trainer.hang.judge import EARLY_END, MOST_NAMED, SAME_COLLECTIVES, by_collective, list_of, name
 from trainer.hang.looks import GONE
 from trainer.hang.views import Host, View
-from trainer.launch.marks import ENDED, State
+from trainer.launch.mark_layout import ENDED, State
 
 _UNCOUNTED = {"gradients", "weights", "torch.distributed", "Horovod"}
 """What is waited for in other places than the collectives that are counted. A step follows the gradients."""
@@ -29,7 +29,9 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
     Args:
         hosts: of the job, with what each rank did last.
     """
-    views = {rank: view for host in hosts for rank, view in sorted(host.views.items())}
+    known = {rank: view for host in hosts for rank, view in host.views.items()}
+    # Who has caught an error of a collective, and gone on, tells nothing about the others.
+    views = {rank: view for rank, view in sorted(known.items()) if view.failures <= (view.state == State.FAILED)}
     different = _different(views) if has_failed(views.values()) else {}
     if not different:
         return ()
@@ -82,13 +84,14 @@ def _different(views: Mapping[int, View]) -> dict[int, View]:
     Where ranks have ended too early, it is these.
     """
     ranks_at = Counter(map(_place, views.values()))
+    against = {one: {other for other in ranks_at if not _are_in_order(one, other)} for one in ranks_at}
+    doubts = {place: sum(ranks_at[other] for other in others) for place, others in against.items()}
     different = set()
-    for place in ranks_at:
-        if place.is_in or place.has_ended:
-            against = sum(ranks for other, ranks in ranks_at.items() if not _are_in_order(place, other))
-            agree = sum(ranks for other, ranks in ranks_at.items() if other == place or _has_been_through(other, place))
-            if 0 < against >= agree:
-                different.add(place)
+    for place, others in against.items():
+        agree = sum(ranks for other, ranks in ranks_at.items() if other == place or _has_been_through(other, place))
+        is_likely = doubts[place] >= max(agree, *(doubts[other] for other in others)) if others else False
+        if is_likely and (place.is_in or place.has_ended):
+            different.add(place)
     different = {place for place in different if place.has_ended} or different
     return {rank: view for rank, view in views.items() if _place(view) in different}
 
@@ -107,7 +110,9 @@ def _is_past(ahead: _Place, behind: _Place) -> bool:
         return False
     if behind.is_in_counted and ahead.collectives == behind.collectives + 1 and ahead.last != behind.collective:
         return False
-    steps = behind.steps + (ahead.has_ended and behind.collective[0] == "gradients")
+    # A step follows the gradients, where an optimizer of the library's takes it.
+    is_stepped = behind.steps > 0 and behind.collective[0] == "gradients"
+    steps = behind.steps + (ahead.has_ended and is_stepped)
     return ahead.collectives >= behind.collectives + behind.is_in_counted and ahead.steps >= steps
 
 

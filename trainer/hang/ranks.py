@@ -30,7 +30,7 @@ from trainer.hang.looks import (
     waits_in,
 )
 from trainer.hang.views import SAVING, WORKS, View
-from trainer.launch.marks import SIZE, State, read_mark
+from trainer.launch.mark_layout import SIZE, State, read_mark
 from trainer.launch.status import report_hang
 
 _LOOK_S = 1.0
@@ -102,7 +102,7 @@ class LocalRank:
         return View(
             rank=mark.rank, state=int(mark.state), what=mark.what, collectives=mark.collectives, steps=mark.steps,
             elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
-            last=mark.last, last_elements=mark.last_elements, folder=mark.folder,
+            last=mark.last, last_elements=mark.last_elements, failures=mark.failures, folder=mark.folder,
             process=GONE if self.is_gone else self._state, cpu=self._cpu,
         )  # fmt: skip
 

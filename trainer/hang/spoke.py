@@ -143,6 +143,8 @@ class Spoke:
     def _obey(self, message: dict[str, Any]) -> None:
         if message.get("do") == "look":
             self._looks = True
+        elif message.get("do") == "report":
+            self._reported_at = 0.0
         elif message.get("do") == "end":
             self._end = (str(message["said"]), tuple(map(int, message["culprits"])))
         elif message.get("do") == "bye":

@@ -29,7 +29,8 @@ from trainer.hang.report import warn
 from trainer.hang.watcher import IGNORED
 from trainer.hang.wire import serve
 from trainer.launch.environment import HANG_TIMEOUT
-from trainer.launch.marks import ENDED, close_record, note_phase, open_record
+from trainer.launch.mark_layout import ENDED
+from trainer.launch.marks import close_record, note_phase, open_record
 from trainer.launch.network import address_toward, host_id
 from trainer.launch.secret import token_of
 from trainer.launch.world import World
@@ -91,13 +92,19 @@ def describe(world: World) -> Entry | None:
         stacks = os.memfd_create("trainer-stacks")
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-        atexit.register(note_phase, ENDED)
+        atexit.register(_note_end)
         namespace = Path("/proc/self/ns/pid").readlink()
         address = own_address(world.rank, marks, stacks).as_dict()
         return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)
     except Exception as error:
         close_record()
         return Entry(host_id(), host_id(), "", {}, f"{type(error).__name__}: {error}")
+
+
+def _note_end() -> None:
+    # After an exception that another hook than ours has shown, the script has not come to its end.
+    if getattr(sys, "last_type", None) is None:
+        note_phase(ENDED)
 
 
 def start(strategy: _Strategy, entries: Sequence[Entry | None], given_s: float | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainer.launch.marks import State
+from trainer.launch.mark_layout import State
 
 WORKS = "works"
 """Excuse of a rank that may be at work outside all collectives, as where rank 0 alone evaluates or saves."""
@@ -30,6 +30,7 @@ class View:
     phase: str = ""
     last: str = ""
     last_elements: int = 0
+    failures: int = 0
     folder: str = ""
     process: str = "S"
     """The kernel's letter for its main thread."""

@@ -109,14 +109,21 @@ class Link:
             OSError: as for `send`.
         """
         is_over = False
-        with suppress(BlockingIOError):
+        broken: OSError | None = None
+        try:
             while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _NONCE + _PROOF):
                 chunk = self.socket.recv(65536 if self.is_proven else _NONCE + _PROOF - len(self._in))
                 self._in += chunk
                 is_over = not chunk
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            broken = error  # after what has come before it
         if not self.is_proven:
             self._read_hello()
         yield from self._messages()
+        if broken is not None:
+            raise broken
         if is_over:
             raise RefusedError("it has ended the connection")
 

@@ -28,8 +28,8 @@ from trainer.launch.status import LOST_PEER, MISTAKE, report_failure
 _LET_RANK_0_PRINT_FIRST_S = 5.0
 # A rank that lost its peer knows less than the peer does, so the peer may print first.
 _LET_PEER_PRINT_FIRST_S = 3.0
-# The watcher looks four times a second, at all hosts. It says which ranks had called another collective.
-_LET_WATCHER_EXPLAIN_S = 1.0
+# The watcher says which ranks had called another collective, once it has heard all of them.
+_LET_WATCHER_EXPLAIN_S = 1.5
 # Horovod's and torch.distributed's exceptions for a rank that has gone.
 _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
@@ -69,10 +69,10 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     launch = _read_launch()
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
-    frames = traceback.extract_tb(trace)
-    was_in_collective = note_failure(waits_for(frames[-1].filename) if frames else "")
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
+    # An error of a backward pass on this rank alone has the same innermost line.
+    was_in_collective = note_failure(waits_for(_innermost(trace)) if lost_peer else "")
     is_mistake = issubclass(kind, (ConfigError, DataError))
     report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch)
     if issubclass(kind, TrainerError):
@@ -87,6 +87,13 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         time.sleep(_LET_WATCHER_EXPLAIN_S)
     what = str(error) or "no further message"  # as of a MemoryError
     end_process(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
+
+
+def _innermost(trace: TracebackType | None) -> str:
+    """Return the file of a traceback's last line. Reads no source, whose disk may be why this rank fails."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""
 
 
 def _read_launch() -> Launch:

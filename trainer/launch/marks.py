@@ -14,70 +14,24 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
-SIZE = 1024
-"""Bytes of a record."""
-ENDED = "ended"
-"""Phase of a rank whose script has ended."""
-_MAGIC = b"trnmarks"
-_HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
-_STATE = struct.Struct("<qqqq24s")  # state, collectives, events, elements; what is waited for
-_COUNTS = struct.Struct("<qq")  # steps of optimizers; updates
-_PROGRESS = struct.Struct("<q")
-_AT_STATE = _HEAD.size
-_AT_EVENTS = _AT_STATE + 16
-_AT_COUNTS = _AT_STATE + _STATE.size
-_AT_PROGRESS = _AT_COUNTS + _COUNTS.size
-_PHASE_BYTES, _AT_PHASE = 24, _AT_PROGRESS + _PROGRESS.size
-_LAST = struct.Struct("<q24s")  # elements; which collective has returned last, of those that are counted
-_AT_LAST = _AT_PHASE + _PHASE_BYTES
-_AT_FOLDER = _AT_LAST + _LAST.size
-
-
-class State(IntEnum):
-    """What a rank does."""
-
-    BETWEEN = 0
-    """It computes, between two collectives."""
-    WAITING = 1
-    """It has called a collective, which has not returned."""
-    LOADER = 2
-    """It waits for its data."""
-    FAILED = 3
-    """The collective that it had called has ended with an error."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """What a record says."""
-
-    pid: int
-    rank: int
-    thread: int
-    """Python's ident of the main thread, which stacks name."""
-    state: State
-    collectives: int
-    """Those that have returned, without those of the gradients."""
-    events: int
-    """Grows with every change."""
-    elements: int
-    """Of the tensor that is all-reduced; 0 where it does not matter."""
-    what: str
-    """What is waited for: "gradients", "all_reduce", …"""
-    steps: int
-    """Steps of optimizers."""
-    updates: int
-    progress: int
-    """Grows with pieces of long work that are done, such as chunks of a checkpoint."""
-    phase: str
-    last: str
-    """Which collective has returned last, of those that are counted."""
-    last_elements: int
-    folder: str
-    """Of the run's record; empty without one."""
+from trainer.launch.mark_layout import (
+    AT_COUNTS,
+    AT_EVENTS,
+    AT_FOLDER,
+    AT_PHASE,
+    AT_PROGRESS,
+    AT_STATE,
+    COUNTS,
+    HEAD,
+    MAGIC,
+    PHASE_BYTES,
+    PROGRESS,
+    SIZE,
+    STATE,
+    State,
+)
 
 
 class _Record:
@@ -86,34 +40,36 @@ class _Record:
         os.posix_fallocate(self.descriptor, 0, SIZE)  # a page without memory would end this process with SIGBUS
         self._file = mmap.mmap(self.descriptor, SIZE)
         self.thread = threading.get_ident()
-        self.state, self.what, self.elements = int(State.BETWEEN), b"", 0
-        self.collectives = self.events = self.steps = self.updates = self.pieces = 0
-        _HEAD.pack_into(self._file, 0, _MAGIC, os.getpid(), rank, self.thread)
+        self.state, self.what, self.elements, self.last, self.last_elements = int(State.BETWEEN), b"", 0, b"", 0
+        self.collectives = self.events = self.steps = self.updates = self.pieces = self.failures = 0
+        HEAD.pack_into(self._file, 0, MAGIC, os.getpid(), rank, self.thread)
 
     def set(self, state: int, what: bytes, elements: int) -> None:
         self.state, self.what, self.elements = state, what, elements
         self.events += 1
-        _STATE.pack_into(self._file, _AT_STATE, state, self.collectives, self.events, elements, what)
+        # In one call: whoever reads in between must not see the last collective of one moment, and the next of another.
+        facts = (state, self.collectives, self.events, elements, what, self.last_elements, self.last, self.failures)
+        STATE.pack_into(self._file, AT_STATE, *facts)
 
     def count(self) -> None:
-        _COUNTS.pack_into(self._file, _AT_COUNTS, self.steps, self.updates)
+        COUNTS.pack_into(self._file, AT_COUNTS, self.steps, self.updates)
 
-    def returned(self, what: bytes, elements: int) -> None:
-        self.collectives += 1
-        _LAST.pack_into(self._file, _AT_LAST, elements, what)
+    def fail(self, what: bytes, elements: int) -> None:
+        self.failures += 1
+        self.set(State.FAILED, what, elements)
 
     def phase(self, phase: str) -> None:
         self.events += 1
-        struct.pack_into("<q", self._file, _AT_EVENTS, self.events)
-        struct.pack_into(f"{_PHASE_BYTES}s", self._file, _AT_PHASE, phase.encode())
+        struct.pack_into("<q", self._file, AT_EVENTS, self.events)
+        struct.pack_into(f"{PHASE_BYTES}s", self._file, AT_PHASE, phase.encode())
 
     def progress(self) -> None:
         self.pieces += 1
-        _PROGRESS.pack_into(self._file, _AT_PROGRESS, self.pieces)
+        PROGRESS.pack_into(self._file, AT_PROGRESS, self.pieces)
 
     def folder(self, folder: str) -> None:
-        room = SIZE - _AT_FOLDER
-        struct.pack_into(f"{room}s", self._file, _AT_FOLDER, folder.encode())
+        room = SIZE - AT_FOLDER
+        struct.pack_into(f"{room}s", self._file, AT_FOLDER, folder.encode())
 
 
 _record: _Record | None = None
@@ -172,9 +128,8 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
         if record is not None and record.state == State.WAITING:
             record.set(record.state, record.what, record.elements)  # which tells that a part of it has begun
         elif record is not None:
-            self._before = (record.state, record.what, record.elements)
-            if record.state == State.FAILED:  # which it has caught
-                self._before = (State.BETWEEN, b"", 0)
+            has_caught = record.state == State.FAILED
+            self._before = (State.BETWEEN, b"", 0) if has_caught else (record.state, record.what, record.elements)
             record.set(State.WAITING, self._what, self._elements)
             self._record = record
 
@@ -183,9 +138,10 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
         if record is not None:
             failed = kind is not None and issubclass(kind, Exception)
             if failed:
-                record.set(State.FAILED, self._what, self._elements)
+                record.fail(self._what, self._elements)
             if self._counts:
-                record.returned(self._what, self._elements)
+                record.collectives += 1
+                record.last, record.last_elements = self._what, self._elements
             if not failed:
                 record.set(*self._before)
             self._record = None
@@ -226,7 +182,7 @@ def loading(batches: Iterable[Any]) -> Iterator[Any]:
         try:
             batch = next(iterator, _NONE_LEFT)
         finally:
-            if record is not None:
+            if record is not None and record.state != State.FAILED:
                 record.set(State.BETWEEN, b"", 0)
         if batch is _NONE_LEFT:
             return
@@ -244,7 +200,7 @@ def note_failure(what: str) -> bool:
     """
     record = _own()
     if record is not None and what and record.state == State.BETWEEN:
-        record.set(State.FAILED, what.encode(), 0)
+        record.fail(what.encode(), 0)
     return record is not None and record.state == State.FAILED
 
 
@@ -278,23 +234,3 @@ def note_folder(folder: str) -> None:
     """Note the folder of the run's record, where the ranks' stacks belong."""
     if (record := _own()) is not None:
         record.folder(folder)
-
-
-def read_mark(record: bytes) -> Mark | None:
-    """Return what a record says; None for anything else."""
-    if len(record) != SIZE or not record.startswith(_MAGIC):
-        return None
-    _, pid, rank, thread = _HEAD.unpack_from(record)
-    state, collectives, events, elements, what = _STATE.unpack_from(record, _AT_STATE)
-    steps, updates = _COUNTS.unpack_from(record, _AT_COUNTS)
-    pieces, (last_elements, last) = *_PROGRESS.unpack_from(record, _AT_PROGRESS), _LAST.unpack_from(record, _AT_LAST)
-    return Mark(
-        pid=pid, rank=rank, thread=thread, state=State(state), collectives=collectives, events=events,
-        elements=elements, what=_text(what), steps=steps, updates=updates, progress=pieces,
-        phase=_text(record[_AT_PHASE:_AT_LAST]), last=_text(last), last_elements=last_elements,
-        folder=_text(record[_AT_FOLDER:]),
-    )  # fmt: skip
-
-
-def _text(raw: bytes) -> str:
-    return raw.partition(b"\0")[0].decode(errors="replace")

@@ -36,8 +36,8 @@ class Synchronizer:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        names = {**dict.fromkeys(("before_backward", "finish", "after_step"), "gradients"), "settle": "weights"}
-        note_waits(cls, names, counts=False)
+        gradients, weights = ("before_backward", "finish"), ("after_step", "settle")
+        note_waits(cls, {**dict.fromkeys(gradients, "gradients"), **dict.fromkeys(weights, "weights")}, counts=False)
 
     def keep_local(self, local: bool) -> None:
         """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""

@@ -1,0 +1,89 @@
+"""What a record of marks holds, and where: written by a rank (`marks.py`), read by the watcher of its host."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+SIZE = 1024
+"""Bytes of a record."""
+ENDED = "ended"
+"""Phase of a rank whose script has ended."""
+MAGIC = b"trnmarks"
+HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
+# State, collectives, events, elements, what is waited for; elements and name of the last collective; failures.
+STATE = struct.Struct("<qqqq24sq24sq")
+COUNTS = struct.Struct("<qq")  # steps of optimizers; updates
+PROGRESS = struct.Struct("<q")
+AT_STATE = HEAD.size
+AT_EVENTS = AT_STATE + 16
+AT_COUNTS = AT_STATE + STATE.size
+AT_PROGRESS = AT_COUNTS + COUNTS.size
+PHASE_BYTES, AT_PHASE = 24, AT_PROGRESS + PROGRESS.size
+AT_FOLDER = AT_PHASE + PHASE_BYTES
+
+
+class State(IntEnum):
+    """What a rank does."""
+
+    BETWEEN = 0
+    """It computes, between two collectives."""
+    WAITING = 1
+    """It has called a collective, which has not returned."""
+    LOADER = 2
+    """It waits for its data."""
+    FAILED = 3
+    """The collective that it had called has ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What a record says."""
+
+    pid: int
+    rank: int
+    thread: int
+    """Python's ident of the main thread, which stacks name."""
+    state: State
+    collectives: int
+    """Those that have returned, without those of the gradients."""
+    events: int
+    """Grows with every change."""
+    elements: int
+    """Of the tensor that is all-reduced; 0 where it does not matter."""
+    what: str
+    """What is waited for: "gradients", "all_reduce", …"""
+    steps: int
+    """Steps of optimizers."""
+    updates: int
+    progress: int
+    """Grows with pieces of long work that are done, such as chunks of a checkpoint."""
+    phase: str
+    last: str
+    """Which collective has returned last, of those that are counted."""
+    last_elements: int
+    failures: int
+    """Collectives that have ended with an error."""
+    folder: str
+    """Of the run's record; empty without one."""
+
+
+def read_mark(record: bytes) -> Mark | None:
+    """Return what a record says; None for anything else."""
+    if len(record) != SIZE or not record.startswith(MAGIC):
+        return None
+    _, pid, rank, thread = HEAD.unpack_from(record)
+    state, collectives, events, elements, what, last_elements, last, failures = STATE.unpack_from(record, AT_STATE)
+    steps, updates = COUNTS.unpack_from(record, AT_COUNTS)
+    (pieces,) = PROGRESS.unpack_from(record, AT_PROGRESS)
+    return Mark(
+        pid=pid, rank=rank, thread=thread, state=State(state), collectives=collectives, events=events,
+        elements=elements, what=_text(what), steps=steps, updates=updates, progress=pieces,
+        phase=_text(record[AT_PHASE:AT_FOLDER]), last=_text(last), last_elements=last_elements, failures=failures,
+        folder=_text(record[AT_FOLDER:]),
+    )  # fmt: skip
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="replace")
