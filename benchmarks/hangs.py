@@ -69,13 +69,13 @@ class Trial:
         ]
 
     def __str__(self) -> str:
+        if self.blamed:
+            return "error" if self.blamed == [1] else f"error (names {self.blamed})"
         if self.verdicts:
             right = "" if self.culprits == [1] else f" (names {self.culprits})"
             return f"{self.seconds:.0f} s{right}" if self.seconds is not None else "verdict"
         if self.code is None:
             return "**hangs**"
-        if self.blamed:
-            return "error" if self.blamed == [1] else f"error (names {self.blamed})"
         return f"error: {self.error}" if self.code else "ends well"
 
     @property

@@ -26,7 +26,7 @@ QUICK = {
     ("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips"), ("ring", "loader"),
     ("parameter_server", "one-too-many"),
 }  # fmt: skip
-# The transport ends these by itself, with an error that names no rank.
+# The transport or the strategy ends these by itself, with an error.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
 QUICK_ERRORS = {("ddp", "shape"), ("horovod over MPI", "exits")}
 LINE = re.compile(
@@ -38,8 +38,7 @@ LINE = re.compile(
 def cases(*, errors: bool) -> list[Any]:
     found = []
     for strategy, fault in itertools.product(STRATEGIES, FAULTS):
-        # With ring, nobody notices a rank that exits.
-        is_error = (fault in ERRORS or (strategy, fault) in ERRORS) and (strategy, fault) != ("ring", "exits")
+        is_error = fault in ERRORS or (strategy, fault) in ERRORS
         if is_error == errors and fault != "cut-off":  # only root can cut off a host
             marks = [] if (strategy, fault) in QUICK | QUICK_ERRORS else [pytest.mark.slow]
             found.append(pytest.param(strategy, fault, marks=marks, id=f"{strategy}-{fault}".replace(" ", "-")))
