@@ -34,7 +34,7 @@ from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 
 RANKS, BATCH, EVERY, WARM_UP = 4, 100, 16, 20
-SETTINGS = ("compression=none", "compression=powersgd:4", "sync_every=8")
+SETTINGS = ("compression=none", "compression=powersgd:4", "compression=powersgd:8", "sync_every=8")
 _RESULT = re.compile(r"^updates-to: (.*)$", re.M)
 
 

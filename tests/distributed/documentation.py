@@ -228,7 +228,7 @@ UNTESTED = {
     "make check-gpu": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
     "make bench": "the same",
-    "make accuracy": "trains 15 times; tests/unit/test_benchmarks.py",
+    "make accuracy": "trains 20 times; tests/unit/test_benchmarks.py",
     "make clean": "would take this environment away",
     "make wheels PYTHON=python3.12": "would make the environment anew",
     "make lock": "resolves all versions anew from the package index",
@@ -238,7 +238,7 @@ UNTESTED = {
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 15 times; tests/unit/test_updates_to.py"
+        "trains 20 times; tests/unit/test_updates_to.py"
     ),
     "python benchmarks/shaped_link.py --only 100mbit --strategies ddp": "slows the network down",
 }
