@@ -131,8 +131,8 @@ class Hub:
             self._tell({"do": "report"})
         # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
         is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.is_connected)
-        is_due = is_last or (now - self._failed_at > _SETTLED_S and is_known) or now - self._failed_at > _LAST_WORDS_S
-        if is_due and (lines := explain(self._hosts)):
+        is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
+        if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
             say_why(lines)
 

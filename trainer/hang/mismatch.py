@@ -88,9 +88,10 @@ def _different(views: Mapping[int, View]) -> dict[int, View]:
     doubts = {place: sum(ranks_at[other] for other in others) for place, others in against.items()}
     different = set()
     for place, others in against.items():
+        if not others or not (place.is_in or place.has_ended):
+            continue
         agree = sum(ranks for other, ranks in ranks_at.items() if other == place or _has_been_through(other, place))
-        is_likely = doubts[place] >= max(agree, *(doubts[other] for other in others)) if others else False
-        if is_likely and (place.is_in or place.has_ended):
+        if doubts[place] >= max(agree, *(doubts[other] for other in others)):
             different.add(place)
     different = {place for place in different if place.has_ended} or different
     return {rank: view for rank, view in views.items() if _place(view) in different}
