@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,13 +21,16 @@ from trainer.launch.mark_layout import ENDED, State
 __all__ = ["listener"]
 
 
-def connect_all(hub: Hub, spoke: Spoke) -> None:
+def connected(listener: socket.socket, here: Ranks, there: Ranks, hosts: Sequence[Host] = ()) -> tuple[Hub, Spoke]:
+    """The watchers of two hosts, of which the hub has heard the other."""
+    hub, spoke = make(listener, here, 60.0, hosts), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
     deadline = time.monotonic() + 3
     while not hub._hosts[1].is_connected and time.monotonic() < deadline:
         hub.tick()
         spoke.tick()
         time.sleep(0.01)
     assert hub._hosts[1].is_connected
+    return hub, spoke
 
 
 def calling(rank: int, elements: int) -> View:
@@ -41,8 +45,7 @@ def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
     listener: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     here, there = Ranks(waiting(0)), Ranks(waiting(1))
-    hub, spoke = make(listener, here, 60.0), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
+    hub, spoke = connected(listener, here, there)
     there.seen[1] = failed(1, 11)
     asked = time.monotonic()
     while hub._hosts[1].views[1].state != State.FAILED and time.monotonic() < asked + 2:
@@ -70,8 +73,7 @@ def test_what_a_host_said_before_the_failure_is_not_taken_for_the_last(
 ) -> None:
     hosts = [Host("a", (0, 1)), Host("b", (2, 3))]
     here, there = Ranks(waiting(0), waiting(1)), Ranks(waiting(2), waiting(3))
-    hub, spoke = make(listener, here, 60.0, hosts), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
+    hub, spoke = connected(listener, here, there, hosts)
     here.seen = {0: failed(0, 10), 1: failed(1, 11)}
     there.seen = {2: calling(2, 10), 3: calling(3, 10)}
     began = time.monotonic()
@@ -87,8 +89,7 @@ def test_a_hub_whose_ranks_have_failed_hears_the_last_words_of_the_others(
     listener: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     here, there = Ranks(waiting(0)), Ranks(waiting(1))
-    hub, spoke = make(listener, here, 60.0), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
+    hub, spoke = connected(listener, here, there)
     here.seen[0], there.seen[1] = failed(0, 10), failed(1, 11)
     leaving = threading.Timer(0.2, spoke.leave)
     leaving.start()
@@ -101,10 +102,8 @@ def test_a_hub_whose_ranks_have_failed_hears_the_last_words_of_the_others(
 def test_where_the_ranks_here_have_ended_the_others_are_heard(
     listener: socket.socket, capfd: pytest.CaptureFixture[str], is_failed: bool
 ) -> None:
-    hub = make(listener, Ranks(View(rank=0, steps=9, phase=ENDED, process="X")), 60.0)
     there = Ranks(waiting(1))
-    spoke = Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
-    connect_all(hub, spoke)
+    hub, spoke = connected(listener, Ranks(View(rank=0, steps=9, phase=ENDED, process="X")), there)
     there.seen[1] = failed(1, 10) if is_failed else View(rank=1, steps=9, phase=ENDED, process="X")
     leaving = threading.Timer(0.2, spoke.leave)
     leaving.start()
