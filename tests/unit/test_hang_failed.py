@@ -34,7 +34,7 @@ def connected(listener: socket.socket, here: Ranks, there: Ranks, hosts: Sequenc
 
 
 def calling(rank: int, elements: int) -> View:
-    return View(rank=rank, state=State.WAITING, what="all_reduce", elements=elements, steps=9)
+    return View(rank=rank, state=State.WAITING, what="all_reduce", is_counted=True, elements=elements, steps=9)
 
 
 def failed(rank: int, elements: int) -> View:

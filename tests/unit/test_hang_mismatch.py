@@ -37,6 +37,7 @@ def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: State
     if program[place] == "step":
         return View(rank=rank, process="X", **counts)
     what, _, elements = program[place].partition(" ")
+    counts["is_counted"] = what != "gradients"
     failures = int(state == State.FAILED)
     return View(rank=rank, state=state, what=what, elements=int(elements or 0), failures=failures, **counts)
 

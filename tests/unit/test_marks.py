@@ -81,6 +81,7 @@ def test_a_collective_within_another_is_a_part_of_it(record: Path) -> None:
     assert [one.what for one in ranks.seen] == ["broadcast", "broadcast"]
     assert ranks.seen[0].events == 2, "a part that begins is progress"
     assert ranks.seen[1].elements == 0, "the ranks' may differ"
+    assert [one.is_counted for one in ranks.seen] == [True, True]
     assert read(record).collectives == 1
 
 
@@ -88,7 +89,7 @@ def test_gradients_are_not_counted_and_what_was_done_before_is_noted_again(recor
     for batch in loading([1]):
         assert batch == 1
         with waits("gradients"):
-            assert read(record).what == "gradients"
+            assert (read(record).what, read(record).is_counted) == ("gradients", False)
     assert (read(record).collectives, read(record).state) == (0, State.BETWEEN)
 
 
@@ -97,7 +98,7 @@ def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -
         raise ValueError
     failed = read(record)
     assert (failed.state, failed.what, failed.elements, failed.collectives) == (State.FAILED, "all_reduce", 12, 0)
-    assert (failed.last, failed.failures) == ("", 1)
+    assert (failed.last, failed.failures, failed.is_counted) == ("", 1, True)
     assert marks.note_failure("gradients")
     assert read(record).what == "all_reduce"
     with waits("barrier", counts=True):  # the error was caught

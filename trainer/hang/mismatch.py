@@ -19,9 +19,6 @@ from trainer.hang.looks import GONE
 from trainer.hang.views import Host, View
 from trainer.launch.mark_layout import ENDED, State
 
-_UNCOUNTED = {"gradients", "weights", "torch.distributed", "Horovod"}
-"""What is waited for in other places than the collectives that are counted. A step follows the gradients."""
-
 
 def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
     """Return what to say of a job that has failed; nothing where its ranks may have called the same collectives.
@@ -65,17 +62,15 @@ class _Place:
     """The one before, of those that are counted."""
     collectives: int
     steps: int
-
-    @property
-    def is_in_counted(self) -> bool:
-        return self.is_in and self.collective[0] not in _UNCOUNTED
+    is_in_counted: bool
 
 
 def _place(view: View) -> _Place:
     is_in = view.state in (State.WAITING, State.FAILED)
     has_ended = view.phase == ENDED and view.state != State.FAILED
     collective, last = (view.what, view.elements), (view.last, view.last_elements)
-    return _Place(is_in, has_ended, collective if is_in else ("", 0), last, view.collectives, view.steps)
+    counts = (view.collectives, view.steps, is_in and view.is_counted)
+    return _Place(is_in, has_ended, collective if is_in else ("", 0), last, *counts)
 
 
 def _different(views: Mapping[int, View]) -> dict[int, View]:

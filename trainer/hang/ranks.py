@@ -100,7 +100,8 @@ class LocalRank:
         if last != self._last:
             self._last, self._went_on = last, (self._looked_at, self._look.cpu_s)
         return View(
-            rank=mark.rank, state=int(mark.state), what=mark.what, collectives=mark.collectives, steps=mark.steps,
+            rank=mark.rank, state=int(mark.state), what=mark.what, is_counted=mark.is_counted,
+            collectives=mark.collectives, steps=mark.steps,
             elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
             last=mark.last, last_elements=mark.last_elements, failures=mark.failures, folder=mark.folder,
             process=GONE if self.is_gone else self._state, cpu=self._cpu,

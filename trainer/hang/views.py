@@ -21,6 +21,7 @@ class View:
     rank: int
     state: int = State.BETWEEN
     what: str = ""
+    is_counted: bool = False
     collectives: int = 0
     steps: int = 0
     elements: int = 0

@@ -12,8 +12,8 @@ ENDED = "ended"
 """Phase of a rank whose script has ended."""
 MAGIC = b"trnmarks"
 HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
-# State, collectives, events, elements, what is waited for; elements and name of the last collective; failures.
-STATE = struct.Struct("<qqqq24sq24sq")
+# State, collectives, events, elements, what is waited for, whether it is counted; the last collective; failures.
+STATE = struct.Struct("<qqqq24s?q24sq")
 COUNTS = struct.Struct("<qq")  # steps of optimizers; updates
 PROGRESS = struct.Struct("<q")
 AT_STATE = HEAD.size
@@ -54,6 +54,8 @@ class Mark:
     """Of the tensor that is all-reduced; 0 where it does not matter."""
     what: str
     """What is waited for: "gradients", "all_reduce", …"""
+    is_counted: bool
+    """Whether that is one of the collectives that are counted."""
     steps: int
     """Steps of optimizers."""
     updates: int
@@ -74,12 +76,13 @@ def read_mark(record: bytes) -> Mark | None:
     if len(record) != SIZE or not record.startswith(MAGIC):
         return None
     _, pid, rank, thread = HEAD.unpack_from(record)
-    state, collectives, events, elements, what, last_elements, last, failures = STATE.unpack_from(record, AT_STATE)
+    state, collectives, events, elements, what, is_counted, *rest = STATE.unpack_from(record, AT_STATE)
+    last_elements, last, failures = rest
     steps, updates = COUNTS.unpack_from(record, AT_COUNTS)
     (pieces,) = PROGRESS.unpack_from(record, AT_PROGRESS)
     return Mark(
         pid=pid, rank=rank, thread=thread, state=State(state), collectives=collectives, events=events,
-        elements=elements, what=_text(what), steps=steps, updates=updates, progress=pieces,
+        elements=elements, what=_text(what), is_counted=is_counted, steps=steps, updates=updates, progress=pieces,
         phase=_text(record[AT_PHASE:AT_FOLDER]), last=_text(last), last_elements=last_elements, failures=failures,
         folder=_text(record[AT_FOLDER:]),
     )  # fmt: skip

@@ -44,19 +44,19 @@ class _Record:
         self.collectives = self.events = self.steps = self.updates = self.pieces = self.failures = 0
         HEAD.pack_into(self._file, 0, MAGIC, os.getpid(), rank, self.thread)
 
-    def set(self, state: int, what: bytes, elements: int) -> None:
-        self.state, self.what, self.elements = state, what, elements
+    def set(self, state: int, what: bytes, elements: int, *, is_counted: bool = False) -> None:
+        self.state, self.what, self.elements, self.is_counted = state, what, elements, is_counted
         self.events += 1
         # In one call: whoever reads in between must not see the last collective of one moment, and the next of another.
-        facts = (state, self.collectives, self.events, elements, what, self.last_elements, self.last, self.failures)
-        STATE.pack_into(self._file, AT_STATE, *facts)
+        now, last = (self.events, elements, what, is_counted), (self.last_elements, self.last, self.failures)
+        STATE.pack_into(self._file, AT_STATE, state, self.collectives, *now, *last)
 
     def count(self) -> None:
         COUNTS.pack_into(self._file, AT_COUNTS, self.steps, self.updates)
 
-    def fail(self, what: bytes, elements: int) -> None:
+    def fail(self, what: bytes, elements: int = 0, *, is_counted: bool = False) -> None:
         self.failures += 1
-        self.set(State.FAILED, what, elements)
+        self.set(State.FAILED, what, elements, is_counted=is_counted)
 
     def phase(self, phase: str) -> None:
         self.events += 1
@@ -126,11 +126,12 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
     def __enter__(self) -> None:
         record = _own()
         if record is not None and record.state == State.WAITING:
-            record.set(record.state, record.what, record.elements)  # which tells that a part of it has begun
+            # Which tells that a part of it has begun.
+            record.set(record.state, record.what, record.elements, is_counted=record.is_counted)
         elif record is not None:
             has_caught = record.state == State.FAILED
             self._before = (State.BETWEEN, b"", 0) if has_caught else (record.state, record.what, record.elements)
-            record.set(State.WAITING, self._what, self._elements)
+            record.set(State.WAITING, self._what, self._elements, is_counted=self._counts)
             self._record = record
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -138,7 +139,7 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
         if record is not None:
             failed = kind is not None and issubclass(kind, Exception)
             if failed:
-                record.fail(self._what, self._elements)
+                record.fail(self._what, self._elements, is_counted=self._counts)
             if self._counts:
                 record.collectives += 1
                 record.last, record.last_elements = self._what, self._elements
@@ -200,7 +201,7 @@ def note_failure(what: str) -> bool:
     """
     record = _own()
     if record is not None and what and record.state == State.BETWEEN:
-        record.fail(what.encode(), 0)
+        record.fail(what.encode())
     return record is not None and record.state == State.FAILED
 
 
