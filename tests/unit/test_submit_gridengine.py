@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
+    (tmp_path / "train.py").touch()
     return tmp_path
 
 

@@ -34,7 +34,9 @@ def test_units_are_read() -> None:
     job = job_of("--time", "2h", "--memory", "16GB", "--grace", "90s", "--cpus-per-rank", "3")
     assert (job.time_s, job.memory_gib, job.grace_s, job.cpus_per_rank) == (7200, 16, 90, 3)
     assert (job.ranks, job.cpus_per_node) == (8, 12)
-    assert job_of("--time", "1d").time_s == 86400
+    times = ("1d", "10m", "10min", "0:10:00", "12:30:05", "1-02:00:00")
+    assert [job_of("--time", text).time_s for text in times] == [86400, 600, 600, 600, 45005, 93600]
+    assert job_of("--time", "1h", "--grace", "0:05:00").grace_s == 300
     assert job_of("--memory", "1TiB").memory_gib == 1024
 
 
@@ -57,7 +59,8 @@ def test_the_job_is_named_after_its_script() -> None:
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     problems = problems_of("slurm", "--nodes", "x", "--tme", "3", "--memory", "3", "--launcher", "mpirun", *COMMAND)
     for problem in (
-        "no such option: --tme 3 (valid are --array, ", "--nodes is 'x'; valid is a number of at least 1",
+        "no such option: --tme 3; did you mean --time? (valid are --array, ",
+        "--nodes is 'x'; valid is a number of at least 1",
         "--ranks-per-node is missing", "--memory is '3'; valid is a number with GB", "slurm has srun, torchrun",
     ):  # fmt: skip
         assert problem in problems
@@ -67,10 +70,12 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--time", "2m"], "--time is '2m'; valid is a number with s, min, h, d, as in 2h"),
+        (["--time", "2M"], "--time is '2M'; valid is a number with s, m, min, h, d, as in 2h, or H:MM:SS"),
+        (["--time", "10:00"], "--time is '10:00'"),
+        (["--time", "1:99:00"], "--time is '1:99:00'"),
         (["--time", "0h"], "--time is '0h'"),
         (["--time", "3min"], "--time is 180 s, and --grace is 120 s; valid is a --time over 180 s"),
-        (["--gpus-per-node", "2"], "--gpus-per-node is 2, and --ranks-per-node is 4; each rank has a GPU"),
+        (["--gpus-per-node", "2"], "--ranks-per-node is 4; each rank has one GPU: valid is --ranks-per-node 2"),
         (["--array", "0-3"], "--array and {index} in the command go together"),
         (["--array", "3-x"], "--array is '3-x'; valid are numbers as in 0-3,7"),
         (["--name", "a b"], "--name is 'a b'"),
@@ -80,8 +85,10 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         (["--directive=--job x"], "but not --job-name, --array, --chdir, --output, by which the logs are found"),
         (["--directive=-Da"], "--directive is '-Da'"),
         (["--directive=--comment=a\nscancel"], "not printable"),
+        (["--directive", "--partition=gpu"], "--directive takes its text behind =, as in --directive=--partition=gpu"),
         (["--nodes"], "--nodes: expected one argument"),
-        (["extra"], "no such option: extra"),
+        (["--frobnicate"], "no such option: --frobnicate (valid are"),
+        (["extra"], "extra is no option; the command goes behind --"),
     ],
 )
 def test_a_value_that_is_not_valid_is_refused(options: list[str], problem: str) -> None:
@@ -99,7 +106,12 @@ def test_an_unknown_scheduler_is_answered_with_those_that_there_are() -> None:
 
 def test_a_command_is_asked_for() -> None:
     assert "there is no command; put it behind --" in problems_of(*SLURM)
-    assert "the command goes behind --" in problems_of(*SLURM, "python", "train.py")
+    assert problems_of(*SLURM, "python", "train.py") == (
+        "python train.py is no option; the command goes behind --, as in -- python train.py"
+    )
+    both = problems_of(*SLURM, "--tme", "3")
+    assert "no such option: --tme 3" in both
+    assert "there is no command" in both
 
 
 def test_a_secret_does_not_get_into_a_file() -> None:
@@ -158,5 +170,6 @@ def test_where_the_scheduler_is_not_installed_a_line_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "train.py").touch()
     assert main(["submit", *SLURM, *COMMAND]) == 2
     assert "sbatch is not installed here" in capsys.readouterr().err

@@ -13,7 +13,19 @@ from trainer.submit.schedulers import SCHEDULERS, Watch
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
-RECORD = "JobId={id} JobName=train UserId=a(1) Priority=1 JobState={state} Reason=None ExitCode={code}"
+RECORD = "JobId={id} JobName=train UserId=a(1) Priority=1 JobState={state} Reason={reason} ExitCode={code}"
+
+
+def record(id: int, state: str, code: str, reason: str = "None") -> str:
+    return RECORD.format(id=id, state=state, code=code, reason=reason)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with programs that stand in for Slurm's."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
 
 
 @pytest.mark.parametrize(
@@ -21,26 +33,24 @@ RECORD = "JobId={id} JobName=train UserId=a(1) Priority=1 JobState={state} Reaso
     [
         ([("RUNNING", "0:0")], "RUNNING", None),
         ([("PENDING", "0:0")], "PENDING", None),
+        ([("PENDING", "0:0", "Resources")], "PENDING (Resources)", None),
         ([("COMPLETED", "0:0")], "COMPLETED", 0),
-        ([("FAILED", "78:0")], "FAILED", 78),
-        ([("FAILED", "3:0")], "FAILED", 1),
-        ([("CANCELLED", "0:15")], "CANCELLED", 1),
+        ([("FAILED", "78:0", "NonZeroExitCode")], "FAILED (exit code 78)", 78),
+        ([("FAILED", "3:0")], "FAILED (exit code 3)", 1),
+        ([("CANCELLED", "0:15")], "CANCELLED (signal 15)", 1),
+        ([("TIMEOUT", "0:0", "TimeLimit")], "TIMEOUT", 1),
         ([("COMPLETED", "0:0"), ("RUNNING", "0:0")], "RUNNING", None),
-        ([("COMPLETED", "0:0"), ("FAILED", "1:0")], "FAILED", 1),
+        ([("COMPLETED", "0:0"), ("FAILED", "1:0")], "FAILED (exit code 1)", 1),
     ],
 )
-def test_slurms_states_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[tuple[str, str]], name: str, code: int | None
-) -> None:
-    lines = [RECORD.format(id=17 + number, state=state, code=code) for number, (state, code) in enumerate(states)]
+def test_slurms_states_are_read(tmp_path: Path, states: list[tuple[str, ...]], name: str, code: int | None) -> None:
+    lines = [record(17 + number, *words) for number, words in enumerate(states)]
     stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     state = Watch(SCHEDULERS["slurm"], "17").state()
-    assert (state.name, state.code) == (name, code)
+    assert (str(state), state.code) == (name, code)
 
 
-def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path) -> None:
     watch = Watch(SCHEDULERS["slurm"], "17")
     answers = [
         ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
@@ -49,16 +59,14 @@ def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path, monkeypatch: pyt
         ([(17, "COMPLETED", "0:0")], 1),
     ]
     for records, code in answers:
-        lines = [RECORD.format(id=number, state=state, code=code) for number, state, code in records]
+        lines = [record(number, state, code) for number, state, code in records]
         stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
         assert watch.state().code == code
 
 
-def test_a_job_is_submitted_and_followed_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_submitted_and_followed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tmp_path, "sbatch", 'cp "${@: -1}" submitted; mkdir -p runs/train-17; echo "17;cluster"')
-    state = f"echo '{RECORD.format(id=17, state='$state', code='78:0')}'".replace("'", '"')
+    state = f'echo "{record(17, "$state", "78:0")}"'
     stand_in(
         tmp_path,
         "scontrol",
@@ -67,14 +75,15 @@ def test_a_job_is_submitted_and_followed_to_its_end(
         [ -e once ] || printf 'first\\nhalf a line, ' > runs/train-17/rank-0.log
         touch once; {state}""",
     )
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
     assert main(["submit", *SLURM, "--follow", *COMMAND]) == 78
     shown = capsys.readouterr()
-    assert shown.out == "first\nhalf a line, second\n"
-    assert "runs/train.sbatch is job 17; scancel 17 ends it" in shown.err
-    assert "job 17: RUNNING" in shown.err
-    assert "job 17: FAILED" in shown.err
+    assert shown.out == "[rank 0] first\n[rank 0] half a line, second\n"
+    assert shown.err.replace("trainer submit: ", "").splitlines() == [
+        "runs/train.sbatch is job 17; scancel 17 ends it",
+        "its output: runs/train-17.log, runs/train-17/",
+        "job 17: RUNNING",
+        "job 17: FAILED (exit code 78); its output: runs/train-17.log, runs/train-17/",
+    ]
     assert (tmp_path / "submitted").read_text() == render(*SLURM, "--follow", *COMMAND)
 
 
@@ -83,26 +92,71 @@ def test_a_state_is_told_once_and_a_line_when_it_is_whole(
 ) -> None:
     monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
     stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
-    state = f'echo "{RECORD.format(id=17, state="$state", code="0:0")}"'
+    state = f'echo "{record(17, "$state", "0:0")}"'
     stand_in(
         tmp_path, "scontrol", f"echo >> asked; state=RUNNING; [ $(wc -l < asked) -lt 4 ] || state=COMPLETED; {state}"
     )
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/train-17").mkdir(parents=True)
     (tmp_path / "runs/train-17/rank-10.log").write_text("last\nnot whole")
     (tmp_path / "runs/train-17/rank-2.log").write_text("first\n")
     assert main(["submit", *SLURM, "--follow", *COMMAND]) == 0
     shown = capsys.readouterr()
-    assert shown.out == "first\nlast\n"
+    assert shown.out == "[rank 2] first\n[rank 10] last\n"
     assert shown.err.count("RUNNING") == 1
 
 
-def test_a_job_that_slurm_refuses_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_the_ranks_say_of_a_failure_stands_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
+    stand_in(tmp_path, "scontrol", f"echo '{record(17, 'FAILED', '1:0')}'")
+    (tmp_path / "runs/train-17").mkdir(parents=True)
+    (tmp_path / "runs/train-17.log").write_text(
+        "trainer: ring on 4 ranks\ntrainer: rank 1 on host b: ValueError: a\n"
+        "trainer: why it failed: rank 1 on b called all_reduce\n" + "a box of the launcher's\n" * 20
+    )
+    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 1
+    assert [line for line in capsys.readouterr().err.splitlines() if " said: " in line] == [
+        "trainer submit: job 17 said: trainer: rank 1 on host b: ValueError: a",
+        "trainer submit: job 17 said: trainer: why it failed: rank 1 on b called all_reduce",
+    ]
+
+
+def test_the_lines_of_an_arrays_jobs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(tmp_path, "sbatch", "echo 17")
+    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{record(one, 'COMPLETED', '0:0')}'" for one in (17, 18)))
+    for one in (17, 18):
+        (tmp_path / f"runs/train-{one}").mkdir(parents=True)
+        (tmp_path / f"runs/train-{one}.log").write_text("begins\n")
+        (tmp_path / f"runs/train-{one}/rank-3.log").write_text("trains\n")
+    assert main(["submit", *SLURM, "--follow", "--array", "0-1", *COMMAND, "{index}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "[job 17] begins", "[job 17, rank 3] trains", "[job 18] begins", "[job 18, rank 3] trains",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [["python", "trian.py"], ["python", "-u", "a/train.py"], ["./train2.py"]])
+def test_a_script_that_is_not_there_is_not_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
+    stand_in(tmp_path, "sbatch", "touch submitted; echo 17")
+    assert main(["submit", *SLURM, "--", *command]) == 2
+    assert capsys.readouterr().err == (
+        f"trainer submit: {command[-1]} is not a file in {tmp_path}, the folder in which the job will run\n"
+    )
+    assert not (tmp_path / "submitted").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--", "python", "-m", "a.py"], ["--", "env", "A=1", "python", "a.py"], ["--", "python", "train.py", "a.py"],
+     ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"]],
+)  # fmt: skip
+def test_a_script_that_may_be_elsewhere_is_not_looked_for(tmp_path: Path, words: list[str]) -> None:
+    stand_in(tmp_path, "sbatch", "echo 17")
+    assert main(["submit", *SLURM, *words]) == 0
+
+
+def test_a_job_that_slurm_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tmp_path, "sbatch", "printf 'sbatch: error: no\\nsuch partition\\n' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
     assert main(["submit", *SLURM, *COMMAND]) == 1
     assert capsys.readouterr().err == "trainer submit: sbatch refuses: sbatch: error: no such partition\n"

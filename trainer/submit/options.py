@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -41,7 +42,9 @@ exit codes:
 The job file is runs/NAME with the scheduler's suffix. Nothing of the environment is written into it.
 """
 _NOT_IN_FILE = ("--dry-run", "--follow")
-_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
+"""Slurm's own form, days-hours:minutes:seconds. Shorter ones mean minutes to some and hours to others."""
 _UNITS_GIB = {"GB": 1, "GiB": 1, "TB": 1024, "TiB": 1024}
 
 
@@ -57,6 +60,8 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument --directive:"):
+            message = "--directive takes its text behind =, as in --directive=--partition=gpu"
         raise ConfigError(f"{message}; see trainer submit --help")
 
 
@@ -85,11 +90,15 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     scheduler = SCHEDULERS.get(parsed.scheduler)
     valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
     problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
-    if unknown:
-        hint = "the command goes behind --, as in -- python train.py" if end == len(arguments) else ""
-        problems.append(f"no such option: {' '.join(unknown)} (valid are {', '.join(valid)})" + (hint and f"; {hint}"))
+    if unknown and not unknown[0].startswith("-"):
+        problems.append(f"{shlex.join(unknown)} is no option; the command goes behind --, as in -- python train.py")
+    elif unknown:
+        problems.append(_unknown_option(unknown, valid))
     job = _read(parsed, tuple(arguments[end + 1 :]), scheduler, problems)
-    problems += _check_command(job)
+    if job.command:
+        problems += _check_command(job)
+    elif not unknown or unknown[0].startswith("-"):
+        problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
         problems += [*_check(job, scheduler), *scheduler.problems(job)]
     if problems or scheduler is None:
@@ -119,7 +128,7 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("the job")
     group.add_argument("--name", help="of the job and its file (the script's)")
     group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
-    group.add_argument("--time", metavar="2h", help="limit: s, min, h or d (the scheduler's default)")
+    group.add_argument("--time", metavar="2h", help="limit: s, m, h or d, or H:MM:SS (the scheduler's default)")
     group.add_argument(
         "--grace", default="120s", metavar="120s", help="time before the limit at which the ranks save (%(default)s)"
     )
@@ -139,6 +148,12 @@ def _unknown_scheduler(name: str) -> str:
     return f"{found}; valid are {', '.join(SCHEDULERS)}"
 
 
+def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(words[0].partition("=")[0], valid, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"no such option: {' '.join(words)}{meant} (valid are {', '.join(valid)})"
+
+
 def _read(
     parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, problems: list[str]
 ) -> Job:
@@ -151,8 +166,8 @@ def _read(
         name=parsed.name or name_of(command or ("train",)), command=command, nodes=nodes or 1,
         ranks_per_node=ranks or gpus or 1,
         launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
-        memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.amount("time", _UNITS_S, "2h"),
-        grace_s=reader.amount("grace", _UNITS_S, "120s") or 1, image=parsed.image or "", array=parsed.array or "",
+        memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.time("time", "2h"),
+        grace_s=reader.time("grace", "120s") or 1, image=parsed.image or "", array=parsed.array or "",
         directives=tuple(parsed.directive), claim=parsed.claim or "",
     )  # fmt: skip
 
@@ -166,6 +181,13 @@ class _Reader:
     def count(self, name: str, *, required: bool = False) -> int | None:
         return self._value(name, lambda text: int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else None,
                            "a number of at least 1", required=required)  # fmt: skip
+
+    def time(self, name: str, example: str) -> int | None:
+        text = getattr(self._parsed, name)
+        if text is None or not (found := _CLOCK.fullmatch(text)):
+            return self.amount(name, _UNITS_S, f"{example}, or H:MM:SS")
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
     def amount(self, name: str, units: dict[str, int], example: str) -> int | None:
         def convert(text: str) -> int | None:
@@ -187,8 +209,6 @@ class _Reader:
 
 
 def _check_command(job: Job) -> list[str]:
-    if not job.command:
-        return ["there is no command; put it behind --, as in -- python train.py"]
     problems = [
         f"the value of {word} would be written into the job file; set it in the environment of the job"
         for word in secrets_in(job)
@@ -210,7 +230,8 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
             problems.append(f"{scheduler.name} has no {_option(field)}; {instead}")
     if job.gpus_per_node and job.gpus_per_node != job.ranks_per_node:
         problems.append(
-            f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has a GPU"
+            f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has one "
+            f"GPU: valid is --ranks-per-node {job.gpus_per_node}"
         )
     if job.time_s is not None and job.time_s <= (least := job.grace_s + scheduler.early_s):
         problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a --time over {least} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -9,12 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import TrainerError
+from trainer.command import script_of
+from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.submit.options import Options, to_options
-from trainer.submit.schedulers import Watch
+from trainer.submit.schedulers import State, Watch
 
 _POLL_S = 1.0
+# What a rank or a watcher says of a failure, which launchers and the other ranks write much more after.
+_WHY = re.compile(r"trainer: (?:rank \d+ on host |why it failed: |hang: ).*")
+_WHY_LINES = 8
 _UNANSWERED = 30
 """So many questions in a row may fail, as while a scheduler is started again, before --follow gives up."""
 
@@ -33,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.is_dry_run:
         print(text, end="")
         return 0
+    _check_script(options)
     path = Path("runs", options.job.name + options.scheduler.suffix)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -41,7 +47,19 @@ def run(arguments: Sequence[str]) -> int:
         raise TrainerError(f"{path} cannot be written: {error.strerror}") from None
     job_id = options.scheduler.submit(path)
     _say(f"{path} is job {job_id}; {shlex.join(options.scheduler.cancel_command(job_id))} ends it")
+    _say(f"its output: {options.scheduler.logs(options.job, job_id)}")
     return follow(options, job_id) if options.follows else 0
+
+
+def _check_script(options: Options) -> None:
+    """Raise `ConfigError` where the training script is missing in the folder that the nodes see."""
+    job = options.job
+    # The program, or what follows python and its options. Any other word may be the script's own.
+    script = script_of([word for word in job.command[:3] if not word.startswith("-")][:2])
+    # An absolute path may be one of the image's own.
+    is_ours = options.scheduler.has_our_files and not (job.image and Path(script).is_absolute())
+    if script and "-m" not in job.command[:2] and is_ours and not Path(script).is_file():
+        raise ConfigError(f"{script} is not a file in {Path.cwd()}, the folder in which the job will run")
 
 
 def follow(options: Options, job_id: str) -> int:
@@ -81,23 +99,36 @@ class _Follower:
         self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
+        self._why: deque[str] = deque(maxlen=_WHY_LINES)
 
     def look(self) -> int | None:
         """Print what is new; return the exit code of a job that has ended."""
         try:
             state = self._watch.state()
-            sys.stdout.write(self._options.scheduler.new_output(self._options.job, self._job_id, self._seen))
-            sys.stdout.flush()
+            output = self._options.scheduler.new_output(self._options.job, self._job_id, self._seen)
         except TrainerError:
             self._unanswered += 1
             if self._unanswered >= _UNANSWERED:
                 raise
             return None
         self._unanswered = 0
-        if state.name != self._state:
-            self._state = state.name
-            _say(f"job {self._job_id}: {state.name}")
+        sys.stdout.write(output)
+        sys.stdout.flush()
+        self._why.extend(_WHY.findall(output))
+        if str(state) != self._state:
+            self._state = str(state)
+            self._tell(state)
         return state.code
+
+    def _tell(self, state: State) -> None:
+        """Print a new state; that of a job that has failed with what its ranks have said of it."""
+        if not state.code:
+            _say(f"job {self._job_id}: {state}")
+            return
+        for line in dict.fromkeys(self._why):
+            _say(f"job {self._job_id} said: {line}")
+        logs = self._options.scheduler.logs(self._options.job, self._job_id)
+        _say(f"job {self._job_id}: {state}; its output: {logs}")
 
 
 def _say(text: str) -> None:

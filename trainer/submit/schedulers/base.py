@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -27,7 +27,12 @@ class State:
     name: str
     """In the scheduler's own words."""
     code: int | None = None
-    """The exit code of a job that has ended; None while it waits or runs."""
+    """What `trainer submit --follow` returns for a job that has ended; None while it waits or runs."""
+    detail: str = ""
+    """Why it waits, or how it has ended."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})" if self.detail else self.name
 
 
 class Scheduler(ABC):
@@ -42,6 +47,8 @@ class Scheduler(ABC):
     """What can start the ranks; the first is the default."""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+    has_our_files: ClassVar[bool] = True
+    """Whether its nodes see the folder that a job is submitted from."""
     early_s: ClassVar[int] = 0
     """How long before the announced time the signal of the time limit may come."""
 
@@ -78,11 +85,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
-        """Return what a job has printed since the last call, in whole lines.
+        """Return what a job has printed since the last call, in whole lines; those of a rank begin with its number.
 
         Args:
             seen: how much of each log has been returned; this call adds to it.
         """
+
+    @abstractmethod
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return where a job's output is, in words."""
 
     @abstractmethod
     def cancel_command(self, job_id: str) -> Sequence[str]:
@@ -138,17 +149,26 @@ def call(*command: str, stdin: Path | None = None) -> str:
     return done.stdout.strip()
 
 
-def read_new(paths: Iterable[Path], seen: dict[str, int]) -> str:
-    """Return the whole lines that have been appended to these files; a file may not be there yet."""
+def exit_detail(code: int) -> str:
+    """Return the words for an exit code; none for 0."""
+    return f"exit code {code}" if code else ""
+
+
+def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:
+    """Return the whole lines that have been appended to these files; a file may not be there yet.
+
+    Args:
+        paths: each with what its lines begin with.
+    """
     found = ""
-    for path in paths:
+    for path, prefix in paths.items():
         if path.exists():
             with path.open("rb") as file:
                 file.seek(seen.get(str(path), 0))
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             seen[str(path)] = seen.get(str(path), 0) + len(whole)
-            found += whole.decode(errors="replace")
+            found += indent(whole.decode(errors="replace"), prefix, lambda line: True)
     return found
 
 

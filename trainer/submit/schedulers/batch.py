@@ -118,4 +118,9 @@ class Batch(Scheduler):
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the ranks have written."""
         folders = f"{job.name}-{job_id}{'-*' if job.array else ''}"
-        return read_new(sorted(Path("runs").glob(f"{folders}/*/rank.*/std*")), seen)
+        paths = sorted(Path("runs").glob(f"{folders}/*/rank.*/std*"))
+        return read_new({path: f"[{path.parent.name.replace('.', ' ')}] " for path in paths}, seen)
+
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return the folder with the ranks' output."""
+        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}/"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from trainer.errors import TrainerError
 from trainer.submit.job import Job, duration
-from trainer.submit.schedulers.base import State, call, fill, read_new
+from trainer.submit.schedulers.base import State, call, exit_detail, fill, read_new
 from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
 _ACCOUNTED_S = 16.0
@@ -136,7 +136,7 @@ class GridEngine(Batch):
                 return {job_id: State("ended, not accounted for yet")}
             # There is a record of each start, after one of each host on which ranks were started.
             records = [dict(re.findall(r"^(\S+) +(\S+)", text, re.MULTILINE)) for text in _records(job_id)]
-            return {f"{job_id}.{record['taskid']}": State("ended", _code(record)) for record in records}
+            return {f"{job_id}.{record['taskid']}": _state(record) for record in records}
         return {job_id: State("in the queue or running")}
 
     def successors(self, job: Job, job_id: str) -> Sequence[str]:
@@ -146,8 +146,13 @@ class GridEngine(Batch):
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the script has written; what the ranks print comes through mpirun."""
-        logs = f"{job.name}-{job_id}{'-*' if job.array else ''}.log"
-        return read_new(sorted(Path("runs").glob(logs)), seen)
+        logs = sorted(Path("runs").glob(f"{job.name}-{job_id}{'-*' if job.array else ''}.log"))
+        return read_new(dict.fromkeys(logs, ""), seen)
+
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return the script's log, and the folder with the ranks'."""
+        stem = f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
+        return f"{stem}.log, {stem}/"
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
@@ -158,10 +163,10 @@ def _records(job_id: str) -> list[str]:
     return re.split(r"^=+$", call("qacct", "-j", job_id), flags=re.MULTILINE)[1:]
 
 
-def _code(record: Mapping[str, str]) -> int:
-    """Return the exit code that `trainer submit --follow` ends with."""
+def _state(record: Mapping[str, str]) -> State:
     code = int(record["exit_status"])
+    detail = exit_detail(code)
     # A job that ended with 75 goes on as another one, whose exit code counts.
     if record["failed"] != "0" or code not in (0, 75, 78):
-        return 1
-    return 0 if code == 75 else code
+        return State("ended", 1, detail or f"failed {record['failed']}")
+    return State("ended", 0 if code == 75 else code, detail)

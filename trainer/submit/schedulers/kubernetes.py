@@ -24,6 +24,7 @@ class Kubernetes(Scheduler):
     """Job files are YAML, submitted with `kubectl create`."""
 
     suffix = ".yaml"
+    has_our_files = False
     product: ClassVar[str]
     """Its name in the head of a file."""
     lacks: ClassVar[Mapping[str, str]] = {
@@ -78,10 +79,12 @@ class Kubernetes(Scheduler):
     def states(self, job_id: str) -> Mapping[str, State]:
         """Read the job's conditions."""
         status = json.loads(call("kubectl", "get", job_id, "-o", "json")).get("status", {})
-        true = [one["type"] for one in status.get("conditions", []) if one["status"] == "True"]
+        true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
         ended = next((one for one in true if one in _ENDS), None)
-        state = State(ended, _ENDS[ended]) if ended else State(true[-1] if true else "Waiting")
-        return {job_id: state}
+        if ended is None:
+            return {job_id: State(list(true)[-1] if true else "Waiting")}
+        words = [true[ended].get(key, "") for key in ("reason", "message")] if _ENDS[ended] else []
+        return {job_id: State(ended, _ENDS[ended], ": ".join(word for word in words if word))}
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the logs of the job's pods."""
@@ -93,9 +96,15 @@ class Kubernetes(Scheduler):
         for pod in pods:
             log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
             begin = seen.get(pod, 0) if seen.get(pod, 0) <= len(log) else 0  # a container that was started again
-            found += log[begin:] + "\n" * (log[begin:] != "" and log[-1:] != "\n")
+            prefix = f"[{pod}] " if len(pods) > 1 else ""
+            found += "".join(f"{prefix}{line}\n" for line in log[begin:].splitlines())
             seen[pod] = len(log)
         return found
+
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return the command that shows the pods' logs."""
+        del job_id
+        return f"kubectl logs --all-containers --prefix -l {fill(self.pods, name=job.name)}"
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""

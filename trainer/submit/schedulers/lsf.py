@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.base import State, call
+from trainer.submit.schedulers.base import State, call, exit_detail
 from trainer.submit.schedulers.batch import Batch
 
 
@@ -57,15 +57,14 @@ class LSF(Batch):
     def states(self, job_id: str) -> Mapping[str, State]:
         """Ask bjobs."""
         lines = call("bjobs", "-noheader", "-o", "jobindex stat exit_code", job_id).splitlines()
-        return {index: State(state, _code(state, code)) for index, state, code in map(str.split, lines)}
+        return {index: _state(state, code) for index, state, code in map(str.split, lines)}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
         return ("bkill", job_id)
 
 
-def _code(state: str, code: str) -> int | None:
-    """Return the exit code that `trainer submit --follow` ends with; None for a job that waits or runs."""
-    if state not in ("DONE", "EXIT"):
-        return None
-    return 0 if state == "DONE" else 78 if code == "78" else 1
+def _state(state: str, code: str) -> State:
+    if state != "EXIT":
+        return State(state, 0 if state == "DONE" else None)
+    return State(state, 78 if code == "78" else 1, exit_detail(int(code)) if code.isdigit() else "")

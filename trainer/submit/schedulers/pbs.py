@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainer.submit.job import Job, duration
-from trainer.submit.schedulers.base import State, call
+from trainer.submit.schedulers.base import State, call, exit_detail
 from trainer.submit.schedulers.batch import PATH_ONLY, Batch
 
 _AGAIN = """\
@@ -69,7 +69,7 @@ class PBS(Batch):
         if job["job_state"] != "F":
             return {job_id: State(job["job_state"])}
         code = int(job.get("Exit_status", 1))
-        return {job_id: State("F", code if code in (0, 75, 78) else 1)}
+        return {job_id: State("F", code if code in (0, 75, 78) else 1, exit_detail(code))}
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""

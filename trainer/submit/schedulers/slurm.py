@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
-from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, fill, read_new
+from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, exit_detail, fill, read_new
 
 _PROOF = "Run on 2026-11-22 with Slurm 22.05.8, on two nodes in containers (tests/docker/test_slurm.py)."
 _ENDED = frozenset(
@@ -42,10 +42,12 @@ _KEEPING = """\
 #SBATCH --output=runs/%x-%j.log
 """
 _BODY = """
-# First of all, because a signal may come before the ranks have been started.
+# USR2 asks for a save: the time limit is near. The trap is set before anything else, because without it a signal that
+# comes early, before the ranks run, would end this script.
 asked= cancelled=
 trap asked=yes USR2
-# scancel and scontrol requeue end the ranks themselves, and Slurm knows whether the job comes again.
+# TERM comes from scancel and scontrol requeue. Slurm then sends it to the ranks as well, and decides by itself whether
+# the job runs again, so that this script only notes it.
 trap cancelled=yes TERM
 
 # What the ranks print is written at once.
@@ -154,17 +156,24 @@ class Slurm(Scheduler):
         """Ask scontrol, which knows a job for some minutes after its end."""
         lines = call("scontrol", "-o", "show", "job", job_id).splitlines()
         jobs = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
-        return {job["JobId"]: State(job["JobState"], _code(job)) for job in jobs}
+        return {job["JobId"]: State(job["JobState"], _code(job), _detail(job)) for job in jobs}
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the script's own log, then the ranks'."""
         # Each job of an array has an id of its own, which its files' names have.
         ids = re.findall(r"JobId=(\d+)", call("scontrol", "-o", "show", "job", job_id)) if job.array else [job_id]
-        paths: list[Path] = []
+        paths: dict[Path, str] = {}
         for one in sorted(ids, key=int):
-            folder = Path("runs", f"{job.name}-{one}")
-            paths += [folder.with_name(f"{folder.name}.log"), *sorted(folder.glob("rank-*.log"), key=_rank)]
+            folder, words = Path("runs", f"{job.name}-{one}"), [f"job {one}"] if job.array else []
+            paths[folder.with_name(f"{folder.name}.log")] = _prefix(words)
+            for path in sorted(folder.glob("rank-*.log"), key=_rank):
+                paths[path] = _prefix([*words, f"rank {_rank(path)}"])
         return read_new(paths, seen)
+
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return the script's log, and the folder with the ranks'."""
+        stem = f"runs/{job.name}-{'*' if job.array else job_id}"
+        return f"{stem}.log, {stem}/"
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
@@ -223,8 +232,9 @@ def _step(job: Job) -> str:
     comments += (
         "# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.\n"
         "# --wait: so do ranks that are left for 60 s after the first has ended well.\n"
-        "# trap: USR2 comes to all processes of a rank, and would kill those that do not handle it, as a wrapper.\n"
-        "# It would kill a rank that has not come to the trap yet, too, so each says in a file that it has.\n"
+        "# trap: USR2 goes to every process of a rank. One that does not handle it, such as a wrapper around Python,\n"
+        "# would be killed, so they start with USR2 ignored; trainer handles it once it runs. Each rank then writes\n"
+        "# ready-N, because USR2 would still kill one whose trap is not set yet.\n"
     )
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
@@ -236,6 +246,20 @@ def _code(job: Mapping[str, str]) -> int | None:
     if job["JobState"] == "COMPLETED":
         return 0
     return 78 if job["ExitCode"].startswith("78:") else 1
+
+
+def _detail(job: Mapping[str, str]) -> str:
+    """Return why a job waits, or how it has failed."""
+    if job["JobState"] == "PENDING":
+        return job["Reason"].replace("None", "")
+    if job["JobState"] not in _ENDED:
+        return ""
+    code, signal = map(int, job["ExitCode"].split(":"))
+    return f"signal {signal}" if signal else exit_detail(code)
+
+
+def _prefix(words: Sequence[str]) -> str:
+    return f"[{', '.join(words)}] " if words else ""
 
 
 def _rank(path: Path) -> int:

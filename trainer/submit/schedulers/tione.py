@@ -54,6 +54,7 @@ class TIONE(Scheduler):
     summary = "Tencent's TI-ONE: torchrun on each node (not run)"
     suffix = ".sh"
     launchers = ("torchrun",)
+    has_our_files = False
     lacks: ClassVar[Mapping[str, str]] = {
         "array": "submit a job for each, under a --name of its own",
         "time_s": "its API has no limit; end the task with `tccli tione StopTrainingTask`",
@@ -108,6 +109,11 @@ class TIONE(Scheduler):
         """Return nothing: the console shows the logs, and runs/NAME has them."""
         del job, job_id, seen
         return ""
+
+    def logs(self, job: Job, job_id: str) -> str:
+        """Return the folder on the task's file system."""
+        del job_id
+        return f"the console, and runs/{job.name}/ on the task's file system"
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that stops the task."""
