@@ -270,7 +270,7 @@ class Trainer:
             rate = self.optimizer.param_groups[0]["lr"]
             raise TrainerError(
                 f"the loss turned {loss} in epoch {epoch}, by sample {samples:,}, at learning rate {rate:g}; "
-                "lower the learning rate or set clip_norm"
+                "lower the learning rate, or clip the gradient (clip_norm)"
             )
         return loss
 
