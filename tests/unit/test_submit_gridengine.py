@@ -81,6 +81,14 @@ def test_a_failure_is_not_repeated(folder: Path) -> None:
     assert (folder / "asked").read_text() == "-inherit -nostdin b true\n"
 
 
+@pytest.mark.parametrize("code", [134, 135, 139])
+def test_a_crash_has_the_job_repeated(folder: Path, code: int) -> None:
+    for options in ([], ["--time", "1h"]):
+        assert run(folder, f"exit {code}", *options) == 75
+        assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 1"
+        assert run(folder, f"exit {code}", *options, repeats=3) == code
+
+
 def test_a_lost_host_has_the_job_repeated_three_times_in_a_row(folder: Path) -> None:
     (folder / "lost").touch()
     assert run(folder, "exit 1", "--time", "1h", repeats=2) == 75

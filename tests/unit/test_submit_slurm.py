@@ -93,6 +93,13 @@ def test_a_job_that_has_lost_a_node_comes_back(tmp_path: Path) -> None:
     assert batch.is_requeued
 
 
+@pytest.mark.parametrize("signal_name", ["Segmentation fault", "Bus error (core dumped)", "Aborted"])
+def test_a_job_of_which_a_rank_has_crashed_comes_back(tmp_path: Path, signal_name: str) -> None:
+    batch = Batch(tmp_path, f"echo 'srun: error: n1: task 0: {signal_name}' >&2; exit 143")
+    assert batch.code() == 0
+    assert batch.is_requeued
+
+
 def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None:
     batch = Batch(tmp_path, "echo 'srun: error: task 2 launch failed: Unspecified error' >&2; exit 137")
     assert batch.code() == 0

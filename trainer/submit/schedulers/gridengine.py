@@ -32,14 +32,15 @@ has_lost_a_host() {
     done
     return 1
 }
-# 75 says that the ranks have saved. A start that loses a host{or_told} is repeated three times in a row.
+# 75 says that the ranks have saved. A start that loses a host{or_told} is repeated three times in a row, and
+# so is one that ends with a crash below Python, in a driver or a library (SIGABRT, SIGBUS, SIGSEGV).
 export REPEATS_IN_A_ROW=${REPEATS_IN_A_ROW:-0}
 case $code in
     0 | 78) ;;
     75) REPEATS_IN_A_ROW=0; again ;;
     *)
         REPEATS_IN_A_ROW=$((REPEATS_IN_A_ROW + 1))
-        if [ "$REPEATS_IN_A_ROW" -le 3 ] && {lost}; then again; fi
+        if [ "$REPEATS_IN_A_ROW" -le 3 ] && { {lost}; }; then again; fi
         ;;
 esac
 """
@@ -87,9 +88,9 @@ class GridEngine(Batch):
 
     def again(self, job: Job) -> str:
         """Return the lines that have a job go on that was told to save, or has lost a host."""
-        lost, or_told = "has_lost_a_host", ""
+        lost, or_told = "[[ $code =~ ^13[459]$ ]] || has_lost_a_host", ""
         if job.time_s:
-            lost = f'{{ [ "$SECONDS" -ge {job.time_s - job.grace_s} ] || {lost}; }}'
+            lost = f'[ "$SECONDS" -ge {job.time_s - job.grace_s} ] || {lost}'
             or_told = " or fails after USR2"
         return fill(_AGAIN, task="-t $SGE_TASK_ID " if job.array else "", lost=lost, or_told=or_told)
 

@@ -102,9 +102,10 @@ case $code in
     75) rm -f "$unsaved" ;;
     *)
         # After USR2, ranks may fail in place of saving. A lost node makes ranks on others fail, minutes before Slurm
-        # notices it: a step on all nodes does not end then. One that has just come back may refuse its ranks.
-        [ "$asked" ] || ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null ||
-            grep -q " launch failed: " "$errors" || exit "$code"
+        # notices it: a step on all nodes does not end then. One that has just come back may refuse its ranks. A crash
+        # below Python, in a driver or a library, may be one that seldom comes.
+        [ "$asked" ] || grep -Eq " launch failed: |: (Segmentation fault|Bus error|Aborted)" "$errors" ||
+            ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null || exit "$code"
         # Such a start is repeated three times in a row, because the next one may end like it.
         echo "exit code $code" >> "$unsaved"
         [ "$(wc -l < "$unsaved")" -le 3 ] || { echo "exit code $code: not saved four times in a row"; exit "$code"; }
