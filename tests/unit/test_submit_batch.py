@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.errors import ConfigError
+from trainer.submit.options import to_options
 from trainer.submit.schedulers import SCHEDULERS, Watch
 
 NAMES = ("gridengine", "pbs", "lsf")
@@ -95,23 +96,41 @@ def test_what_a_scheduler_lacks_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "programs", "state"),
+    ("name", "answer", "code", "words"),
     [
-        ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "R"}}}'"""}, None),
-        ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 75}}}'"""}, 75),
-        ("pbs", {"qstat": """echo '{"Jobs": {"7.a": {"job_state": "F", "Exit_status": 78}}}'"""}, 78),
-        ("lsf", {"bjobs": "echo '0 RUN -'"}, None),
-        ("lsf", {"bjobs": "echo '0 DONE -'"}, 0),
-        ("lsf", {"bjobs": "printf '1 DONE -\\n2 EXIT 3\\n'"}, 1),
+        ("pbs", '{"job_state": "R"}', None, "R"),
+        ("pbs", '{"job_state": "F", "Exit_status": 75}', 75, "F (exit code 75)"),
+        ("pbs", '{"job_state": "F", "Exit_status": 78}', 78, "F (exit code 78)"),
+        ("pbs", '{"job_state": "F", "Exit_status": 0}', 0, "F"),
+        ("lsf", "0 RUN -", None, "RUN"),
+        ("lsf", "0 DONE -", 0, "DONE"),
+        ("lsf", "1 DONE -\n2 EXIT 3", 1, "EXIT (exit code 3)"),
+        ("lsf", "0 EXIT 78", 78, "EXIT (exit code 78)"),
+        ("lsf", "0 EXIT -", 1, "EXIT"),
     ],
 )
 def test_states_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, programs: dict[str, str], state: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, answer: str, code: int | None, words: str
 ) -> None:
-    for program, script in programs.items():
-        stand_in(tmp_path, program, script)
+    stand_in(tmp_path, "qstat", f"""echo '{{"Jobs": {{"7.a": {answer}}}}}'""")
+    stand_in(tmp_path, "bjobs", f"echo '{answer}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert Watch(SCHEDULERS[name], "7").state().code == state
+    state = Watch(SCHEDULERS[name], "7").state()
+    assert (state.code, str(state)) == (code, words)
+
+
+def test_what_the_ranks_print_comes_with_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        (tmp_path / f"runs/train-7/1/rank.{rank}").mkdir(parents=True)
+        (tmp_path / f"runs/train-7/1/rank.{rank}/stdout").write_text("one\ntwo\n")
+    options = to_options(["pbs", *NODES, *COMMAND])
+    assert options is not None
+    seen: dict[str, int] = {}
+    new = options.scheduler.new_output(options.job, "7", seen)
+    assert new == "[rank 0] one\n[rank 0] two\n[rank 1] one\n[rank 1] two\n"
+    assert not options.scheduler.new_output(options.job, "7", seen)
+    assert options.scheduler.logs(options.job, "7") == "runs/train-7/"
 
 
 @pytest.mark.parametrize(

@@ -126,23 +126,24 @@ def test_what_watches_a_rank_does_not_hold_its_output(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "code"),
+    ("records", "code", "words"),
     [
-        ([("a", 0, 0)], 0),
-        ([("b", 0, 1), ("a", 0, 0)], 0),  # that of the other host comes first
-        ([("b", 0, 0), ("a", 0, 78)], 78),
-        ([("b", 0, 0), ("a", 0, 3)], 1),
-        ([("a", 25, 99), ("b", 0, 0)], 0),  # was queued again
-        ([("a", 100, 137)], 1),
-        ([("a", 100, 0)], 1),
-        ([("a", 0, 75)], 0),  # it is the next job's code that counts
+        ([("a", 0, 0)], 0, "ended"),
+        ([("b", 0, 1), ("a", 0, 0)], 0, "ended"),  # that of the other host comes first
+        ([("b", 0, 0), ("a", 0, 78)], 78, "ended (exit code 78)"),
+        ([("b", 0, 0), ("a", 0, 3)], 1, "ended (exit code 3)"),
+        ([("a", 25, 99), ("b", 0, 0)], 0, "ended"),  # was queued again
+        ([("a", 100, 137)], 1, "ended (exit code 137)"),
+        ([("a", 100, 0)], 1, "ended (failed: 100)"),
+        ([("a", 0, 75)], 0, "ended (exit code 75)"),  # it is the next job's code that counts
     ],
 )
-def test_the_accounting_is_read(folder: Path, records: list[tuple[str, int, int]], code: int) -> None:
+def test_the_accounting_is_read(folder: Path, records: list[tuple[str, int, int]], code: int, words: str) -> None:
     stand_in(folder, "qstat", "printf 'Following jobs do not exist: \\n7\\n' >&2; exit 1")
     text = "".join(RECORD.format(host=host, task="undefined", failed=f, code=c) for host, f, c in records)
     stand_in(folder, "qacct", f"echo '{text}'")
-    assert Watch(SCHEDULERS["gridengine"], "7").state().code == code
+    state = Watch(SCHEDULERS["gridengine"], "7").state()
+    assert (state.code, str(state)) == (code, words)
 
 
 def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

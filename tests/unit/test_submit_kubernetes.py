@@ -180,12 +180,13 @@ def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
     assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
 
 
-def kubectl(folder: Path, condition: str) -> None:
-    status = {"conditions": [{"type": "Created", "status": "True"}, {"type": condition, "status": "True"}]}
+def kubectl(folder: Path, condition: str, pods: str = "pod/train-launcher") -> None:
+    ended = {"type": condition, "status": "True", "reason": "BackoffLimit", "message": "two pods"}
+    status = {"conditions": [{"type": "Created", "status": "True"}, ended]}
     stand_in(folder, "kubectl", f"""
         case "$*" in
             create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
-            "get pods"*status.phase!=Pending*) echo pod/train-launcher ;;
+            "get pods"*status.phase!=Pending*) echo {pods} ;;
             "get pods"*) echo pod/train-launcher pod/pending ;;
             "logs pod/pending"*) echo "error: container is waiting to start" ;;
             get*) cat <<< '{json.dumps({"status": status})}' ;;
@@ -204,4 +205,20 @@ def test_a_job_is_created_and_followed(
     shown = capsys.readouterr()
     assert shown.out == "epoch 1\nepoch 2\n"
     assert "kubectl delete mpijob.kubeflow.org/train ends it" in shown.err
-    assert f"{condition}" in shown.err
+    logs = "kubectl logs --all-containers --prefix -l training.kubeflow.org/job-name=train"
+    logs += ",training.kubeflow.org/job-role=launcher"
+    assert f"its output: {logs}" in shown.err
+    how = f"Failed (BackoffLimit: two pods); its output: {logs}" if code else "Succeeded"
+    assert shown.err.endswith(f"job mpijob.kubeflow.org/train: {how}\n")
+
+
+def test_the_lines_of_several_pods_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl(tmp_path, "Succeeded", "pod/train-0 pod/train-1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "mpijob", *NODES, "--follow", *COMMAND]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"[pod/train-{pod}] epoch {epoch}" for pod in (0, 1) for epoch in (1, 2)
+    ]

@@ -169,5 +169,5 @@ def _state(record: Mapping[str, str]) -> State:
     detail = exit_detail(code)
     # A job that ended with 75 goes on as another one, whose exit code counts.
     if record["failed"] != "0" or code not in (0, 75, 78):
-        return State("ended", 1, detail or f"failed {record['failed']}")
+        return State("ended", 1, detail or f"failed: {record['failed']}")
     return State("ended", 0 if code == 75 else code, detail)
