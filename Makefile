@@ -71,7 +71,8 @@ lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
 
-bench: setup  ## Compare with plain Horovod, DDP and this machine's limit: tables, and bench.json
+bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json
+	@$(IN_VENV) python scripts/install/peers.py
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table
@@ -87,5 +88,5 @@ lock: setup  ## Resolve the locked versions anew
 	@$(IN_VENV) sh scripts/install/lock.sh
 
 clean:  ## Remove .venv and what tools left; keeps data/ and runs/
-	@rm -rf .venv dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-peers dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

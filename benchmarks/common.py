@@ -36,6 +36,8 @@ REPORT_PREFIX = "benchmark-report: "
 
 Batch = tuple[Tensor, Tensor]
 SumOverRanks = Callable[[Tensor], Tensor]
+Backward = Callable[[Tensor], object]
+"""Computes the gradients of a loss, which are the mean over the ranks at the optimizer's step."""
 
 
 class RankInfo(NamedTuple):
@@ -101,7 +103,14 @@ def learning_rate(update: int, updates_per_epoch: int, size: int) -> float:
 
 
 def train_epoch(
-    model: nn.Module, optimizer: Optimizer, data: InMemory, *, epoch: int, seed: int, rank_info: RankInfo
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: InMemory,
+    *,
+    epoch: int,
+    seed: int,
+    rank_info: RankInfo,
+    backward: Backward = Tensor.backward,
 ) -> Tensor:
     """Train on this rank's samples once; return their summed loss and their number: float64, shape (2,)."""
     updates = len(data) // (BATCH_SIZE * rank_info.size)
@@ -111,7 +120,7 @@ def train_epoch(
             group["lr"] = learning_rate(epoch * updates + step, updates, rank_info.size)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        loss.backward()
+        backward(loss)
         optimizer.step()
         total += loss.detach().double() * len(labels)
         count += len(labels)
@@ -119,7 +128,12 @@ def train_epoch(
 
 
 def train_and_report(
-    model: nn.Module, optimizer: Optimizer, args: argparse.Namespace, rank_info: RankInfo, sum_over_ranks: SumOverRanks
+    model: nn.Module,
+    optimizer: Optimizer,
+    args: argparse.Namespace,
+    rank_info: RankInfo,
+    sum_over_ranks: SumOverRanks,
+    backward: Backward = Tensor.backward,
 ) -> None:
     """Train for `args.epochs` epochs, test once, and print the report on rank 0. Collective."""
     train, test = read_mnist(mnist_folder(args.data_dir))
@@ -127,7 +141,9 @@ def train_and_report(
     seconds, losses, samples = [], [], []
     for epoch in range(args.epochs):
         started = time.perf_counter()
-        totals = train_epoch(model, optimizer, train, epoch=epoch, seed=args.seed, rank_info=rank_info)
+        totals = train_epoch(
+            model, optimizer, train, epoch=epoch, seed=args.seed, rank_info=rank_info, backward=backward
+        )
         loss, count = sum_over_ranks(totals).tolist()
         seconds.append(time.perf_counter() - started)
         losses.append(loss / count)

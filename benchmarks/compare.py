@@ -1,4 +1,4 @@
-"""Compares the library with plain Horovod, with DDP and with the limit of this machine.
+"""Compares the library with plain Horovod, DDP, Lightning Fabric, Accelerate and the limit of this machine.
 
 python benchmarks/compare.py --data-dir data
 
@@ -30,8 +30,8 @@ from pathlib import Path
 
 from benchmarks import results, tables
 from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
-from benchmarks.contestants import CONTESTANTS, Run, RunSettings, differing_losses, start
-from benchmarks.launching import launch, on_one_core, run
+from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, differing_losses, start
+from benchmarks.launching import has_peers, launch, on_one_core, run
 from benchmarks.machine import describe_machine, load
 from benchmarks.overhead import Overhead
 from examples.datasets.mnist import FILES
@@ -76,6 +76,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; it must be at least 1")
+    if not has_peers():
+        left_out = [name for name in args.only if name in ON_DDP]
+        args.only = [name for name in args.only if name not in ON_DDP]
+        if left_out:
+            _say(f"without {' and '.join(left_out)}, which `make bench` or scripts/install/peers.py installs")
+        if not args.only:
+            parser.error("no contestant is left")
     if args.epochs < 2:
         parser.error(f"--epochs is {args.epochs}; it must be at least 2, because the first one is discarded")
     return args

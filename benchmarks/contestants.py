@@ -16,7 +16,9 @@ TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
 LEAST_ACCURACY = 0.90
 """Test accuracy after two epochs. The tutorial network reaches 0.954 to 0.960 on one rank and on two."""
 OURS, LIMIT = "ours", "limit"
-PEERS = ("tuned", "horovod", "ddp", "plain")
+DDP, ON_DDP = "ddp", ("fabric", "accelerate")
+"""The loop on PyTorch's own DDP, and libraries that wrap it."""
+PEERS = ("tuned", "horovod", DDP, *ON_DDP, "plain")
 
 _RECIPE = ("--network", "tutorial", "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
 _EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
@@ -49,7 +51,9 @@ CONTESTANTS: Mapping[str, Contestant] = {
         title="hand-written Horovod loop, tuned settings", script="benchmarks/horovod_loop.py", options=("--tuned",)
     ),
     "horovod": Contestant(title="hand-written Horovod loop, default settings", script="benchmarks/horovod_loop.py"),
-    "ddp": Contestant(title="hand-written DDP loop, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
+    DDP: Contestant(title="hand-written DDP loop, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
+    "fabric": Contestant(title="Lightning Fabric, ddp", script="benchmarks/fabric_loop.py", launcher="peers"),
+    "accelerate": Contestant(title="Accelerate", script="benchmarks/accelerate_loop.py", launcher="peers"),
     "plain": Contestant(
         title="plain Horovod example, DataLoader",
         script="examples/mnist_plain.py",

@@ -16,8 +16,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from benchmarks.contestants import CONTESTANTS, LIMIT, OURS, PEERS, TRAIN_SAMPLES, Run
+from benchmarks.contestants import CONTESTANTS, DDP, LIMIT, ON_DDP, OURS, PEERS, TRAIN_SAMPLES, Run
 from benchmarks.overhead import Overhead
 
 BEHIND_RULE = (
@@ -196,11 +197,17 @@ def make_targets(runs: Sequence[Run], overheads: Sequence[Overhead], cores: int)
 
 
 def make_facts(runs: Sequence[Run], overheads: Sequence[Overhead], batch_size: int) -> list[Fact]:
-    """Return the ratios to the peers, and our layer's share of a step, for which there are measurements."""
+    """Return the ratios to the peers, and what layers cost a step, for which there are measurements."""
     facts = []
     for text, over, under in _RATIOS:
         if ratio := spread(paired_ratios(runs, over, under)):
             facts.append(Fact(text=text, value=ratio.median, unit="×"))
+    for ranks, name in product(sorted({one.ranks for one in runs}), ON_DDP):
+        wrapped, plain = _by_round(runs, name, ranks), _by_round(runs, DDP, ranks)
+        steps = TRAIN_SAMPLES / batch_size / ranks
+        if costs := [(wrapped[one] - plain[one]) / steps * 1e6 for one in sorted(wrapped.keys() & plain.keys())]:
+            text = f"{in_words(ranks)}: {CONTESTANTS[name].title} beside the DDP loop, per step"
+            facts.append(Fact(text=text, value=statistics.median(costs), unit=" µs"))
     seconds = list(_by_round(runs, OURS, 1).values())
     for overhead in (one for one in overheads if one.ranks == 1 and seconds):
         step_us = statistics.median(seconds) / (TRAIN_SAMPLES / batch_size) * 1e6

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.launching import has_peers
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -60,6 +62,9 @@ REQUIREMENTS = {
         "there is no image trainer:gpu; `make image-gpu` builds it",
     ),
     "openssl": Requirement(lambda: _has_commands("openssl"), "there is no openssl: apt-get install openssl"),
+    "peers": Requirement(
+        has_peers, "Lightning Fabric and Accelerate are not installed: python scripts/install/peers.py"
+    ),
     "root": Requirement(lambda: os.geteuid() == 0, "only root can do this"),
     "slurm": Requirement(
         lambda: _has_commands("slurmctld", "slurmd", "srun", "munged"),

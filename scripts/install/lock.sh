@@ -16,4 +16,5 @@ limits=requirements/limits.in
 compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build
 compile uv.txt --group uv
+compile peers.txt --constraint requirements/run.txt --group peers
 compile dev.txt --constraint requirements/run.txt --constraint requirements/build.txt --group dev

@@ -118,3 +118,10 @@ def test_old_ratios_are_information() -> None:
     assert [(round(fact.value, 3), fact.unit) for fact in facts] == [(1.1, "×"), (2.0, "×"), (0.15, " %")]
     assert tables.render_facts([]) == ""
     assert tables.render_facts(facts).startswith("For information:\n2 ranks: DDP loop / ours, seconds")
+
+
+def test_what_a_library_costs_beside_ddp_is_information() -> None:
+    runs = make_rounds(ddp_2=[3.0, 3.0, 4.0], fabric_2=[3.03, 3.06, 4.09], accelerate_1=[5.0])
+    (fact,) = results.make_facts(runs, [], batch_size=100)  # nothing of accelerate, which ran without ddp
+    assert fact.text == "2 ranks: Lightning Fabric, ddp beside the DDP loop, per step"
+    assert (round(fact.value, 6), fact.unit) == (200.0, " µs")  # 0.06 s in 300 steps
