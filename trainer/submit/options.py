@@ -90,14 +90,15 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     scheduler = SCHEDULERS.get(parsed.scheduler)
     valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
     problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
-    if unknown and not unknown[0].startswith("-"):
+    lacks_dashes = bool(unknown) and not unknown[0].startswith("-")
+    if lacks_dashes:
         problems.append(f"{shlex.join(unknown)} is no option; the command goes behind --, as in -- python train.py")
     elif unknown:
         problems.append(_unknown_option(unknown, valid))
     job = _read(parsed, tuple(arguments[end + 1 :]), scheduler, problems)
     if job.command:
         problems += _check_command(job)
-    elif not unknown or unknown[0].startswith("-"):
+    elif not lacks_dashes:
         problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
         problems += [*_check(job, scheduler), *scheduler.problems(job)]

@@ -117,10 +117,13 @@ class Batch(Scheduler):
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the ranks have written."""
-        folders = f"{job.name}-{job_id}{'-*' if job.array else ''}"
-        paths = sorted(Path("runs").glob(f"{folders}/*/rank.*/std*"))
+        paths = sorted(Path().glob(f"{self.stem(job, job_id)}/*/rank.*/std*"))
         return read_new({path: f"[{path.parent.name.replace('.', ' ')}] " for path in paths}, seen)
 
     def logs(self, job: Job, job_id: str) -> str:
         """Return the folder with the ranks' output."""
-        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}/"
+        return f"{self.stem(job, job_id)}/"
+
+    def stem(self, job: Job, job_id: str) -> str:
+        """Return what the names of a job's logs begin with; of an array, as a pattern."""
+        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"

@@ -142,18 +142,16 @@ class GridEngine(Batch):
 
     def successors(self, job: Job, job_id: str) -> Sequence[str]:
         """Return the jobs that this one has submitted."""
-        found = sorted(Path("runs").glob(f"{job.name}-{job_id}{'-*' if job.array else ''}/next"))
+        found = sorted(Path().glob(f"{self.stem(job, job_id)}/next"))
         return [path.read_text().strip() for path in found]
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the script has written; what the ranks print comes through mpirun."""
-        logs = sorted(Path("runs").glob(f"{job.name}-{job_id}{'-*' if job.array else ''}.log"))
-        return read_new(dict.fromkeys(logs, ""), seen)
+        return read_new(dict.fromkeys(sorted(Path().glob(f"{self.stem(job, job_id)}.log")), ""), seen)
 
     def logs(self, job: Job, job_id: str) -> str:
         """Return the script's log, and the folder with the ranks'."""
-        stem = f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
-        return f"{stem}.log, {stem}/"
+        return f"{self.stem(job, job_id)}.log, {super().logs(job, job_id)}"
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
