@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Timer
@@ -22,7 +23,8 @@ from trainer.consistency import check_consistency, check_devices, describe_model
 from trainer.errors import ConfigError, TrainerError
 from trainer.fsdp_config import FsdpConfig
 from trainer.hang import start as hang
-from trainer.launch.failure import report_failures
+from trainer.hang.limits import START_S
+from trainer.launch.failure import end_process, report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.launch.nccl_log import NcclLog, describe_transports, read_transports
@@ -39,6 +41,13 @@ from trainer.tuning.host import share_machine
 
 _UNCONNECTED_S = 20.0
 """After this long without a connection between the ranks, rank 0 says that it waits."""
+_UNCONNECTED = (
+    "the ranks have not connected so far: one of them has not come to trainer.init, or a host cannot reach another; "
+    "`trainer doctor`, with -H as the job has it, says why"
+)
+_UNCONNECTED_BY_NCCL = (
+    "NCCL has not connected the ranks so far; `trainer doctor --gpu`, with -H as the job has it, says why"
+)
 
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
@@ -62,9 +71,11 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
     log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
-    joined = make_strategy(strategy, world)
-    own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
-    hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)
+    given_s = hang.hang_timeout_s(config.hang_timeout_s)
+    with _said_until_connected(world, _UNCONNECTED, end_s=0.0 if given_s == 0 else max(given_s or 0.0, START_S)):
+        joined = make_strategy(strategy, world)
+        own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
+        hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)
     hang.start(joined, watched, config.hang_timeout_s)
     if log is not None:
         joined.description += _connect(joined, log) if all(over_nccl) else ""
@@ -88,20 +99,32 @@ def _connect(strategy: Strategy, log: NcclLog) -> str:
     whether GPUDirect RDMA is used, which is why the line comes after it.
     """
     check_devices(strategy)
-    text = (
-        "trainer: NCCL has not connected the ranks so far; `trainer doctor --gpu`, with -H as the job has it, says why"
-    )
-    waiting = Timer(_UNCONNECTED_S, print_line, (text, sys.stderr))
-    waiting.daemon = True
-    if strategy.world.is_root:
-        waiting.start()
-    try:
+    with _said_until_connected(strategy.world, _UNCONNECTED_BY_NCCL):
         strategy.all_reduce(torch.ones(1, device=strategy.world.device)).item()  # waits for the device
-    finally:
-        waiting.cancel()
     found = strategy.all_gather_object(read_transports(log.read()))
     transports = describe_transports(set().union(*found))
     return f"; NCCL: {transports}" if transports else ""
+
+
+@contextmanager
+def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterator[None]:
+    """Print on rank 0 what it waits for when that takes long; end it after `end_s` seconds, and with it the job.
+
+    No watch runs yet, and MPI waits for ever where a firewall is between two hosts.
+    """
+    timers = []
+    if world.is_root and world.size > 1:
+        timers.append(Timer(_UNCONNECTED_S, print_line, (f"trainer: {text}", sys.stderr)))
+        if end_s:
+            timers.append(Timer(end_s, end_process, (f"given up after {end_s:.0f} s: {text}", 1)))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def _per_host(hosts: Iterable[str]) -> str:

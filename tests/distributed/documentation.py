@@ -234,7 +234,7 @@ UNTESTED = {
     "make lock": "resolves all versions anew from the package index",
     "python benchmarks/faults.py --trials 300": "takes more than an hour; tests/distributed/test_faults.py",
     "python benchmarks/chaos.py --epochs 75": "takes fifteen minutes; tests/docker/test_surviving.py",
-    "python benchmarks/doctor_faults.py": "makes 55 causes in containers; tests/docker/test_doctor.py has a short form",
+    "python benchmarks/doctor_faults.py": "makes 56 causes in containers; tests/docker/test_doctor.py has a short form",
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (

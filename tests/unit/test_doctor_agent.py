@@ -178,6 +178,10 @@ def test_two_agents_exchange_bytes(agent: Connection) -> None:
 def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
     ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
     assert ports[1] in exchange._CHOSEN_PORTS
+    assert ports[2] in exchange._FIRST_PORTS
+    again = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
+    assert again[2] in exchange._FIRST_PORTS, "the next free one"
+    assert again[2] != ports[2]
     for port in ports:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._HEAD.pack(b"P", 0))

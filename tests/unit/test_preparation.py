@@ -1,6 +1,10 @@
-"""Joining a job: on which device."""
+"""Joining a job: on which device, and what is said while the ranks do not come together."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,3 +47,42 @@ def test_a_device_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(preparation, "has_nccl", lambda: False)
     world = World(device=CUDA, launcher="mpirun")
     assert preparation._with_usable_device("auto", world, RunConfig(device="cuda")) is world
+
+
+@pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
+def test_rank_0_says_that_the_ranks_have_not_connected(
+    rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preparation, "_UNCONNECTED_S", 0.05)
+    with preparation._said_until_connected(World(rank=rank, size=size, device=CPU), "not connected so far"):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ("trainer: not connected so far\n" if says else "")
+
+
+def test_a_job_whose_ranks_do_not_connect_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[str, int]] = []
+    monkeypatch.setattr(preparation, "end_process", lambda message, code: ended.append((message, code)))
+    world = World(rank=0, size=2, device=CPU)
+    with preparation._said_until_connected(world, "not connected so far", end_s=0.05):
+        time.sleep(0.3)
+    assert ended == [("given up after 0 s: not connected so far", 1)]
+    with preparation._said_until_connected(world, "not connected so far", end_s=0.2):
+        pass
+    time.sleep(0.3)
+    assert len(ended) == 1, "ranks that have connected go on"
+
+
+@pytest.mark.parametrize(("given_s", "end_s"), [(None, 1800.0), (60.0, 1800.0), (3600.0, 3600.0), (0.0, 0.0)])
+def test_ranks_have_as_long_to_connect_as_a_job_until_its_first_step(
+    given_s: float | None, end_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    @contextmanager
+    def note(world: World, text: str, end_s: float = 0.0) -> Iterator[None]:
+        asked.append(end_s)
+        yield
+
+    monkeypatch.setattr(preparation, "_said_until_connected", note)
+    preparation.join("auto", RunConfig(device="cpu", hang_timeout_s=given_s)).close()
+    assert asked == [end_s]

@@ -22,8 +22,9 @@ LARGE_BYTES = 256 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
 _HEAD = struct.Struct("!cQ")
 _CHUNK = bytes(1024 * 1024)
-# As jobs take them: given by the kernel (Open MPI, Gloo, NCCL), and as `trainer run --torchrun` chooses its own.
-_CHOSEN_PORTS = range(20000, 32000)
+# As jobs take them: given by the kernel (Gloo, NCCL, Open MPI's daemons), as `trainer run --torchrun` chooses its own,
+# and the first free one from 1024 up, as Open MPI's ranks do (btl_tcp_port_min_v4).
+_CHOSEN_PORTS, _FIRST_PORTS = range(20000, 32000), range(1024, 1424)
 _WAYS = {"to": b"U", "from": b"D"}
 _SEGMENT_S = 1.5
 _SEGMENTS = (8948, 1448, 1408, 1398, 1368, 1328, 1228, 1148, 988, 524)
@@ -31,11 +32,12 @@ _LISTEN_S, _PINGS = 60.0, 20
 
 
 def listen(address: str, token: str) -> list[int]:
-    """Listen on this address for a minute, on a port that the kernel gives and on a chosen one; return both.
+    """Listen on this address for a minute, on three ports as jobs take them; return the ports.
 
     Whoever connects gets a random challenge, and has to answer with its HMAC-SHA256 under the token.
     """
-    servers = [_bind(address, [0]), _bind(address, random.sample(_CHOSEN_PORTS, 20))]
+    choices = [0], random.sample(_CHOSEN_PORTS, 20), [*_FIRST_PORTS, 0]
+    servers = [_bind(address, ports) for ports in choices]
     for server in servers:
         server.listen(64)
         threading.Thread(target=_accept, args=(server, token.encode()), daemon=True).start()
