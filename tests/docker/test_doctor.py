@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.doctor_catalogue import CAUSES
-from benchmarks.doctor_causes import Cause
+from benchmarks.doctor_causes import Cause, made
 from benchmarks.doctor_faults import try_cause
 from benchmarks.doctor_nodes import Nodes
 from tests.docker.cluster import Cluster
@@ -52,6 +52,23 @@ def test_the_first_line_names_the_cause(nodes: Nodes, cause: Cause) -> None:
     trial = try_cause(nodes, cause)
     assert re.search(cause.first_line, trial.first_line), trial
     assert trial.is_right, trial
+
+
+@pytest.mark.needs("root")
+def test_a_job_whose_ranks_cannot_connect_names_the_doctor(nodes: Nodes) -> None:
+    cause = next(cause for cause in CAUSES if cause.title == SHORT[0])
+    # ssh works, so that the ranks start. Open MPI by itself says nothing for two minutes, and never ends.
+    job = "horovodrun -np 2 -H a:1,b:1 python -c 'import trainer; trainer.init(device=\"cpu\")'"
+    with made(nodes, cause):
+        started = f"cd /trainer; {job} < /dev/null > /tmp/job.log 2>&1 & echo $!"
+        process = nodes.shell("a", started, "1000").strip()
+        said = "grep -m 1 'have not connected' /tmp/job.log || tail -c 2000 /tmp/job.log"
+        line = nodes.shell(
+            "a", f"for i in $(seq 60); do ! grep -q 'have not' /tmp/job.log || break; sleep 1; done; {said}"
+        )
+        nodes.shell("a", f"kill {process}", "1000")
+    assert "trainer: the ranks have not connected so far" in line
+    assert "`trainer doctor`, with -H as the job has it, says why" in line
 
 
 def test_a_healthy_cluster_is_one_line_and_nothing_is_left(cluster: Cluster) -> None:
