@@ -23,7 +23,6 @@ from trainer.consistency import check_consistency, check_devices, describe_model
 from trainer.errors import ConfigError, TrainerError
 from trainer.fsdp_config import FsdpConfig
 from trainer.hang import start as hang
-from trainer.hang.limits import START_S
 from trainer.launch.failure import end_process, report_failures
 from trainer.launch.forks import wait_for_threads_before_forks
 from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
@@ -71,8 +70,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
         torch.cuda.set_device(world.device)
     log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
-    given_s = hang.hang_timeout_s(config.hang_timeout_s)
-    with _said_until_connected(world, _UNCONNECTED, end_s=0.0 if given_s == 0 else max(given_s or 0.0, START_S)):
+    with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
         joined = make_strategy(strategy, world)
         own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
         hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)

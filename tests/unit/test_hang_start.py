@@ -18,7 +18,7 @@ import pytest
 from trainer.errors import ConfigError
 from trainer.hang import start as hang
 from trainer.hang.looks import SIGNAL
-from trainer.hang.start import Entry, hang_timeout_s
+from trainer.hang.start import Entry, connection_limit_s, hang_timeout_s
 from trainer.hang.watcher import IGNORED
 from trainer.launch import marks
 from trainer.launch.world import World
@@ -247,3 +247,13 @@ def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, phase
     """Also where another hook has shown the exception, so that Python ends as ever."""
     done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
     assert done.stdout == f"{phase!r}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given_s", "variable", "limit_s"),
+    [(None, "", 1800), (60.0, "", 1800), (3600.0, "", 3600), (0.0, "", 0), (3600.0, "0", 0), (0.0, "a", 1800)],
+)
+def test_ranks_may_take_as_long_to_connect_as_until_the_first_step(
+    given_s: float | None, variable: str, limit_s: float
+) -> None:
+    assert connection_limit_s(given_s, {"TRAINER_HANG_TIMEOUT": variable}) == limit_s

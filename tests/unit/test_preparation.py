@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -70,19 +68,3 @@ def test_a_job_whose_ranks_do_not_connect_ends(monkeypatch: pytest.MonkeyPatch) 
         pass
     time.sleep(0.3)
     assert len(ended) == 1, "ranks that have connected go on"
-
-
-@pytest.mark.parametrize(("given_s", "end_s"), [(None, 1800.0), (60.0, 1800.0), (3600.0, 3600.0), (0.0, 0.0)])
-def test_ranks_have_as_long_to_connect_as_a_job_until_its_first_step(
-    given_s: float | None, end_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-
-    @contextmanager
-    def note(world: World, text: str, end_s: float = 0.0) -> Iterator[None]:
-        asked.append(end_s)
-        yield
-
-    monkeypatch.setattr(preparation, "_said_until_connected", note)
-    preparation.join("auto", RunConfig(device="cpu", hang_timeout_s=given_s)).close()
-    assert asked == [end_s]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
+from trainer.hang.limits import START_S
 from trainer.hang.looks import SIGNAL
 from trainer.hang.ranks import own_address
 from trainer.hang.report import warn
@@ -76,6 +77,15 @@ def hang_timeout_s(given: float | None, environ: Any = os.environ) -> float | No
     if not 0 <= seconds < math.inf:
         raise ConfigError(f"{HANG_TIMEOUT} is {text!r}; valid is a number of seconds, or 0 to watch for no hangs")
     return seconds
+
+
+def connection_limit_s(given: float | None, environ: Any = os.environ) -> float:
+    """Return how long ranks may take to connect, as a job may until its first step; 0 for ever."""
+    try:
+        given = hang_timeout_s(given, environ)
+    except ConfigError:  # which `start` says, and goes on
+        given = None
+    return 0.0 if given == 0 else max(given or 0.0, START_S)
 
 
 def describe(world: World) -> Entry | None:
