@@ -12,8 +12,8 @@ from trainer.launch import processes
 from trainer.launch.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS_TORCHRUN = ROOT / ".venv-peers" / "bin" / "python", "-m", "torch.distributed.run"
-"""torchrun where Lightning Fabric and Accelerate are, which scripts/install/peers.py installs."""
+PEERS = ROOT / ".venv-peers"
+"""Where scripts/install/peers.py installs Lightning Fabric and Accelerate."""
 # The user's settings, which would change what "default settings" means.
 _USER_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "MALLOC_", "OMP_", "MKL_")
 
@@ -30,7 +30,8 @@ def run(command: Sequence[str], *, timeout_s: float, threads: int | None = None)
 def launch(script: str, ranks: int, launcher: str = "horovodrun") -> list[str]:
     """Return the command that starts `script` on so many ranks of this host; one rank of Horovod needs no launcher."""
     if launcher in ("torchrun", "peers"):
-        torchrun = ["torchrun"] if launcher == "torchrun" else [str(word) for word in PEERS_TORCHRUN]
+        of_peers = [str(PEERS / "bin/python"), "-m", "torch.distributed.run"]
+        torchrun = of_peers if launcher == "peers" else ["torchrun"]
         # Standalone takes a free port; the default port may be taken by another torchrun on this host.
         return [*torchrun, "--standalone", "--nproc-per-node", str(ranks), script]
     if ranks == 1:
@@ -40,7 +41,7 @@ def launch(script: str, ranks: int, launcher: str = "horovodrun") -> list[str]:
 
 def has_peers() -> bool:
     """Return whether the libraries that we compare with are installed."""
-    return PEERS_TORCHRUN[0].exists()
+    return (PEERS / "bin/python").exists() and (PEERS / "trainer-peers.sha256").exists()
 
 
 def on_one_core(command: Sequence[str]) -> list[str]:

@@ -202,7 +202,8 @@ def make_facts(runs: Sequence[Run], overheads: Sequence[Overhead], batch_size: i
     for text, over, under in _RATIOS:
         if ratio := spread(paired_ratios(runs, over, under)):
             facts.append(Fact(text=text, value=ratio.median, unit="×"))
-    for ranks, name in product(sorted({one.ranks for one in runs}), ON_DDP):
+    # On one rank Accelerate leaves DDP out, which the other two loops have there as well.
+    for ranks, name in product(sorted({one.ranks for one in runs} - {1}), ON_DDP):
         wrapped, plain = _by_round(runs, name, ranks), _by_round(runs, DDP, ranks)
         steps = TRAIN_SAMPLES / batch_size / ranks
         if costs := [(wrapped[one] - plain[one]) / steps * 1e6 for one in sorted(wrapped.keys() & plain.keys())]:

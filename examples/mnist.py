@@ -104,7 +104,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     scaled = "scaled with the world size and warmed up over the first epoch"
     group.add_argument(
-        "--lr", type=float, metavar="LR", help=f"learning rate for one rank; {scaled} (default: 0.05; digits: 0.01)"
+        "--lr", type=float, metavar="LR", help=f"rate for one rank; {scaled} (default: 0.05, for few samples 0.01)"
     )
     group.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
     group.add_argument(

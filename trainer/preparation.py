@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import Timer
+from threading import TIMEOUT_MAX, Timer
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ from trainer.launch.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_
 from trainer.launch.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.launch.network import machine_id
 from trainer.launch.output import print_line, write_whole_lines
-from trainer.launch.status import report_join, report_phase
+from trainer.launch.status import LOST_PEER, report_failure, report_join, report_phase
 from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
@@ -114,7 +114,7 @@ def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterat
     if world.is_root and world.size > 1:
         timers.append(Timer(_UNCONNECTED_S, print_line, (f"trainer: {text}", sys.stderr)))
         if end_s:
-            timers.append(Timer(end_s, end_process, (f"given up after {end_s:.0f} s: {text}", 1)))
+            timers.append(Timer(min(end_s, TIMEOUT_MAX), _give_up, (world, f"given up after {end_s:.0f} s: {text}")))
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -123,6 +123,11 @@ def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterat
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def _give_up(world: World, message: str) -> None:
+    report_failure(LOST_PEER, message, world)
+    end_process(message, 1)
 
 
 def _per_host(hosts: Iterable[str]) -> str:

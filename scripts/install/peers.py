@@ -32,9 +32,9 @@ def main() -> int:
     parser.parse_args()
     packages_of_venv = sysconfig.get_path("purelib")
     wanted = hashlib.sha256(packages_of_venv.encode() + LOCK.read_bytes()).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == wanted:
-        return 0
     python = VENV / "bin" / "python"
+    if python.exists() and STAMP.exists() and STAMP.read_text() == wanted:
+        return 0
     command = [str(python), "-m", "pip", "install", "--quiet", "--require-hashes", "--requirement", str(LOCK)]
     try:
         venv.create(VENV, clear=True, with_pip=True)
@@ -43,6 +43,9 @@ def main() -> int:
     except (SetupError, OSError, subprocess.CalledProcessError) as error:
         say(str(error))
         return 1
+    except KeyboardInterrupt:
+        say("interrupted; the next call begins anew")
+        return 130
     STAMP.write_text(wanted)
     return 0
 

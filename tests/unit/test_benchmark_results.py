@@ -121,7 +121,7 @@ def test_old_ratios_are_information() -> None:
 
 
 def test_what_a_library_costs_beside_ddp_is_information() -> None:
-    runs = make_rounds(ddp_2=[3.0, 3.0, 4.0], fabric_2=[3.03, 3.06, 4.09], accelerate_1=[5.0])
-    (fact,) = results.make_facts(runs, [], batch_size=100)  # nothing of accelerate, which ran without ddp
+    runs = make_rounds(ddp_2=[3.0, 3.0, 4.0], fabric_2=[3.03, 3.06, 4.09], ddp_1=[4.0], accelerate_1=[5.0])
+    (fact,) = results.make_facts(runs, [], batch_size=100)  # one rank is left out
     assert fact.text == "2 ranks: Lightning Fabric, ddp beside the DDP loop, per step"
     assert (round(fact.value, 6), fact.unit) == (200.0, " µs")  # 0.06 s in 300 steps

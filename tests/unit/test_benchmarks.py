@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import accuracy, compare, launching
 from benchmarks.common import REPORT_PREFIX, learning_rate, mnist_folder
-from benchmarks.contestants import CONTESTANTS, Run, RunSettings, check, differing_losses, read_report, start
+from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, check, differing_losses, read_report, start
 from examples.datasets.mnist import FILES
 from tests.unit.benchmark_runs import GOOD, make_run, report
 from trainer.config import TrainerConfig
@@ -165,7 +165,7 @@ def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ("ours", "tuned", "limit"),
         pytest.param(("ddp", "fabric", "accelerate"), marks=pytest.mark.needs("peers")),
-        pytest.param(tuple(CONTESTANTS), marks=[pytest.mark.slow, pytest.mark.needs("peers")]),
+        pytest.param(tuple(name for name in CONTESTANTS if name not in ON_DDP), marks=pytest.mark.slow),
     ],
 )
 def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:

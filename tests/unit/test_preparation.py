@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from queue import Queue
 
 import pytest
 import torch
 
 from trainer import World, preparation
 from trainer.config import RunConfig
+from trainer.launch.status import LOST_PEER
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -49,22 +52,33 @@ def test_a_device_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
 def test_rank_0_says_that_the_ranks_have_not_connected(
-    rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "_UNCONNECTED_S", 0.05)
+    monkeypatch.setattr(preparation, "_UNCONNECTED_S", 0.01)
+    told: Queue[str] = Queue()
+    monkeypatch.setattr(preparation, "print_line", lambda text, _: told.put(text))
     with preparation._said_until_connected(World(rank=rank, size=size, device=CPU), "not connected so far"):
-        time.sleep(0.3)
-    assert capsys.readouterr().err == ("trainer: not connected so far\n" if says else "")
+        if says:
+            assert told.get(timeout=20) == "trainer: not connected so far"
+        else:
+            time.sleep(0.2)
+    assert told.empty()
 
 
-def test_a_job_whose_ranks_do_not_connect_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[str, int]] = []
-    monkeypatch.setattr(preparation, "end_process", lambda message, code: ended.append((message, code)))
-    world = World(rank=0, size=2, device=CPU)
-    with preparation._said_until_connected(world, "not connected so far", end_s=0.05):
-        time.sleep(0.3)
-    assert ended == [("given up after 0 s: not connected so far", 1)]
-    with preparation._said_until_connected(world, "not connected so far", end_s=0.2):
-        pass
-    time.sleep(0.3)
-    assert len(ended) == 1, "ranks that have connected go on"
+def test_a_job_whose_ranks_do_not_connect_ends_as_one_that_has_lost_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Queue[tuple[object, ...]] = Queue()
+    monkeypatch.setattr(preparation, "report_failure", lambda *words: told.put(words[:2]))
+    monkeypatch.setattr(preparation, "end_process", lambda *words: told.put(words))
+    with preparation._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=0.01):
+        assert told.get(timeout=20) == (LOST_PEER, "given up after 0 s: not connected so far")
+        assert told.get(timeout=20) == ("given up after 0 s: not connected so far", 1)
+
+
+@pytest.mark.parametrize("end_s", [60.0, 1e12])
+def test_ranks_that_have_connected_go_on(end_s: float) -> None:
+    before = set(threading.enumerate())
+    with preparation._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=end_s):
+        timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer) and one not in before]
+        assert len(timers) == 2
+        assert not any(timer.finished.is_set() for timer in timers)
+    assert all(timer.finished.is_set() for timer in timers)

@@ -88,7 +88,8 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         (["--directive", "--partition=gpu"], "--directive takes its text behind =, as in --directive=--partition=gpu"),
         (["--nodes"], "--nodes: expected one argument"),
         (["--frobnicate"], "no such option: --frobnicate (valid are"),
-        (["extra"], "extra is no option; the command goes behind --"),
+        (["extra"], "extra is no option"),
+        (["--grace", "0:00:00"], "--grace is '0:00:00'"),
     ],
 )
 def test_a_value_that_is_not_valid_is_refused(options: list[str], problem: str) -> None:

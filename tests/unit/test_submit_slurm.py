@@ -93,11 +93,22 @@ def test_a_job_that_has_lost_a_node_comes_back(tmp_path: Path) -> None:
     assert batch.is_requeued
 
 
-@pytest.mark.parametrize("signal_name", ["Segmentation fault", "Bus error (core dumped)", "Aborted"])
-def test_a_job_of_which_a_rank_has_crashed_comes_back(tmp_path: Path, signal_name: str) -> None:
-    batch = Batch(tmp_path, f"echo 'srun: error: n1: task 0: {signal_name}' >&2; exit 143")
+@pytest.mark.parametrize(
+    "end", ["task 0: Segmentation fault", "task 3: Bus error (core dumped)", "tasks 0-1,3: Aborted",
+            "task 0: Exited with exit code 139"],
+)  # fmt: skip
+def test_a_job_of_which_a_rank_has_crashed_comes_back(tmp_path: Path, end: str) -> None:
+    messages = f"srun: error: n1: {end}\nsrun: error: n2: task 2: Exited with exit code 1"
+    batch = Batch(tmp_path, f"echo '{messages}' >&2; exit 143")
     assert batch.code() == 0
     assert batch.is_requeued
+
+
+def test_ranks_that_abort_because_another_one_has_failed_are_no_crash(tmp_path: Path) -> None:
+    messages = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 3: Aborted"
+    batch = Batch(tmp_path, f"echo '{messages}' >&2; exit 143")
+    assert batch.code() == 143
+    assert not batch.is_requeued
 
 
 def test_a_job_whose_ranks_a_node_has_refused_comes_back(tmp_path: Path) -> None:

@@ -109,15 +109,31 @@ def test_what_the_ranks_say_of_a_failure_stands_at_its_end(tmp_path: Path, capsy
     stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
     stand_in(tmp_path, "scontrol", f"echo '{record(17, 'FAILED', '1:0')}'")
     (tmp_path / "runs/train-17").mkdir(parents=True)
+    lost = "".join(f"trainer: rank {rank} on host b: lost another rank, and with it the job (X)\n" for rank in range(9))
     (tmp_path / "runs/train-17.log").write_text(
         "trainer: ring on 4 ranks\ntrainer: rank 1 on host b: ValueError: a\n"
-        "trainer: why it failed: rank 1 on b called all_reduce\n" + "a box of the launcher's\n" * 20
+        f"trainer: why it failed: rank 1 on b called all_reduce\n{lost}" + "a box of the launcher's\n" * 20
     )
     assert main(["submit", *SLURM, "--follow", *COMMAND]) == 1
     assert [line for line in capsys.readouterr().err.splitlines() if " said: " in line] == [
         "trainer submit: job 17 said: trainer: rank 1 on host b: ValueError: a",
         "trainer submit: job 17 said: trainer: why it failed: rank 1 on b called all_reduce",
     ]
+
+
+def test_the_reason_of_an_earlier_start_is_not_told_of_a_later_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    stand_in(
+        tmp_path, "sbatch", "mkdir -p runs/train-17; echo 'trainer: rank 1 on host b: x' > runs/train-17.log; echo 17"
+    )
+    states = "echo >> asked; states=(RUNNING RUNNING PENDING RUNNING CANCELLED); state=${states[$(wc -l < asked) - 1]}"
+    stand_in(tmp_path, "scontrol", f'{states}; echo "{record(17, "$state", "0:15")}"')
+    assert main(["submit", *SLURM, "--follow", *COMMAND]) == 1
+    shown = capsys.readouterr()
+    assert "rank 1 on host b: x" in shown.out
+    assert " said: " not in shown.err
 
 
 def test_the_lines_of_an_arrays_jobs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +165,8 @@ def test_a_script_that_is_not_there_is_not_submitted(
 @pytest.mark.parametrize(
     "words",
     [["--", "python", "-m", "a.py"], ["--", "env", "A=1", "python", "a.py"], ["--", "python", "train.py", "a.py"],
-     ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"]],
+     ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"],
+     ["--", "mytool", "out.py"], ["--", "./in_container.sh", "/w/a.py"], ["--", "python", "-mfoo", "a.py"]],
 )  # fmt: skip
 def test_a_script_that_may_be_elsewhere_is_not_looked_for(tmp_path: Path, words: list[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")

@@ -92,7 +92,8 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
     lacks_dashes = bool(unknown) and not unknown[0].startswith("-")
     if lacks_dashes:
-        problems.append(f"{shlex.join(unknown)} is no option; the command goes behind --, as in -- python train.py")
+        hint = "; the command goes behind --, as in -- python train.py" if end == len(arguments) else ""
+        problems.append(f"{shlex.join(unknown)} is no option" + hint)
     elif unknown:
         problems.append(_unknown_option(unknown, valid))
     job = _read(parsed, tuple(arguments[end + 1 :]), scheduler, problems)
@@ -185,7 +186,7 @@ class _Reader:
 
     def time(self, name: str, example: str) -> int | None:
         text = getattr(self._parsed, name)
-        if text is None or not (found := _CLOCK.fullmatch(text)):
+        if text is None or not (found := _CLOCK.fullmatch(text)) or not re.search("[1-9]", text):
             return self.amount(name, _UNITS_S, f"{example}, or H:MM:SS")
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return ((24 * days + hours) * 60 + minutes) * 60 + seconds

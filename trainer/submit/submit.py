@@ -17,8 +17,8 @@ from trainer.submit.options import Options, to_options
 from trainer.submit.schedulers import State, Watch
 
 _POLL_S = 1.0
-# What a rank or a watcher says of a failure, which launchers and the other ranks write much more after.
-_WHY = re.compile(r"trainer: (?:rank \d+ on host |why it failed: |hang: ).*")
+# What a rank or a watcher says of a failure, which launchers and the ranks that it takes along write much more after.
+_WHY = re.compile(r"trainer: (?:rank \d+ on host (?!.*lost another rank)|why it failed: |hang: ).*")
 _WHY_LINES = 8
 _UNANSWERED = 30
 """So many questions in a row may fail, as while a scheduler is started again, before --follow gives up."""
@@ -52,13 +52,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_script(options: Options) -> None:
-    """Raise `ConfigError` where the training script is missing in the folder that the nodes see."""
+    """Raise `ConfigError` where `script.py` or `python script.py` names no file in the folder that the nodes see."""
     job = options.job
-    # The program, or what follows python and its options. Any other word may be the script's own.
-    script = script_of([word for word in job.command[:3] if not word.startswith("-")][:2])
-    # An absolute path may be one of the image's own.
-    is_ours = options.scheduler.has_our_files and not (job.image and Path(script).is_absolute())
-    if script and "-m" not in job.command[:2] and is_ours and not Path(script).is_file():
+    if not options.scheduler.has_our_files or any(text.startswith("-wd") for text in job.directives):
+        return
+    is_python = Path(job.command[0]).name.startswith("python")
+    words = job.command[1:3] if is_python else job.command[:1]
+    if any(word.startswith(("-m", "-c")) for word in words):
+        return
+    script = script_of([word for word in words if not word.startswith("-")][:1])
+    # An absolute path may be one of an image's own, or of the nodes'.
+    if script and not Path(script).is_absolute() and not Path(script).is_file():
         raise ConfigError(f"{script} is not a file in {Path.cwd()}, the folder in which the job will run")
 
 
@@ -99,7 +103,7 @@ class _Follower:
         self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
-        self._why: deque[str] = deque(maxlen=_WHY_LINES)
+        self._why: list[str] = []
 
     def look(self) -> int | None:
         """Print what is new; return the exit code of a job that has ended."""
@@ -122,10 +126,12 @@ class _Follower:
 
     def _tell(self, state: State) -> None:
         """Print a new state; that of a job that has failed with what its ranks have said of it."""
+        if state.waits:
+            self._why.clear()  # It was of an earlier start.
         if not state.code:
             _say(f"job {self._job_id}: {state}")
             return
-        for line in dict.fromkeys(self._why):
+        for line in list(dict.fromkeys(self._why))[:_WHY_LINES]:
             _say(f"job {self._job_id} said: {line}")
         logs = self._options.scheduler.logs(self._options.job, self._job_id)
         _say(f"job {self._job_id}: {state}; its output: {logs}")

@@ -30,6 +30,8 @@ class State:
     """What `trainer submit --follow` returns for a job that has ended; None while it waits or runs."""
     detail: str = ""
     """Why it waits, or how it has ended."""
+    waits: bool = False
+    """Whether it is in the queue, for the first time or again under its id."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
@@ -168,8 +170,13 @@ def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             seen[str(path)] = seen.get(str(path), 0) + len(whole)
-            found += indent(whole.decode(errors="replace"), prefix, lambda line: True)
+            found += with_prefix(prefix, whole.decode(errors="replace"))
     return found
+
+
+def with_prefix(prefix: str, text: str) -> str:
+    """Return whole lines, each behind a prefix; a carriage return, as of a progress bar, begins none."""
+    return "".join(f"{prefix}{line}\n" for line in text.removesuffix("\n").split("\n")) if text else ""
 
 
 def fill(template: str, **parts: object) -> str:

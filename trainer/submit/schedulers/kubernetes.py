@@ -10,7 +10,7 @@ from textwrap import indent
 from typing import ClassVar
 
 from trainer.submit.job import Job
-from trainer.submit.schedulers.base import Scheduler, State, call, fill
+from trainer.submit.schedulers.base import Scheduler, State, call, fill, with_prefix
 
 RESTARTS = 10
 """How often a job's pods are made again before it is given up."""
@@ -97,7 +97,7 @@ class Kubernetes(Scheduler):
             log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
             begin = seen.get(pod, 0) if seen.get(pod, 0) <= len(log) else 0  # a container that was started again
             prefix = f"[{pod}] " if len(pods) > 1 else ""
-            found += "".join(f"{prefix}{line}\n" for line in log[begin:].splitlines())
+            found += with_prefix(prefix, log[begin:].removeprefix("\n"))
             seen[pod] = len(log)
         return found
 

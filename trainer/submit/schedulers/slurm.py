@@ -89,6 +89,10 @@ done
 wait "$step"
 code=$?
 
+# Of the rank that has ended first; others may abort because of it. 134, 135 and 139 come from a shell around a rank.
+has_crashed() {
+    grep -Em1 " tasks? [0-9,-]+: " "$errors" | grep -Eq ": (Segmentation fault|Bus error|Aborted)| exit code 13[459]$"
+}
 # srun's exit code is the largest, which may be that of a rank it has killed because of another one. Its messages have
 # them all: 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
 cat "$errors"
@@ -104,7 +108,7 @@ case $code in
         # After USR2, ranks may fail in place of saving. A lost node makes ranks on others fail, minutes before Slurm
         # notices it: a step on all nodes does not end then. One that has just come back may refuse its ranks. A crash
         # below Python, in a driver or a library, may be one that seldom comes.
-        [ "$asked" ] || grep -Eq " launch failed: |: (Segmentation fault|Bus error|Aborted)" "$errors" ||
+        [ "$asked" ] || has_crashed || grep -q " launch failed: " "$errors" ||
             ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null || exit "$code"
         # Such a start is repeated three times in a row, because the next one may end like it.
         echo "exit code $code" >> "$unsaved"
@@ -157,7 +161,7 @@ class Slurm(Scheduler):
         """Ask scontrol, which knows a job for some minutes after its end."""
         lines = call("scontrol", "-o", "show", "job", job_id).splitlines()
         jobs = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
-        return {job["JobId"]: State(job["JobState"], _code(job), _detail(job)) for job in jobs}
+        return {job["JobId"]: _state(job) for job in jobs}
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the script's own log, then the ranks'."""
@@ -240,23 +244,15 @@ def _step(job: Job) -> str:
     return f'{comments}srun {" ".join(options)} \\\n    {prefix}{command} 2> "$errors" &\n'
 
 
-def _code(job: Mapping[str, str]) -> int | None:
-    """Return the exit code that `trainer submit --follow` ends with; None for a job that waits or runs."""
-    if job["JobState"] not in _ENDED:
-        return None
-    if job["JobState"] == "COMPLETED":
-        return 0
-    return 78 if job["ExitCode"].startswith("78:") else 1
-
-
-def _detail(job: Mapping[str, str]) -> str:
-    """Return why a job waits, or how it has failed."""
-    if job["JobState"] == "PENDING":
-        return job["Reason"].replace("None", "")
-    if job["JobState"] not in _ENDED:
-        return ""
+def _state(job: Mapping[str, str]) -> State:
+    name = job["JobState"]
+    if name == "PENDING":
+        return State(name, detail=job["Reason"].replace("None", ""), waits=True)
+    if name not in _ENDED:
+        return State(name)
     code, signal = map(int, job["ExitCode"].split(":"))
-    return f"signal {signal}" if signal else exit_detail(code)
+    detail = f"signal {signal}" if signal else exit_detail(code)
+    return State(name, 0 if name == "COMPLETED" else 78 if code == 78 else 1, detail)
 
 
 def _prefix(words: Sequence[str]) -> str:
