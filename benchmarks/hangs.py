@@ -128,7 +128,10 @@ def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folde
             for one in commands
         ]  # fmt: skip
         deadline = time.monotonic() + TIMEOUT_S
-        while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
+        goes_on = True
+        while goes_on:
+            # Asked before the log is read, so that what comes with the end is seen as well.
+            goes_on = any(one.poll() is None for one in processes) and time.monotonic() < deadline
             text = log.read_text(errors="replace")
             for word in ("fault ", "hang: no progress"):
                 if word in text:
