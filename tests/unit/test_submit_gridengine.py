@@ -171,6 +171,13 @@ def test_a_master_that_does_not_answer_says_nothing_of_a_job(folder: Path) -> No
         Watch(SCHEDULERS["gridengine"], "7").state()
 
 
+def test_a_script_is_looked_for_in_this_folder_unless_a_directive_names_another(folder: Path) -> None:
+    stand_in(folder, "qsub", "echo 7")
+    other = ["--", "python", "other.py"]
+    assert main(["submit", *GRID_ENGINE, *other]) == 2
+    assert main(["submit", *GRID_ENGINE, "--directive=-wd /elsewhere", *other]) == 0
+
+
 def test_a_job_is_followed_under_its_next_id(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

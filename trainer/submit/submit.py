@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 def _check_script(options: Options) -> None:
     """Raise `ConfigError` where `script.py` or `python script.py` names no file in the folder that the nodes see."""
     job = options.job
-    if not options.scheduler.has_our_files or any(text.startswith("-wd") for text in job.directives):
+    if not options.scheduler.runs_here(job):
         return
     is_python = Path(job.command[0]).name.startswith("python")
     words = job.command[1:3] if is_python else job.command[:1]

@@ -49,8 +49,6 @@ class Scheduler(ABC):
     """What can start the ranks; the first is the default."""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
-    has_our_files: ClassVar[bool] = True
-    """Whether its nodes see the folder that a job is submitted from."""
     early_s: ClassVar[int] = 0
     """How long before the announced time the signal of the time limit may come."""
 
@@ -62,6 +60,11 @@ class Scheduler(ABC):
         """Return what this scheduler cannot do for a job, a line each."""
         del job
         return []
+
+    def runs_here(self, job: Job) -> bool:
+        """Return whether a job runs in the folder that it is submitted from."""
+        del job
+        return True
 
     @abstractmethod
     def submit(self, path: Path) -> str:

@@ -121,6 +121,10 @@ class GridEngine(Batch):
             problems.append(f"--array is {job.array!r}; gridengine takes one range, as in 1-4")
         return problems
 
+    def runs_here(self, job: Job) -> bool:
+        """Return whether no directive names another folder."""
+        return not any(text.split()[0] == "-wd" for text in job.directives)
+
     def submit(self, path: Path) -> str:
         """Submit with qsub; an array's id comes with its range."""
         return call("qsub", "-terse", str(path)).partition(".")[0]

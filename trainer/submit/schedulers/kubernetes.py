@@ -24,7 +24,6 @@ class Kubernetes(Scheduler):
     """Job files are YAML, submitted with `kubectl create`."""
 
     suffix = ".yaml"
-    has_our_files = False
     product: ClassVar[str]
     """Its name in the head of a file."""
     lacks: ClassVar[Mapping[str, str]] = {
@@ -71,6 +70,11 @@ class Kubernetes(Scheduler):
                 f"--claim is {job.claim!r}; valid are small letters, digits, '-' and '.', as in --claim runs"
             )
         return problems
+
+    def runs_here(self, job: Job) -> bool:
+        """Return False: it runs in the image's folder."""
+        del job
+        return False
 
     def submit(self, path: Path) -> str:
         """Create what the file describes; the job is the last of it."""

@@ -54,7 +54,6 @@ class TIONE(Scheduler):
     summary = "Tencent's TI-ONE: torchrun on each node (not run)"
     suffix = ".sh"
     launchers = ("torchrun",)
-    has_our_files = False
     lacks: ClassVar[Mapping[str, str]] = {
         "array": "submit a job for each, under a --name of its own",
         "time_s": "its API has no limit; end the task with `tccli tione StopTrainingTask`",
@@ -94,6 +93,11 @@ class TIONE(Scheduler):
         elif job.cpus_per_rank or job.memory_gib or "GpuType" in own:
             problems.append("--cpus-per-rank, --memory and GpuType come with the InstanceType; leave them out")
         return problems
+
+    def runs_here(self, job: Job) -> bool:
+        """Return False: it runs in the image's folder."""
+        del job
+        return False
 
     def submit(self, path: Path) -> str:
         """Create the task."""
