@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -61,6 +64,25 @@ class Report:
     """Correct share of the test set after the last epoch, 0 to 1."""
     evaluated: int
     """Test samples behind `accuracy`, over all ranks."""
+
+
+def sum_over_group(tensor: Tensor) -> Tensor:
+    """Sum `tensor` over the ranks of torch.distributed in place, and return it; without a group there is one rank."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def end_with_gloo() -> NoReturn:
+    """End this process without the interpreter's shutdown.
+
+    Gloo's threads outlive the group. One that frees its last tensor during the shutdown aborts the process
+    ("terminate called without an active exception").
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def loop_parser(description: str | None) -> argparse.ArgumentParser:
