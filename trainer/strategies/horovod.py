@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
 from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
+from trainer.strategies.adasum import AdasumSynchronizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.tuning import tune
@@ -209,31 +210,6 @@ class HorovodSynchronizer(Synchronizer):
 
     def reopen(self) -> None:
         self._done = False
-
-
-class AdasumSynchronizer(Synchronizer):
-    """Adasum (Maleki et al. 2020): each rank takes a step of its own, and the steps are combined, not the gradients."""
-
-    def __init__(self, hvd: Any, model: nn.Module, parameters: NamedParameters, compression: Any) -> None:
-        super().__init__(model)
-        self._hvd, self._parameters, self._compression = hvd, parameters, compression
-        self._before: list[Tensor] = []
-
-    def before_step(self) -> None:
-        self._before = [parameter.detach().clone() for _, parameter in self._parameters]
-
-    def after_step(self) -> None:
-        if not self._before:  # a step within a step, of a class that calls its parent's
-            return
-        started = []
-        for (name, parameter), before in zip(self._parameters, self._before, strict=True):
-            delta, context = self._compression.compress(parameter.detach() - before)
-            started.append((self._hvd.allreduce_async_(delta, name=name, op=self._hvd.Adasum), context))
-        for (_, parameter), before, (handle, context) in zip(self._parameters, self._before, started, strict=True):
-            combined = self._compression.decompress(self._hvd.synchronize(handle), context)
-            with torch.no_grad():
-                parameter.copy_(before.add_(combined))
-        self._before = []
 
 
 class _AnyOrder:
