@@ -169,6 +169,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sync-every", type=int, default=1, metavar="N", help="updates of each rank by itself (default: %(default)s)"
     )
+    group.add_argument("--sync-overlap", action="store_true", help="send a round's weights during the next one")
     group.add_argument(
         "--reduction",
         default="average",
@@ -231,6 +232,7 @@ def make_config(args: argparse.Namespace) -> trainer.TrainerConfig:
         precision=args.precision,
         compression=args.compression,
         sync_every=args.sync_every,
+        sync_overlap=args.sync_overlap,
         reduction=args.reduction,
         clip_norm=args.clip_norm,
         decay=args.decay,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -46,7 +47,9 @@ def measure_low_rank(shapes: Sequence[Sequence[int]], threads: int, device: str)
         sent.append(flat.nbytes)
         return flat
 
-    transport = Transport(send=send, all_reduce=lambda tensor: tensor, ranks=1)
+    transport = Transport(
+        send=send, start=lambda flat, name: partial(send, flat, name), all_reduce=lambda tensor: tensor, ranks=1
+    )
     guard = GradientGuard(parameters, ranks_may_differ=False)
     synchronizer = PowerSGDSynchronizer(nn.Module(), parameters, guard, transport, rank=RANK)
     own_threads = torch.get_num_threads()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.distributed import checks_checkpoints
@@ -29,10 +30,7 @@ def train_in_turns(data: InMemory, ranks: int, outer_lr: float) -> nn.Module:
     outer = torch.optim.SGD(anchor.parameters(), lr=outer_lr, momentum=0.9, nesterov=True)
     batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
     for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            index = batches[step * ranks + rank]
-            optimizer.zero_grad()
-            F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
+        give_gradients(models, data, batches[step * ranks : (step + 1) * ranks])
         with torch.no_grad():
             for same in zip(*(model.parameters() for model in models), strict=True) if step < FULL else ():
                 mean = torch.stack([one.grad for one in same if one.grad is not None]).mean(0)
@@ -46,6 +44,13 @@ def train_in_turns(data: InMemory, ranks: int, outer_lr: float) -> nn.Module:
         elif step >= FULL and ((step - FULL + 1) % EVERY == 0 or step == STEPS - 1):
             take_outer_step(models, anchor, outer)
     return anchor
+
+
+def give_gradients(models: Sequence[nn.Module], data: InMemory, batches: Sequence[Tensor]) -> None:
+    """Give each model the gradient of its own batch, in place of what it had."""
+    for model, index in zip(models, batches, strict=True):
+        model.zero_grad()
+        F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
 
 
 @torch.no_grad()
@@ -86,6 +91,43 @@ def check_ranks_differ_within_a_round_only(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
+def check_overlapped_rounds_equal_models_trained_in_turns(strategy: Strategy) -> None:
+    ranks = strategy.world.size
+    if ranks == 1:
+        return
+    data, model = make_data(STEPS * BATCH * ranks), make_model()
+    run = init(strategy, sync_every=EVERY, full_updates=0, sync_overlap=True)
+    wrapped, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(wrapped(inputs), targets))
+        optimizer.step()
+        run.all_gather(run.rank)  # a collective of the user's, while weights are on their way
+    assert_equal(model, train_overlapped_in_turns(data, ranks), 1e-12)
+    assert_same_on_all_ranks(strategy, model)
+
+
+def train_overlapped_in_turns(data: InMemory, ranks: int) -> nn.Module:
+    """Train one model for each rank in this process; what a round has sent is averaged at the end of the next one."""
+    models = [make_model() for _ in range(ranks)]
+    optimizers, sent = [sgd(model) for model in models], torch.empty(0)
+    batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
+    for step in range(STEPS):
+        give_gradients(models, data, batches[step * ranks : (step + 1) * ranks])
+        for optimizer in optimizers:
+            optimizer.step()
+        is_last = step == STEPS - 1
+        if (step + 1) % EVERY and not is_last:
+            continue
+        weights = torch.stack([nn.utils.parameters_to_vector(model.parameters()).detach() for model in models])
+        if sent.numel():
+            weights += sent.mean(0) - sent
+        sent = weights
+        for model, own in zip(models, weights.mean(0).expand_as(weights) if is_last else weights, strict=True):
+            nn.utils.vector_to_parameters(own.clone(), model.parameters())
+    return models[0]
+
+
 def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) -> None:
     data, plain, same = make_data(3 * BATCH * strategy.world.size + 1), make_model(), make_model()
     make_trainer(strategy, plain).fit(data, epochs=1)
@@ -97,7 +139,16 @@ def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) 
 
 
 def check_local_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    settings: dict[str, Any] = {"sync_every": 3, "full_updates": 1, "outer_lr": 0.7}
+    _check_going_on(strategy, sync_overlap=False)
+
+
+def check_overlapped_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
+    _check_going_on(strategy, sync_overlap=True)
+
+
+def _check_going_on(strategy: Strategy, *, sync_overlap: bool) -> None:
+    every = 1 if sync_overlap else 3  # weights are on their way when a checkpoint is written
+    settings: dict[str, Any] = {"sync_every": every, "sync_overlap": sync_overlap, "full_updates": 1, "outer_lr": 0.7}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks_checkpoints, "init", partial(init, **settings))
         with shared_folder(strategy) as folder:

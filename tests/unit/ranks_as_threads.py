@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -37,7 +38,12 @@ class Threads:
             self._barrier.wait()
             return flat.copy_(total)
 
-        return Transport(send=send, all_reduce=lambda tensor: send(tensor, "other"), ranks=self.ranks)
+        return Transport(
+            send=send,
+            start=lambda flat, name: partial(send, flat, name),
+            all_reduce=lambda tensor: send(tensor, "other"),
+            ranks=self.ranks,
+        )
 
     def run(self, job: Callable[[int, Transport], _ResultT]) -> list[_ResultT]:
         """Return what the job returns on each rank."""

@@ -103,6 +103,12 @@ def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:
     assert TrainerConfig(compression="powersgd", dynamic_graph=True).dynamic_graph
 
 
+def test_an_overlap_needs_something_to_overlap() -> None:
+    assert TrainerConfig(sync_overlap=True, outer_lr=0.7).shared_mechanism
+    with pytest.raises(ConfigError, match="sync_overlap is True, and nothing averages weights; set sync_every to 2"):
+        TrainerConfig(sync_overlap=True)
+
+
 @pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("fp16", None), ("none", None)])
 def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
     assert TrainerConfig(compression=compression).powersgd_rank == rank

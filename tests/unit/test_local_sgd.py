@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.ranks_as_threads import Threads
 from trainer.errors import TrainerError
 from trainer.strategies.flat import Transport
 from trainer.strategies.gradient_guard import GradientGuard
-from trainer.strategies.local_sgd import LocalSynchronizer, Outer
+from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
 
 RANKS = 2
 DIRECTIONS = torch.tensor([[1.0, -2.0, 0.5], [0.5, 3.0, -1.0]], dtype=torch.float64)
@@ -38,7 +39,7 @@ class Rank:
         self.rank, self.model, self.steps = rank, network(), 0
         named = list(self.model.named_parameters())
         guard = GradientGuard(named, ranks_may_differ=False)
-        self.synchronizer = LocalSynchronizer(self.model, named, guard, transport, **options)
+        self.synchronizer = LocalSynchronizer(self.model, named, guard, transport, Rounds(**options))
         self.optimizer = (optimizer or sgd)(self.model)
 
     def train(self, steps: int, *, without_backward: bool = False) -> None:
@@ -113,6 +114,123 @@ def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: in
 
     for found, expected in zip(Threads(RANKS).run(job), by_hand(steps, every, full, outer), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class ByHand:
+    """Both ranks' models, trained in turns, whose weights are sent during the next round."""
+
+    def __init__(self, outer: Outer | None) -> None:
+        self.models, self.anchor = [network() for _ in range(RANKS)], network()
+        self._optimizers = [sgd(model) for model in self.models]
+        self._outside = (
+            torch.optim.SGD(self.anchor.parameters(), outer.lr, outer.momentum, nesterov=True) if outer else None
+        )
+        self._sent: list[Tensor] = []
+
+    def train(self, steps: int, every: int) -> None:
+        for step in range(steps):
+            for rank, (model, optimizer) in enumerate(zip(self.models, self._optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss(model, rank, step).backward()
+                optimizer.step()
+            if (step + 1) % every == 0:
+                self.receive()
+                self._sent = self.weights()
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Take the average of what was sent; each rank keeps what it has added since."""
+        if not self._sent:
+            return
+        added = [now - sent for now, sent in zip(self.weights(), self._sent, strict=True)]
+        average = torch.stack(self._sent).mean(0)
+        if self._outside is None:
+            nn.utils.vector_to_parameters(average, self.anchor.parameters())
+        else:
+            missing = nn.utils.parameters_to_vector(self.anchor.parameters()) - average
+            pieces = missing.split([parameter.numel() for parameter in self.anchor.parameters()])
+            for parameter, piece in zip(self.anchor.parameters(), pieces, strict=True):
+                parameter.grad = piece.view_as(parameter)
+            self._outside.step()
+        common = nn.utils.parameters_to_vector(self.anchor.parameters())
+        for model, own in zip(self.models, added, strict=True):
+            nn.utils.vector_to_parameters(common + own, model.parameters())
+        self._sent = []
+
+    def settle(self, has_changed: bool) -> None:
+        self.receive()
+        if has_changed:
+            end_round(self.models, self.anchor, self._outside)
+
+    def weights(self) -> list[Tensor]:
+        return [nn.utils.parameters_to_vector(model.parameters()).detach().clone() for model in self.models]
+
+
+@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
+@pytest.mark.parametrize(("every", "steps"), [(1, 5), (3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12)])
+def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every: int, steps: int) -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, transport, every=every, overlap=True, outer=outer)
+        one.train(steps)
+        before = one.weights()
+        one.synchronizer.settle()
+        return before, one.weights()
+
+    by_hand = ByHand(outer)
+    by_hand.train(steps, every)
+    before = by_hand.weights()
+    by_hand.settle(has_changed=steps % every != 0)
+    found = Threads(RANKS).run(job)
+    for rank in range(RANKS):
+        torch.testing.assert_close(found[rank][0], before[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found[rank][1], by_hand.weights()[rank], rtol=1e-12, atol=1e-12)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_an_overlapped_average_is_begun_at_the_end_of_its_round_and_awaited_at_the_end_of_the_next() -> None:
+    events: list[str] = []
+
+    def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
+        events.append(f"begun after {one.steps}")
+
+        def wait() -> Tensor:
+            events.append(f"awaited after {one.steps}")
+            return flat.add_(1.0)
+
+        return wait
+
+    transport = Transport(send=lambda flat, _: flat, start=start, all_reduce=lambda tensor: tensor, ranks=1)
+    one = Rank(0, transport, every=2, overlap=True)
+    one.train(5)
+    assert events == ["begun after 1", "awaited after 3", "begun after 3"]
+    before = one.weights()
+    one.synchronizer.load_state_dict({})  # what is on its way is received, and left out
+    assert events[3:] == ["awaited after 5"]
+    one.synchronizer._take_average()
+    assert torch.equal(one.weights(), before)
+
+
+@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
+@pytest.mark.parametrize("writers", [(0, 1), (1,)])
+def test_what_somebody_writes_into_weights_that_were_sent_stays(outer: Outer | None, writers: tuple[int]) -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, transport, every=3, overlap=True, outer=outer)
+        one.train(3)
+        sent = one.weights()
+        if rank in writers:
+            with torch.no_grad():
+                for parameter in one.model.parameters():
+                    parameter.add_(10.0)
+        one.synchronizer.settle()
+        return sent, one.weights()
+
+    results = Threads(RANKS).run(job)
+    assert torch.equal(results[0][1], results[1][1])
+    mean_sent = torch.stack([sent for sent, _ in results]).mean(0)
+    if outer is None:
+        torch.testing.assert_close(results[0][1], mean_sent + 10.0 * len(writers) / RANKS)
+    else:
+        assert (results[0][1] - mean_sent).min() > 2.0
 
 
 def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None:

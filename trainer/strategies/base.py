@@ -141,6 +141,16 @@ class Strategy(ABC):
         """
         return self.all_reduce(flat)
 
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
+        """Begin what `send_gradients` does; return what waits for the sum. Other methods may be called meanwhile.
+
+        Args:
+            flat: stays as it is until then.
+            name: likewise; it is sent once at a time.
+        """
+        total = self.send_gradients(flat, name)
+        return lambda: total
+
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. It is sent pickled, inside the job only."""

@@ -59,8 +59,23 @@ class BucketedStrategy(Strategy):
 
     def send_gradients(self, flat: Tensor, name: str) -> Tensor:
         on_cpu = flat.cpu()
-        self.sum_gradients(on_cpu)
+        if self._background is None:
+            self.sum_gradients(on_cpu)
+        else:  # which may be sending now; messages keep their order
+            self._background.submit(self.sum_gradients, on_cpu).result()
         return flat if on_cpu is flat else flat.copy_(on_cpu)
+
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
+        if not self._may_overlap():
+            return super().start_gradients(flat, name)
+        on_cpu = flat.cpu()
+        sent = self._exchange_thread().submit(self.sum_gradients, on_cpu)
+
+        def wait() -> Tensor:
+            sent.result()
+            return flat if on_cpu is flat else flat.copy_(on_cpu)
+
+        return wait
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self._check(model, config)
@@ -70,9 +85,8 @@ class BucketedStrategy(Strategy):
         held = [parameter for _, parameter in parameters]
         buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
-        if len(buckets) > 1 and self._background is None and self._may_overlap():
-            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
-            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
+        if len(buckets) > 1 and self._may_overlap():
+            self._exchange_thread()
         # All reducers of a strategy send from the same thread, whichever was prepared first.
         reducer = BucketReducer(
             buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
@@ -88,6 +102,12 @@ class BucketedStrategy(Strategy):
         if self._background is not None:
             self._background.shutdown()
             self._background = None
+
+    def _exchange_thread(self) -> ThreadPoolExecutor:
+        if self._background is None:
+            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
+            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
+        return self._background
 
     def _may_overlap(self) -> bool:
         """Return whether `sum_gradients` may be called from another thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
 from trainer.strategies.flat import Transport
 from trainer.strategies.gradient_guard import GradientGuard
-from trainer.strategies.local_sgd import LocalSynchronizer, Outer
+from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
 from trainer.strategies.power_sgd import PowerSGDSynchronizer
 
 _NUMBERS = itertools.count()
@@ -39,9 +40,8 @@ def make_synchronizer(
     if rank := config.powersgd_rank:
         return PowerSGDSynchronizer(model, parameters, guard, transport, rank=rank, full_updates=full)
     outer = Outer(lr=config.outer_lr, momentum=config.outer_momentum) if config.outer_lr is not None else None
-    return LocalSynchronizer(
-        model, parameters, guard, transport, every=config.sync_every, full_updates=full, outer=outer
-    )
+    rounds = Rounds(every=config.sync_every, full_updates=full, overlap=config.sync_overlap, outer=outer)
+    return LocalSynchronizer(model, parameters, guard, transport, rounds)
 
 
 def _transport(strategy: Strategy) -> Transport:
@@ -50,7 +50,10 @@ def _transport(strategy: Strategy) -> Transport:
     def send(flat: Tensor, name: str) -> Tensor:
         return strategy.send_gradients(flat, f"{name}.{number}")
 
-    return Transport(send=send, all_reduce=strategy.all_reduce, ranks=strategy.world.size)
+    def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
+        return strategy.start_gradients(flat, f"{name}.{number}")
+
+    return Transport(send=send, start=start, all_reduce=strategy.all_reduce, ranks=strategy.world.size)
 
 
 def _check(strategy: Strategy, model: nn.Module, setting: str) -> None:

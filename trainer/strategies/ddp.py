@@ -49,7 +49,9 @@ class DDPStrategy(ProcessGroupStrategy):
         wrapped.watched = parameters
         self._wrapped = wrapped
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
-        transport = Transport(send=self.send_gradients, all_reduce=self.all_reduce, ranks=self.world.size)
+        transport = Transport(
+            send=self.send_gradients, start=self.start_gradients, all_reduce=self.all_reduce, ranks=self.world.size
+        )
         return DDPSynchronizer(wrapped, parameters, guard, transport)
 
     def exchange_seconds(self) -> float | None:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How a strategy adds up tensors. Both calls work in place, and are collective."""
+    """How a strategy adds up tensors. All calls work in place, and are collective."""
 
     send: Callable[[Tensor, str], Tensor]
     """Sums a flat tensor that stands for gradients; is given a name that each message of its kind has."""
+    start: Callable[[Tensor, str], Callable[[], Tensor]]
+    """Begins what `send` does; what it returns waits for the sum."""
     all_reduce: Callable[[Tensor], Tensor]
     """Sums any other tensor."""
     ranks: int
@@ -33,13 +35,50 @@ def mean_of_all(tensors: Sequence[Tensor], transport: Transport, name: str) -> l
         tensors: of the same shapes and types on every rank; they stay as they are.
         name: of the messages.
     """
+    messages = _messages(tensors, name)
+    for message in messages:
+        transport.send(message.flat, message.name)
+    return _means(messages, [tensor.shape for tensor in tensors], transport.ranks)
+
+
+def start_mean(tensors: Sequence[Tensor], transport: Transport, name: str) -> Callable[[], list[Tensor]]:
+    """Begin what `mean_of_all` does, with the tensors' values of now; return what waits for the means. Collective."""
+    messages, shapes = _messages(tensors, name), [tensor.shape for tensor in tensors]
+    started = [transport.start(message.flat, message.name) for message in messages]
+
+    def wait() -> list[Tensor]:
+        for sent in started:
+            sent()
+        return _means(messages, shapes, transport.ranks)
+
+    return wait
+
+
+@dataclass(frozen=True)
+class _Message:
+    name: str
+    places: list[int]
+    """Of the tensors that it consists of."""
+    flat: Tensor
+
+
+def _messages(tensors: Sequence[Tensor], name: str) -> list[_Message]:
     by_type: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         by_type.setdefault(exact_type(tensor.dtype), []).append(place)
+    return [
+        _Message(
+            f"{name}.{str(dtype).removeprefix('torch.')}",
+            places,
+            torch.cat([tensors[place].detach().reshape(-1).to(dtype) for place in places]),
+        )
+        for dtype, places in by_type.items()
+    ]
+
+
+def _means(messages: Sequence[_Message], shapes: Sequence[torch.Size], ranks: int) -> list[Tensor]:
     means: dict[int, Tensor] = {}
-    for dtype, places in by_type.items():
-        flat = torch.cat([tensors[place].detach().reshape(-1).to(dtype) for place in places])
-        transport.send(flat, f"{name}.{str(dtype).removeprefix('torch.')}").div_(transport.ranks)
-        pieces = flat.split([tensors[place].numel() for place in places])
-        means.update((place, piece.view(tensors[place].shape)) for place, piece in zip(places, pieces, strict=True))
-    return [means[place] for place in range(len(tensors))]
+    for message in messages:
+        pieces = message.flat.div_(ranks).split([shapes[place].numel() for place in message.places])
+        means.update((place, piece.view(shapes[place])) for place, piece in zip(message.places, pieces, strict=True))
+    return [means[place] for place in range(len(shapes))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import SGD
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.environment import user_set
+from trainer.launch.failure import at_exit
 from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
 from trainer.strategies.adasum import AdasumSynchronizer
@@ -54,6 +55,8 @@ class HorovodStrategy(Strategy):
         self._check_build()
         self._hvd.init()
         self._closed = False
+        self._started: set[int] = set()
+        at_exit(self._finish_started)
         self._check_world()
         self.is_over_nccl = world.device.type == "cuda"
         self.description = f"Horovod over {self._transport()}, {world}"
@@ -123,6 +126,17 @@ class HorovodStrategy(Strategy):
         reduced: Tensor = self._hvd.allreduce_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
         return reduced
 
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
+        handle = self._hvd.allreduce_async_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
+        self._started.add(handle)
+
+        def wait() -> Tensor:
+            self._started.discard(handle)
+            reduced: Tensor = self._hvd.synchronize(handle)
+            return reduced
+
+        return wait
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         self.broadcast_tensors([tensor])
         return tensor
@@ -142,7 +156,13 @@ class HorovodStrategy(Strategy):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._finish_started()
             self._hvd.shutdown()
+
+    def _finish_started(self) -> None:
+        # The shutdown of one rank ends what others have not begun.
+        while self._started:
+            self._hvd.synchronize(self._started.pop())
 
 
 class HorovodSynchronizer(Synchronizer):

@@ -3,13 +3,15 @@
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217): post-local
 SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
 Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
-optimizer.
+optimizer. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+Averaging" (2020, arXiv:2006.00441): the weights are sent while the next updates are computed, and what these have
+changed is added to the average.
 docs/strategies.md has the drawing and the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.strategies.base import NamedParameters, Synchronizer
-from trainer.strategies.flat import Transport, exact_type, mean_of_all
+from trainer.strategies.flat import Transport, exact_type, mean_of_all, start_mean
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.whole_gradients import WholeSynchronizer
 
@@ -31,46 +33,57 @@ class Outer:
     momentum: float
 
 
-class LocalSynchronizer(Synchronizer):
-    """Averages weights in place of gradients, after each round of updates that every rank takes by itself.
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """When ranks average their weights, and how they go on from there."""
 
-    Args:
-        every: updates of a round.
-        full_updates: the first so many updates are synchronous ones.
-        outer: takes a step with the average; without one, the average itself is what the ranks go on from.
-    """
+    every: int
+    """Updates of a round."""
+    full_updates: int = 0
+    """The first so many updates are synchronous ones."""
+    overlap: bool = False
+    """Whether a round's weights are sent during the next one, at whose end the average is taken."""
+    outer: Outer | None = None
+    """Takes a step with the average; without one, the average itself is what the ranks go on from."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Weights on their way."""
+
+    own: list[Tensor]
+    """This rank's."""
+    means: Callable[[], list[Tensor]]
+    """Waits for the ranks' means."""
+
+
+class LocalSynchronizer(Synchronizer):
+    """Averages weights in place of gradients, after each round of updates that every rank takes by itself."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: NamedParameters,
-        guard: GradientGuard,
-        transport: Transport,
-        *,
-        every: int,
-        full_updates: int = 0,
-        outer: Outer | None = None,
+        self, model: nn.Module, parameters: NamedParameters, guard: GradientGuard, transport: Transport, rounds: Rounds
     ) -> None:
         super().__init__(model)
         self._parameters, self._transport = dict(parameters), transport
         self._guard = guard
         self._whole = WholeSynchronizer(model, parameters, guard, transport)
-        self._every, self._full_updates, self._outer = every, full_updates, outer
+        self._rounds = rounds
         self.updates = self._in_round = 0
         self._states_differ = self._differs = False
+        self._sent: _Sent | None = None
         self._is_new = True
         """Whether the next step is the first one of an update."""
         self._anchors: dict[str, Tensor] = {}
         self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
-        if outer is not None:
+        if rounds.outer is not None:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
 
     @property
     def _is_synchronous(self) -> bool:
-        return self.updates < self._full_updates
+        return self.updates < self._rounds.full_updates
 
     def keep_local(self, local: bool) -> None:
         self._whole.keep_local(local)
@@ -111,17 +124,43 @@ class LocalSynchronizer(Synchronizer):
         was_synchronous, self.updates = self._is_synchronous, self.updates + 1
         if not was_synchronous:
             self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
-            if self._in_round == self._every:
-                self._average()
+            if self._in_round == self._rounds.every:
+                self._end_round()
 
     @torch.no_grad()
+    def _end_round(self) -> None:
+        if not self._rounds.overlap:
+            self._average()
+            return
+        self._take_average()
+        self._in_round, self._differs = 0, False
+        parameters = [*self._parameters.values()]
+        self._sent = _Sent([*map(_copy, parameters)], start_mean(parameters, self._transport, "weights"))
+
+    def _take_average(self) -> None:
+        """Go on from the average of the weights that were sent, and from what this rank has changed since."""
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        for (name, parameter), own, mean in zip(self._parameters.items(), sent.own, sent.means(), strict=True):
+            parameter.copy_(self._go_on_from(name, mean) + (parameter - own))
+
+    def _was_written_to(self, sent: _Sent) -> bool:
+        """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
+        pairs = zip(self._parameters.values(), sent.own, strict=True)
+        changed = any(not torch.equal(parameter.to(own.dtype), own) for parameter, own in pairs)
+        return bool(self._transport.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
+
     def _average(self) -> None:
         self._in_round, self._differs = 0, False
         means = mean_of_all([*self._parameters.values()], self._transport, "weights")
         for (name, parameter), mean in zip(self._parameters.items(), means, strict=True):
-            parameter.copy_(mean if self._outer is None else self._outer_step(name, mean, self._outer))
+            parameter.copy_(self._go_on_from(name, mean))
 
-    def _outer_step(self, name: str, mean: Tensor, outer: Outer) -> Tensor:
+    def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
+        outer = self._rounds.outer
+        if outer is None:
+            return mean
         anchor, velocity = self._anchors[name], self._velocities[name]
         change = anchor - mean
         velocity.mul_(outer.momentum).add_(change)
@@ -129,6 +168,9 @@ class LocalSynchronizer(Synchronizer):
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+        if self._sent is not None:
+            self._differs = self._differs or self._was_written_to(self._sent)
+            self._take_average()
         if self._differs:
             self._average()
         if not self._states_differ or not optimizers:
@@ -155,6 +197,9 @@ class LocalSynchronizer(Synchronizer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._has_begun = False
+        if self._sent is not None:  # the weights that it belongs to are gone
+            self._sent.means()
+            self._sent = None
         if state.get("kind") != "local":
             return
         self.updates, self._has_begun = state["updates"], bool(state["anchors"])

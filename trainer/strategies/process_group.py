@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -59,6 +60,15 @@ class ProcessGroupStrategy(Strategy):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(dist.all_reduce, tensor)
+
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
+        work = dist.all_reduce(flat, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return flat
+
+        return wait
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         return in_place(partial(dist.broadcast, src=0), tensor)
