@@ -44,7 +44,7 @@ def test_advice_has_its_predicted_gain() -> None:
     approximate, accumulate, average, compress = found
     waited = advise(measured(waiting=0.09, hidden=0.05), [], Known(low_rank_s=0.02))[0]
     assert waited.gain == pytest.approx(0.59 / (0.1 + 0.02 + 0.09 * 0.02 / 0.45))
-    assert approximate.options == ("--compression", "powersgd:4")
+    assert approximate.options == ("--compression", "powersgd:8")
     assert approximate.gain == pytest.approx(0.5 / (0.1 + 0.02))
     assert average.options == ("--sync-every", "8")
     assert average.gain == pytest.approx(0.5 / (0.1 + (0.4 + 0.05) / 8))
@@ -156,9 +156,9 @@ def test_advice_with_an_option_can_be_tried(results: Results) -> None:
     results.low_rank = LowRank(messages=(40_000, 40_000), seconds=0.1)
     trials = {run.options: trial for run, trial in results.trials()}
     assert list(trials) == [
-        ("--compression", "powersgd:4"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "fp16")
+        ("--compression", "powersgd:8"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "fp16")
     ]  # fmt: skip
-    trial = trials["--compression", "powersgd:4"]
+    trial = trials["--compression", "powersgd:8"]
     assert trial.base == pytest.approx(400 / 2.2)
     # A small exchange is limited by the cores, which four ranks share: its messages take twice as long, too.
     network = results.network("horovod").loaded(40_000, 2.0)
@@ -167,9 +167,9 @@ def test_advice_with_an_option_can_be_tried(results: Results) -> None:
 
 
 def test_the_messages_of_powersgd_are_counted_and_its_computing_is_timed() -> None:
-    found = measure_low_rank([[300, 200], [200], [10, 300]], 1, "cpu")
-    # The left factors beside what is sent whole, then the right factors; 10 x 300 is worth approximating, too.
-    assert found.messages == (4 * (4 * (300 + 10) + 200), 4 * 4 * (200 + 300))
+    found = measure_low_rank([[300, 200], [200], [40, 300]], 1, "cpu")
+    # The left factors beside what is sent whole, then the right factors; 40 x 300 is worth approximating, too.
+    assert found.messages == (4 * (8 * (300 + 40) + 200), 4 * 8 * (200 + 300))
     assert 0 < found.seconds < 5
     assert measure_low_rank([[7], []], 1, "cpu").messages == (32,)
 
