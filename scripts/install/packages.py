@@ -56,6 +56,9 @@ def install(title: str, python: str, uv: Path | None, arguments: list[str], log:
     """
     if uv is not None:
         environment = dict(os.environ, **uv_settings(_pip_settings(python)))
+        if "--require-hashes" in arguments:
+            # Any index may serve them, as pip has it: hashes say which file it must be.
+            environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
         try:
             run(title, [str(uv), "pip", "install", "--python", python, *arguments], log, env=environment)
         except SetupError as error:

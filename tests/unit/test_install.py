@@ -116,6 +116,16 @@ def test_uv_asks_the_index_that_pip_was_told_to_ask(
     assert packages.uv_settings(listed) == {"SSL_CERT_FILE": "/etc/ca.pem"}
 
 
+def test_uv_takes_a_file_from_any_index_where_its_hash_is_known(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UV_INDEX_STRATEGY", raising=False)
+    for arguments in (["--require-hashes"], []):
+        packages.install("installing", "/env/bin/python", Path("/env/bin/uv"), arguments, tmp_path / "packages.log")
+    strategies = [environment.get("UV_INDEX_STRATEGY") for environment in machine.environments[-2:]]
+    assert strategies == ["unsafe-best-match", None]
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
