@@ -123,7 +123,7 @@ ON_NODE_A = {
     "--epochs 1 --output none": _TIMED,
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
-        append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY
+        append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY, is_slow=True
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server my_training.py "
     "--epochs 1": Run(

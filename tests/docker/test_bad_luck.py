@@ -18,6 +18,8 @@ TRAIN = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "1000
 # How Open MPI, Horovod and ssh name the node that has gone; which of them is first is chance.
 NAMES_B = re.compile(r"(on node |on host |host |[Hh]ost: +|Remote daemon:.*|Connection to )b\b")
 TRAINING = re.compile(r"epoch \d+/10000")
+# Over Gloo, on one host, tests/distributed does the same to a job.
+each_controller = pytest.mark.parametrize("controller", ["--mpi", pytest.param("--gloo", marks=pytest.mark.slow)])
 
 
 def horovodrun(*options: str, hosts: str = "a:2,b:2") -> list[str]:
@@ -78,7 +80,7 @@ def test_a_node_that_is_not_up_yet_is_waited_for(own_cluster: Cluster) -> None:
     assert len(re.findall(r"[ab]$", outcome.output, re.MULTILINE)) == 4
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@each_controller
 def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> None:
     own_cluster.up()
     victim = own_cluster.container("b")
@@ -90,7 +92,7 @@ def test_a_node_dies_during_training(own_cluster: Cluster, controller: str) -> N
     assert own_cluster.left_over("a") == ""
 
 
-@pytest.mark.parametrize("controller", ["--mpi", pytest.param("--gloo", marks=pytest.mark.slow)])
+@each_controller
 def test_the_network_is_cut_during_training(own_cluster: Cluster, controller: str) -> None:
     """What a node that loses its power looks like to the other: no connection is closed, nothing answers."""
     own_cluster.up()
@@ -102,7 +104,7 @@ def test_the_network_is_cut_during_training(own_cluster: Cluster, controller: st
     assert own_cluster.left_over("b", within_s=60) == ""
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@each_controller
 def test_a_rank_is_killed(cluster: Cluster, controller: str) -> None:
     kill = "pkill -KILL -o -f '^python examples/mnist.py'"
     outcome = during_training(cluster, [*horovodrun(controller), *TRAIN], lambda: cluster.shell("b", kill))
@@ -112,7 +114,7 @@ def test_a_rank_is_killed(cluster: Cluster, controller: str) -> None:
     assert cluster.left_over("b") == ""
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@each_controller
 def test_ctrl_c_ends_all_ranks_on_all_hosts(cluster: Cluster, controller: str) -> None:
     terminal, inside = pty.openpty()
     command = ["docker", "exec", "-it", cluster.container("a"), *horovodrun(controller), *TRAIN]
@@ -142,7 +144,7 @@ def _drain(terminal: int, said: list[bytes]) -> None:
     os.close(terminal)
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@each_controller
 def test_a_killed_client_takes_its_job_along(cluster: Cluster, controller: str) -> None:
     """No signal of a client without a terminal arrives in the container, but its stdin ends there."""
     command = [*cluster.exec("a"), "sh", "-c", f"exec {' '.join([*horovodrun(controller), *TRAIN])}"]
@@ -163,7 +165,7 @@ def test_a_job_is_ended_from_another_terminal(cluster: Cluster) -> None:
     assert cluster.left_over("b") == ""
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+@each_controller
 def test_a_killed_launcher_takes_its_ranks_along(cluster: Cluster, controller: str) -> None:
     name = "mpirun" if controller == "--mpi" else "horovodrun"
     outcome = during_training(
@@ -213,6 +215,7 @@ def test_keys_that_cannot_be_read_stop_the_node_with_a_line(image: str) -> None:
         run(["docker", "volume", "rm", volume])
 
 
+@pytest.mark.slow
 def test_lost_keys_are_made_anew(own_cluster: Cluster) -> None:
     own_cluster.up()
     before = own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts")

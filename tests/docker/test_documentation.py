@@ -116,6 +116,7 @@ def test_a_place_that_cannot_be_written_is_named_with_those_that_can(image: str)
     assert outcome.output.splitlines()[-1] == line
 
 
+@pytest.mark.slow
 def test_a_folder_with_data_is_mounted(image: str, project: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
     tmp_path.chmod(0o755)

@@ -126,6 +126,7 @@ def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: s
     assert "going on from checkpoint" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluster) -> None:
     job = Submitted(gridengine, "mistake", *training("mistake", 1), "--network", "none")
     outcome = job.end()

@@ -168,7 +168,9 @@ def keys_in(image: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("image")
-@pytest.mark.parametrize("tag", [IMAGE, pytest.param("trainer:gpu", marks=pytest.mark.needs("gpu-image"))])
+@pytest.mark.parametrize(
+    "tag", [IMAGE, pytest.param("trainer:gpu", marks=[pytest.mark.slow, pytest.mark.needs("gpu-image")])]
+)
 def test_no_layer_of_the_image_holds_a_key(tag: str, tmp_path: Path) -> None:
     assert keys_in(tag, tmp_path) == []
     history = succeed(["docker", "history", "--no-trunc", "--format", "{{.CreatedBy}}", tag])

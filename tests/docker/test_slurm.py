@@ -50,7 +50,8 @@ def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
     end_jobs(slurm)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+# Under srun, a training that is queued again does all of this as well.
+@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.slow), "torchrun"])
 def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
     name = f"train-{launcher}"
     job = Submitted(slurm, name, "--launcher", launcher, "--time", "10min", *training(name, 2))
@@ -83,10 +84,15 @@ def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
     assert slurm.run("ctl", "scontrol", "requeue", job.job).code == 0
     outcome = job.end()
     assert outcome.code == 0, outcome.output
+    assert "Horovod over MPI, rank 0 of 4" in outcome.output
     assert "going on from checkpoint" in outcome.output
+    assert "test accuracy" in outcome.output
     assert slurm.ask(job.job, "Restarts") == "1"
+    logs = slurm.shell("ctl", f"cd runs/requeue-{job.job} && echo rank-*.log").split()
+    assert logs == [f"rank-{rank}.log" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_stays_ended(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "cancel", *training("cancel", 5))
     job.wait_until_it_trains()

@@ -29,7 +29,12 @@ LEARNING = ["--epochs", "8", "--batch-size", "16", "--lr", "0.01", "--target-acc
 
 
 @pytest.mark.parametrize(
-    ("strategy", "controller"), [("ring", "--mpi"), ("parameter_server", "--mpi"), ("parameter_server", "--gloo")]
+    ("strategy", "controller"),
+    [
+        ("ring", "--mpi"),
+        pytest.param("parameter_server", "--mpi", marks=pytest.mark.slow),
+        ("parameter_server", "--gloo"),
+    ],
 )
 def test_strategies_train_on_two_nodes(cluster: Cluster, strategy: str, controller: str) -> None:
     command = [*TRAIN, "--strategy", strategy, *LEARNING]

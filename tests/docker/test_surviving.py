@@ -89,7 +89,7 @@ def said(outcome: Outcome) -> list[str]:
 
 def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_path: Path) -> None:
     victim = supervised.cluster.container("b")
-    supervised.start("--min-np", "2", "--take-back", epochs=80, pause_s=0.05)
+    supervised.start("--min-np", "2", "--take-back", epochs=60, pause_s=0.05)
     supervised.wait_for("epoch 5/")
     succeed(["docker", "kill", victim])
     supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001.*epoch ")
@@ -116,6 +116,7 @@ def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Pa
     assert len(supervised.result(tmp_path).lineage) == 2
 
 
+@pytest.mark.slow
 def test_the_only_copy_of_a_checkpoint_is_handed_over(supervised: Supervised, tmp_path: Path) -> None:
     supervised.start()
     supervised.wait_for("epoch 5/")
@@ -151,7 +152,8 @@ def _succeed(command: list[str]) -> None:
     succeed(command)
 
 
-@pytest.mark.parametrize("cut", [_disconnect, pytest.param(_drop, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [_disconnect, _drop])
 def test_a_network_that_is_cut_and_heals(
     supervised: Supervised, tmp_path: Path, cut: Callable[[Cluster], Callable[[], None]]
 ) -> None:
@@ -178,6 +180,7 @@ def test_too_few_nodes_are_waited_for_and_then_named(supervised: Supervised) -> 
     assert said(outcome)[-1].startswith("trainer run: given up: 2 of at least 4 slots are left: b does not answer (")
 
 
+@pytest.mark.slow
 def test_all_nodes_are_lost_but_the_supervisors(supervised: Supervised, tmp_path: Path) -> None:
     victim = supervised.cluster.container("b")
     supervised.start(hosts="b:2")
