@@ -76,7 +76,7 @@ def cut_off() -> None:
 
 
 def value_of(run: trainer.Run, length: int = 10) -> None:
-    run.strategy.all_reduce(torch.ones(length))
+    run.strategy.all_reduce(torch.ones(length, device=run.device))
 
 
 FAULTS = (
@@ -121,13 +121,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=10, help="in which it does")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--hang-timeout", type=float)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--values", type=int, default=1, help="all-reduces of the loop's own in each step")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    run = trainer.init(args.strategy, device="cpu", hang_timeout_s=args.hang_timeout)
+    run = trainer.init(args.strategy, device=args.device, hang_timeout_s=args.hang_timeout)
     is_faulty = run.rank == args.rank
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

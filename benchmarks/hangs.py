@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,15 @@ class Trial:
         return next((match[match.lastindex or 0][:80] for match in found if match), f"exit code {self.code}")
 
 
-def run_trial(strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[str] = ()) -> Trial:
-    """Run one job to its end."""
+def run_trial(
+    strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Trial:
+    """Run one job to its end.
+
+    Args:
+        extra: further options of the job's script.
+        env: what its environment has beside.
+    """
     launcher, name = STRATEGIES[strategy]
     arguments = [JOB, fault, "--strategy", name, "--hang-timeout", str(hang_timeout_s), *extra]
     with tempfile.TemporaryDirectory(prefix="trainer-hang-") as folder:
@@ -99,7 +106,7 @@ def run_trial(strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[
             place = hosts(Path(folder, "hosts"))
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_INHERITED)}
         environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", MARK: folder, "TMPDIR": folder}
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})}
         with place as more:
             environment |= more
             environment["PATH"] = os.pathsep.join(filter(None, (more.get("PATH_FIRST", ""), environment["PATH"])))
