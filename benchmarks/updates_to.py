@@ -34,8 +34,10 @@ from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 
 RANKS, BATCH, EVERY, WARM_UP = 4, 100, 16, 20
-_OVERLAPPED = "sync_every=8,sync_overlap=true"
-SETTINGS = ("compression=none", "compression=powersgd:4", "compression=powersgd:8", "sync_every=8", _OVERLAPPED)
+SETTINGS = (
+    "compression=none", "compression=powersgd:4", "compression=powersgd:8", "sync_every=8",
+    "sync_every=4,sync_overlap=true", "sync_every=8,sync_overlap=true",
+)  # fmt: skip
 _RESULT = re.compile(r"^updates-to: (.*)$", re.M)
 
 

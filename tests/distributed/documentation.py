@@ -239,8 +239,11 @@ UNTESTED = {
     "python benchmarks/doctor_faults.py": "makes 56 causes in containers; tests/docker/test_doctor.py has a short form",
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
+    "python -m benchmarks.recipes --data-dir /path/to/data --seeds 0 1 2 3 4": (
+        "trains 35 times; tests/unit/test_recipes.py"
+    ),
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 20 times; tests/unit/test_updates_to.py"
+        "trains 30 times; tests/unit/test_updates_to.py"
     ),
     "python benchmarks/shaped_link.py --only 100mbit --strategies ddp": "slows the network down",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
