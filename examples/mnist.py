@@ -178,7 +178,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--sync-batch-norm", action="store_true", help="normalize over the global batch")
     group.add_argument("--compile", action="store_true", help="run the network through torch.compile")
-    group.add_argument("--channels-last", action="store_true", help="pass images in NHWC order")
+    group.add_argument("--channels-last", action="store_true", help="keep images and weights in NHWC order")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:

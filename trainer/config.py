@@ -178,9 +178,9 @@ class TrainerConfig(RunConfig):
     decay: str = "cosine"
     """One of `DECAYS`: decay of the learning rate after the warm-up."""
     channels_last: bool = False
-    """Pass 4-D inputs to the model in NHWC order, which convolutions on GPUs and on CPUs under bf16 prefer.
+    """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which is faster on GPUs and on many CPUs.
 
-    The weights keep their order. A model with weights in NHWC order too trains the same, under every strategy.
+    Under strategy "fsdp", which shards rows, the weights keep their order.
     """
     num_workers: int = 0
     """DataLoader processes per rank, for datasets that are not tensors in memory."""

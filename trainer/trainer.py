@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -92,6 +93,8 @@ class Trainer:
             self.callbacks.append(Progress(self.config.log_every_s))
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
+        if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
+            convert_conv2d_weight_memory_format(model, torch.channels_last)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
 
