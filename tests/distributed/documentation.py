@@ -240,7 +240,7 @@ UNTESTED = {
     "python benchmarks/doctor_faults.py --healthy 100": "the same; tests/docker/test_doctor.py does it once",
     "python benchmarks/shaped_link.py --strategies horovod,ddp,ring": "half an hour; slows the network down",
     "python -m benchmarks.recipes --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 35 times; tests/unit/test_recipes.py"
+        "trains 45 times; tests/unit/test_recipes.py"
     ),
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_updates_to.py"
