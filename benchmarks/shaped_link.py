@@ -47,6 +47,7 @@ class Link:
 
 
 LINKS = {
+    "unlimited": Link(steps=40),
     "1gbit": Link(rate="1gbit", steps=40),
     "100mbit": Link(rate="100mbit", steps=10),
     "20ms": Link(delay_ms=20, network="default", steps=20),

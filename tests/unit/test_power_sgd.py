@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
             assert all(close(applied[name], mean) for name, mean in means(ranks, step).items())
     # No factor is wider than its matrix, 9 and 6, whatever the setting.
     assert threads.messages[:2] == [("left.float64", 12 * 9 + 6 * 6 + 13), ("right.float64", 9 * 9 + 36 * 6)]
+
+
+def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
+    def job(rank: int, transport: Transport, order: torch.memory_format) -> list[Tensor]:
+        synchronizer = make(transport)
+        given = [gradients(rank, step) for step in range(3)]
+        for one in given:
+            one["kernel"] = one["kernel"].contiguous(memory_format=order)
+        return [update(synchronizer, one)["kernel"] for one in given]
+
+    orders = torch.contiguous_format, torch.channels_last
+    expected, found = (Threads(2).run(partial(job, order=order))[0] for order in orders)
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in found)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
