@@ -45,7 +45,7 @@ class Known:
     """What is known of a shape under one strategy beside its measurement."""
 
     half_size_ratio: float | None = None
-    """Time of an exchange of half the bytes, divided by that of all bytes; None where no link was measured."""
+    """Time of an exchange of half the bytes, divided by that of all bytes; None where no link limits it."""
     low_rank_s: float | None = None
     """Predicted seconds of a step's exchange under compression powersgd, with what it computes; None likewise."""
     full_load_s: float = 0.0

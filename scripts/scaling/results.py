@@ -11,7 +11,7 @@ from typing import Any
 from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.jobs import Plan
 from scaling.low_rank import LowRank
-from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, model_of, predict
+from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, is_network_bound, model_of, predict
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
 
@@ -258,12 +258,19 @@ class Results:
             return Known()
         size, low_rank_s = row.measured.gradient_bytes, None
         half, whole = (self._exchange_s(row, part) for part in (size / 2, size))
+        half_size_ratio = None if self._is_core_bound(row) else half / whole
         if self.low_rank is not None:
             slowdown = max(1.0, self._threads_per_core(row.measured.threads / row.measured.cores))
             low_rank_s = self.low_rank.seconds * slowdown
             low_rank_s += sum(self._exchange_s(row, part, slowdown) for part in self.low_rank.messages)
             low_rank_s /= row.accumulate
-        return Known(half_size_ratio=half / whole, low_rank_s=low_rank_s, full_load_s=row.predicted.compute)
+        return Known(half_size_ratio=half_size_ratio, low_rank_s=low_rank_s, full_load_s=row.predicted.compute)
+
+    def _is_core_bound(self, row: Row) -> bool:
+        """Return whether cores are known to limit the exchange. They then lose by rounding what they send."""
+        network = self.network(row.strategy)
+        across = network.local is None or is_network_bound(network, row.measured.gradient_bytes)
+        return self.first()["device"] == "cpu" and (row.shape.hosts == 1 or not across)
 
     def _exchange_s(self, row: Row, size: float, slowdown: float = 1.0) -> float:
         """Return the predicted seconds of an exchange of so many bytes on a row's shape."""

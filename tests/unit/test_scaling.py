@@ -166,6 +166,27 @@ def test_advice_with_an_option_can_be_tried(results: Results) -> None:
     assert trial.advice.gain == pytest.approx(2.2 / (0.2 + 0.1 * 2 + 2 * exchange_s))
 
 
+@pytest.mark.parametrize(
+    ("network", "shape", "device", "advised"),
+    [
+        (Network(local=FAST, remote=SLOW), FOUR, "cpu", True),
+        (Network(local=SLOW, remote=SLOW), FOUR, "cpu", False),
+        (Network(local=SLOW, remote=SLOW), FOUR, "cuda", True),
+        (Network(local=None, remote=SLOW), FOUR, "cpu", True),
+        (Network(local=FAST, remote=SLOW), Shape(hosts=1, per_host=4), "cpu", False),
+    ],
+)
+def test_halves_are_not_advised_where_cores_limit_the_exchange(
+    results: Results, network: Network, shape: Shape, device: str, advised: bool
+) -> None:
+    results.networks["horovod"] = network
+    results.runs = [replace(run, shape=shape) for run in results.runs if run.strategy == "horovod"]
+    for run in results.alone[100, 1]:
+        assert run.timing
+        run.timing["device"] = device
+    assert (("--compression", "fp16") in [run.options for run, _ in results.trials()]) is advised
+
+
 def test_the_messages_of_powersgd_are_counted_and_its_computing_is_timed() -> None:
     found = measure_low_rank([[300, 200], [200], [40, 300]], 1, "cpu")
     # The left factors beside what is sent whole, then the right factors; 40 x 300 is worth approximating, too.
