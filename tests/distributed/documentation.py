@@ -245,7 +245,7 @@ UNTESTED = {
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_updates_to.py"
     ),
-    "python benchmarks/shaped_link.py --only 100mbit --strategies ddp": "slows the network down",
+    "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--strategy ddp --network large --epochs 1 --output none --lr 0.001 --compression powersgd:8": (
         "needs a link of 100 Mbit/s, as benchmarks/shaped_link.py makes it"
