@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -28,6 +27,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.evaluation import evaluate, pair, score_of
 from trainer.fit_state import FitState
 from trainer.lr_schedule import LearningRate, UsersSchedule, make_schedule
+from trainer.memory_format import to_channels_last
 from trainer.metrics import Metric, Sums
 from trainer.run import Run
 from trainer.strategies.base import Strategy
@@ -94,7 +94,7 @@ class Trainer:
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
         if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
-            convert_conv2d_weight_memory_format(model, torch.channels_last)
+            to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
 

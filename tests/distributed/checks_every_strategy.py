@@ -267,8 +267,8 @@ def check_channels_last_equals_one_process(strategy: Strategy) -> None:
     data = make_data(3 * BATCH * strategy.world.size)
     exact = train_alone(deepcopy(model), data, batch=BATCH * strategy.world.size)
     make_trainer(strategy, model, channels_last=True).fit(data, epochs=1)
+    assert strategy.shards or not model.state_dict()["1.weight"].is_contiguous()  # in NHWC order
     assert_equal(model, exact, tolerance(torch.float64, strategy.world.device))
-    assert_same_on_all_ranks(strategy, model)
 
 
 def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
+from trainer.memory_format import align_state
 from trainer.sharded import shard_as, shard_optimizer_state
 from trainer.strategies.base import Synchronizer
 
@@ -111,6 +112,7 @@ class Contents:
             model.load_state_dict(shard_as(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(state["state"], optimizer))
+            align_state(optimizer)
         states = found.get("synchronizers") or [{}] * len(self.prepared.models)  # an older checkpoint has none
         for synchronizer, state in zip(self.prepared.models.values(), states, strict=True):
             synchronizer.load_state_dict(state)  # takes what it can use: other settings than the checkpoint's are fine

@@ -1,0 +1,25 @@
+"""NHWC order of weights, and of what an optimizer keeps for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
+    """Put the weights of 2-D convolutions in NHWC order, except those that a parametrization computes."""
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) and weight is not None:
+            # Not `contiguous`, which leaves the strides of weights of one channel: they are in both orders at once.
+            weight.data = torch.empty_like(weight.data, memory_format=torch.channels_last).copy_(weight.data)
+    align_state(optimizer)
+
+
+def align_state(optimizer: Optimizer) -> None:
+    """Give each state of a parameter's shape the parameter's strides, which fused optimizers take for granted."""
+    for parameter, states in optimizer.state.items():
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                states[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
