@@ -1,7 +1,7 @@
-"""Checks scaling_test.py's predictions between two containers whose link is made slow.
+"""Checks scaling_test.py's predictions between two containers, on their link as it is and made slow.
 
     docker compose up --build -d
-    python benchmarks/shaped_link.py          # as root, with Docker, tc and nsenter; half an hour
+    python benchmarks/shaped_link.py          # as root, with Docker, tc and nsenter; three quarters of an hour
 
 For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. One table shows
 the errors of the predictions for 2x2 and of the predicted gains of its advice. The exit code is 1 when an error is

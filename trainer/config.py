@@ -178,7 +178,8 @@ class TrainerConfig(RunConfig):
     decay: str = "cosine"
     """One of `DECAYS`: decay of the learning rate after the warm-up."""
     channels_last: bool = False
-    """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which is faster on GPUs and on many CPUs.
+    """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
+    prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.
 
     Under strategy "fsdp", which shards rows, the weights keep their order.
     """

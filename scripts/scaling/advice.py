@@ -47,7 +47,7 @@ class Known:
     half_size_ratio: float | None = None
     """Time of an exchange of half the bytes, divided by that of all bytes; None where no link limits it."""
     low_rank_s: float | None = None
-    """Predicted seconds of a step's exchange under compression powersgd, with what it computes; None likewise."""
+    """Predicted seconds of a step's exchange under compression powersgd, its computing included; None if not timed."""
     full_load_s: float = 0.0
     """Seconds of input and compute in a step while all ranks compute. The measured time is shorter where ranks share
     cores and mostly wait for the exchange."""
