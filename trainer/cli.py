@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from trainer.checkpoint.merge import add_parser as add_merge_parser
+from trainer.checkpoint.merge import merge
 from trainer.doctor import options as doctor
 from trainer.doctor.examine import examine
 from trainer.errors import ConfigError, TrainerError
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_parser(subparsers)
     doctor.add_parser(subparsers)
     add_submit_parser(subparsers)
+    add_merge_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
         return _run(parsed)
@@ -35,4 +38,6 @@ def _run(parsed: argparse.Namespace) -> int:
         return examine(doctor.to_options(parsed))
     if parsed.subcommand == "submit":
         return submit(parsed.arguments)
+    if parsed.subcommand == "merge":
+        return merge(parsed.checkpoint, parsed.file)
     return supervise(to_options(parsed))

@@ -19,6 +19,7 @@ DECAYS = ("none", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
 BEST = ("min", "max")
 ON_ERROR = ("continue", "stop")
+CHECKPOINT_FILES = ("auto", "one")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
 _POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
@@ -232,6 +233,8 @@ class CheckpointConfig(_Checked):
     """
     on_error: str = "continue"
     """One of `ON_ERROR`: what to do when a checkpoint cannot be written, because the disk is full say."""
+    files: str = "auto"
+    """One of `CHECKPOINT_FILES`: "auto" has each rank write its part of a sharded model if they share the folder."""
     grace_s: float = 20.0
     """Seconds between a preemption's signal and the time at which the process has to have ended."""
 
@@ -244,7 +247,7 @@ class CheckpointConfig(_Checked):
                 yield f"{name} is {getattr(self, name)}; it must be positive"
         yield from self._not_positive("keep")
         yield from self._negative("grace_s")
-        yield from self._not_in(on_error=ON_ERROR)
+        yield from self._not_in(on_error=ON_ERROR, files=CHECKPOINT_FILES)
         if self.best is not None:
             yield from self._not_in(best=BEST)
         if not str(self.folder):

@@ -3,11 +3,58 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a tensor's values.
+
+    Attributes:
+        offset: index of the first of them in the whole tensor.
+    """
+
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A tensor whose values lie in parts, such as files that are mapped into memory. What is read of it is a copy."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: Sequence[Part]
+
+    def whole(self) -> Tensor:
+        """Return all values, on the CPU."""
+        if len(self.parts) == 1 and self.parts[0].values.shape == self.shape:
+            return self.parts[0].values.clone()  # in the same memory format
+        return self.read((0,) * len(self.shape), self.shape)
+
+    def read(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the values of a box, on the CPU; no others are read."""
+        box = torch.empty(tuple(shape), dtype=self.dtype)
+        for part in self.parts:
+            first = tuple(map(max, offset, part.offset))
+            behind = tuple(
+                min(start + length, own + own_length)
+                for start, length, own, own_length in zip(offset, shape, part.offset, part.values.shape, strict=True)
+            )
+            if all(one < other for one, other in zip(first, behind, strict=True)):
+                box[_slices(first, behind, offset)] = part.values[_slices(first, behind, part.offset)]
+        return box
+
+
+def _slices(first: Sequence[int], behind: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(one - start, other - start) for one, other, start in zip(first, behind, origin, strict=True))
 
 
 def is_sharded(value: object) -> bool:
@@ -20,6 +67,23 @@ def gather(value: Tensor) -> Tensor:
     sharded: Any = value
     whole: Tensor = sharded.full_tensor() if is_sharded(value) else value
     return whole
+
+
+def own_part(value: Tensor) -> Part | None:
+    """Return this rank's part of a sharded tensor; None where it is empty, or another rank has the same."""
+    sharded: Any = value
+    mesh = zip(sharded.placements, sharded.device_mesh.get_coordinate(), strict=True)
+    local: Tensor = sharded.to_local()
+    if not local.numel() or any(placement.is_replicate() and coordinate for placement, coordinate in mesh):
+        return None
+    offset, _ = _place(sharded)
+    return Part(offset, local)
+
+
+def _place(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this rank's part, as PyTorch's distributed checkpoints ask for them."""
+    (chunk,) = sharded.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def take_part(state: Any) -> None:
@@ -43,43 +107,52 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     return {name: gather(one).to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()}
 
 
-def shard_like(whole: Tensor, like: Any) -> Any:
-    """Return this rank's part of a tensor that every rank has whole, sharded and placed as `like` is. No exchange."""
-    from torch.distributed.tensor import distribute_tensor
+def shard_like(whole: Tensor | Scattered, like: Any) -> Any:
+    """Return this rank's part of a tensor that every rank can read, sharded and placed as `like` is. No exchange."""
+    from torch.distributed.tensor import DTensor
 
-    on_device = whole.detach().to(like.device)
-    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+    if isinstance(whole, Tensor):
+        whole = Scattered(whole.shape, whole.dtype, [Part((0,) * whole.dim(), whole.detach())])
+    local = whole.read(*_place(like)).to(like.device)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def shard_as(whole: Any, own: Any) -> Any:
-    """Return nested containers with each tensor sharded as the one in its place in `own`, where that is sharded."""
-    if is_sharded(own) and isinstance(whole, Tensor) and not is_sharded(whole):
+    """Return nested containers with each tensor sharded as the one in its place in `own`, or whole where none is."""
+    if is_sharded(own) and isinstance(whole, Tensor | Scattered) and not is_sharded(whole):
         return shard_like(whole, own)
-    if isinstance(whole, dict) and isinstance(own, Mapping):
+    if isinstance(whole, Scattered):
+        return whole.whole()
+    if isinstance(whole, dict):
         result = copy.copy(whole)  # not a new dict: a module's state has the versions of its modules as an attribute
-        result.update((name, shard_as(value, own.get(name))) for name, value in whole.items())
+        like: Mapping[Any, Any] = own if isinstance(own, Mapping) else {}
+        result.update((name, shard_as(value, like.get(name))) for name, value in whole.items())
         return result
-    if isinstance(whole, list | tuple) and isinstance(own, list | tuple) and len(whole) == len(own):
-        return type(whole)(shard_as(*pair) for pair in zip(whole, own, strict=True))
+    if isinstance(whole, list | tuple):
+        has_same = isinstance(own, list | tuple) and len(whole) == len(own)
+        return type(whole)(shard_as(*pair) for pair in zip(whole, own if has_same else repeat(None)))  # noqa: B905
     return whole
 
 
 def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for its `load_state_dict`: what has a parameter's shape is sharded as that is."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_sharded, parameters)):
-        return whole
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=True))
     state = {number: shard_values(values, by_number[number]) for number, values in whole["state"].items()}
-    return {**whole, "state": state}
+    return {**shard_as({name: value for name, value in whole.items() if name != "state"}, None), "state": state}
 
 
 def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return an optimizer's state of one parameter, with what has the parameter's shape sharded as it is."""
     return {
         name: shard_like(value, parameter)
-        if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
-        else value
+        if is_sharded(parameter)
+        and isinstance(value, Tensor | Scattered)
+        and value.shape == parameter.shape
+        and len(value.shape)
+        else shard_as(value, None)
         for name, value in values.items()
     }

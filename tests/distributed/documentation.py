@@ -47,6 +47,7 @@ UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 _DIGITS = "--dataset digits --epochs 1"
 _MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
 _LANGUAGE_MODEL = Run(append="--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss")
+_FSDP_CHECKPOINTS = "benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto"
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
     "make help": Run(prints="check-gpu"),
@@ -73,6 +74,25 @@ HERE = {
     ),
     "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m --strategy fsdp": Run(
         replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |"
+    ),
+    f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS}": Run(
+        replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
+        prints="| auto | 2 | ",
+    ),
+    f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS} --resume": Run(
+        replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
+        prints="| auto | 2 | ",
+    ),
+    "torchrun --nproc-per-node 2 benchmarks/grpc_stream.py": Run(
+        append="--megabytes 2 --rounds 2", prints="| gRPC alone, threads | "
+    ),
+    "trainer merge runs/checkpoints whole.pt": Run(
+        replace=(
+            "trainer merge runs/checkpoints whole.pt",
+            f"folder=$(mktemp -d) && python examples/mnist.py {_DIGITS} --output none --checkpoint $folder/all "
+            "&& trainer merge $folder/all $folder/whole.pt",
+        ),
+        prints=" bytes, of no parts of attempt-0001-epoch-0001-update-",
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
@@ -257,7 +277,7 @@ UNTESTED = {
 # Names of commands in running text, which are no whole commands.
 MENTIONED = (
     *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
-    *("trainer run", "trainer submit", "pip install", "pip list", "pip check"),
+    *("trainer run", "trainer submit", "trainer merge", "pip install", "pip list", "pip check"),
 )
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)

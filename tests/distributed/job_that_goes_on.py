@@ -1,6 +1,6 @@
 """Trains with checkpoints, and is interrupted on its last rank; for test_checkpoints.py.
 
-job_that_goes_on.py FOLDER kill|signal|signal-in-evaluation|no N: after N updates. The end writes the weights.
+job_that_goes_on.py FOLDER kill|signal|signal-in-evaluation|no N STRATEGY: after N updates. The end writes the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import trainer
 from tests.distributed.checks_checkpoints import Training
+from trainer.sharded import gather
 
 
 def stop() -> None:
@@ -25,9 +26,9 @@ def stop() -> None:
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
 
 
-folder, how, after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder, how, after, strategy = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 trainer.report_failures()
-training = Training("auto", depends_on_ranks=False)
+training = Training(strategy, depends_on_ranks=False)
 run = training.run
 # The interval shows that it is the signal which saves.
 checkpoints = training.checkpoints(folder, **({"every_updates": 1} if how == "kill" else {"every_epochs": 100}))
@@ -41,7 +42,7 @@ if how == "signal-in-evaluation":
                 training.totals["updates"] += 1
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)  # an evaluation, in which the ranks do not talk
-weights = training.train(after, stop)
+weights = list(map(gather, training.train(after, stop)))
 if run.is_root:
     torch.save(weights, folder / "weights.pt")
 run.print(f"world size {run.world_size}, {training.totals['updates']} updates, attempt {checkpoints.attempt}")

@@ -30,7 +30,7 @@ TIMING = f"{_HERE}.checks_timing"
 RING = f"{_HERE}.checks_ring"
 BROADCAST = f"{_HERE}.checks_broadcast"
 ADASUM = f"{_HERE}.checks_adasum"
-FSDP = (f"{_HERE}.checks_fsdp", f"{_HERE}.checks_fsdp_refusals")
+FSDP = (f"{_HERE}.checks_fsdp", f"{_HERE}.checks_fsdp_refusals", f"{_HERE}.checks_fsdp_checkpoints")
 # Weights in NHWC order are refused, and each forward pass is every rank's.
 _NOT_SHARDED = (f"{_HERE}.checks_channels_last", f"{_HERE}.checks_handle_drift")
 BIT_FOR_BIT = f"{_HERE}.checks_horovod"
@@ -87,7 +87,7 @@ JOBS = [
     Job("ddp", "horovodrun-mpi", 4),
     Job("fsdp", "torchrun", 2, FSDP),
     Job("fsdp", "horovodrun-mpi", 3, FSDP, slow=True),
-    Job("fsdp", "horovodrun-gloo", 4),
+    Job("fsdp", "horovodrun-gloo", 4, (f"{_HERE}.checks_fsdp_checkpoints",)),
     Job("ring", "mpirun", 2, (RING, TIMING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),
     Job("ring", "mpirun", 4, (RING,)),

@@ -17,9 +17,9 @@ from trainer.strategies.single import SingleStrategy
 pytestmark = pytest.mark.distributed
 
 
-def job(launcher: str, ranks: int, folder: Path, how: str, after: int = -1) -> Outcome:
+def job(launcher: str, ranks: int, folder: Path, how: str, after: int = -1, strategy: str = "auto") -> Outcome:
     # Ranks with a thread each; what is trained is small.
-    script = ["-m", "tests.distributed.job_that_goes_on", str(folder), how, str(after)]
+    script = ["-m", "tests.distributed.job_that_goes_on", str(folder), how, str(after), strategy]
     return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -42,6 +42,25 @@ def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_any_number_of_ranks_goes_on_from_the_parts_that_others_have_written(tmp_path: Path) -> None:
+    """Killed ranks leave hidden folders with some parts, which nobody takes for a checkpoint."""
+    for launcher, ranks, how, after, strategy in [
+        ("torchrun", 3, "kill", 2, "fsdp"),
+        ("horovodrun-gloo", 2, "signal", 4, "fsdp"),
+        ("torchrun", 2, "kill", 8, "ddp"),
+        ("torchrun", 3, "no", -1, "fsdp"),
+    ]:
+        outcome = job(launcher, ranks, tmp_path, how, after, strategy)
+        assert (outcome.code == 0) == (how == "no"), outcome.output
+        assert not outcome.timed_out
+        if how != "kill":  # which may have come before the first checkpoint
+            parts = [name for name in load(find(tmp_path)[0]).files if name.startswith("part-")]
+            assert len(parts) == (ranks if strategy == "fsdp" else 0)
+    assert "world size 3, 9 updates, attempt 4" in outcome.output
+    for one, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("launcher", ["horovodrun-mpi", "horovodrun-gloo", "mpirun"])
 def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launcher: str, tmp_path: Path) -> None:
     outcome = job(launcher, 2, tmp_path, "signal", 4)
@@ -51,9 +70,14 @@ def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launc
     assert load(newest).facts["updates"] >= 4
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("python", 1), ("horovodrun-mpi", 2)])
-def test_a_signal_in_an_evaluation_saves_the_end_of_the_epoch(launcher: str, ranks: int, tmp_path: Path) -> None:
-    outcome = job(launcher, ranks, tmp_path, "signal-in-evaluation")
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "strategy"),
+    [("python", 1, "auto"), ("horovodrun-mpi", 2, "auto"), ("horovodrun-mpi", 2, "fsdp")],
+)
+def test_a_signal_in_an_evaluation_saves_the_end_of_the_epoch(
+    launcher: str, ranks: int, strategy: str, tmp_path: Path
+) -> None:
+    outcome = job(launcher, ranks, tmp_path, "signal-in-evaluation", strategy=strategy)
     assert outcome.code == 75, outcome.output
     (newest,) = find(tmp_path)
     facts = load(newest).facts

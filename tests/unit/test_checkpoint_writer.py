@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trainer.checkpoint.committed import find
-from trainer.checkpoint.writer import Writer, read_state
+from trainer.checkpoint.state_files import STATE, read_state
+from trainer.checkpoint.writer import Writer
 
 
 def make(folder: Path) -> Writer:
@@ -20,7 +21,7 @@ def make(folder: Path) -> Writer:
 def test_what_is_committed_already_is_no_error_when_it_is_asked_for_again(tmp_path: Path) -> None:
     writer = make(tmp_path)
     for _ in range(2):  # another host could not write it
-        writer.start((1, 0, 3), {"weight": torch.ones(2)}, {}, None)
+        writer.start((1, 0, 3), {STATE: {"weight": torch.ones(2)}}, {}, None)
         writer.wait()
         assert writer.error is None
         writer.close()
@@ -49,6 +50,6 @@ def test_two_threads_may_wait_for_the_same_commit(tmp_path: Path, monkeypatch: p
 
 def test_an_error_that_is_not_ours_is_told_as_well(tmp_path: Path) -> None:
     writer = make(tmp_path)
-    writer.commit((1, 0, 3), {"value": threading.Lock()}, {}, None)
+    writer.commit((1, 0, 3), {STATE: {"value": threading.Lock()}}, {}, None)
     assert "the checkpoint cannot be written: TypeError" in str(writer.error)
     assert find(tmp_path) == []

@@ -16,6 +16,7 @@ from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.start import find_start
 from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.together import OthersFailedError
 from trainer.config import CheckpointConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Loader
@@ -50,7 +51,7 @@ class Checkpoints:
         self.config, self._strategy, self._world = config, strategy, strategy.world
         self._contents = contents
         check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
-        self._storage = Storage(Path(config.folder), strategy)
+        self._storage = Storage(Path(config.folder), strategy, config.files)
         try:
             self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
             self._saver = Saver(config, self._storage, self.attempt, facts)
@@ -241,9 +242,12 @@ class Checkpoints:
 
     def _problem(self) -> str:
         """Return why a rank could not write; "" where all could. Collective."""
+        if self._storage.parts:
+            self._saver.wait()  # for the rank that knows the reason; all of them give up soon
         error = self._saver.error
-        own = f"on host {self._world.host}: {error}" if error is not None else ""
-        problem: str = next((one for one in self._strategy.all_gather_object(own) if one), "")
+        own = (isinstance(error, OthersFailedError), f"on host {self._world.host}: {error}") if error else None
+        # A rank that has waited for another one in vain does not know the reason.
+        _, problem = min(filter(None, self._strategy.all_gather_object(own)), default=(False, ""))
         if problem:
             self._saver.forget_error()
         return problem
@@ -261,11 +265,15 @@ class Checkpoints:
         started = time.monotonic()
         score, self._score = self._score, None
         snapshot = self._saver.copy(self._state())
+        place = (self.epoch, self.updates)
+        has_begun = self._saver.begin(place)
         # After the copy, because this waits for the slowest rank.
         random = self._random()
+        if self._storage.parts:
+            has_begun = all(self._strategy.all_gather_object(has_begun))
         if snapshot is not None:
             snapshot.update(random)
-        self._saver.save((self.epoch, self.updates), snapshot, score=score, is_complete=is_complete)
+        self._saver.save(place, snapshot, has_begun=has_begun, score=score, is_complete=is_complete)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,10 +21,26 @@ from typing import Any, BinaryIO
 from trainer.checkpoint.committed import Committed, describe, find, load, newest, send
 from trainer.checkpoint.durable import make_folder, sync_folder, write_file
 from trainer.checkpoint.manifest import MANIFEST, Manifest, check_file_names, name_of, order_of
+from trainer.checkpoint.together import OthersFailedError, announce, collect, stops_with_others
 from trainer.errors import DataError, TrainerError
 
-__all__ = ["Committed", "commit", "find", "load", "name_of", "newest", "prune", "receive", "remove_partial", "send"]
+__all__ = [
+    "Committed",
+    "begin",
+    "commit",
+    "contribute",
+    "find",
+    "load",
+    "name_of",
+    "newest",
+    "prune",
+    "receive",
+    "remove_partial",
+    "send",
+]
 
+# A rank that writes waits for others as long as nothing new comes from them.
+TIMEOUT_S = 600.0
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>partial|removed)")
 
 
@@ -34,6 +50,10 @@ def commit(
     files: Mapping[str, Callable[[BinaryIO], object]],
     facts: Mapping[str, Any],
     check: Callable[[Path], object] | None = None,
+    *,
+    is_begun: bool = False,
+    others: Collection[str] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> Committed:
     """Write a checkpoint and return once it is committed. Other checkpoints are left as they are.
 
@@ -43,17 +63,56 @@ def commit(
         files: by file name, what writes the file to the stream that it is given.
         facts: anything that JSON can hold.
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
+        is_begun: whether `begin` was called for it.
+        others: files that other ranks `contribute`.
+        timeout_s: of them, without a new byte.
 
     Raises:
         TrainerError: it cannot be written, or is there already. Nothing of it is left, as far as that can be removed.
+        OthersFailedError: another rank could not write its file.
         Exception: whatever else `files` and `check` raise, with the same effect.
     """
     check_file_names(files)
-    with _committing(folder, name) as place:
-        entries = {file: write_file(place / file, write) for file, write in files.items()}
+    with _committing(folder, name, is_begun=is_begun) as place:
+        with stops_with_others() if others else nullcontext():
+            entries = {file: write_file(place / file, write) for file, write in files.items()}
+        if others:
+            entries |= collect(place, others, timeout_s)
         if check:
             check(place)
         return _seal(place, Manifest(name=name, facts=facts, files=entries))
+
+
+def contribute(
+    folder: Path, name: str, file: str, write: Callable[[BinaryIO], object], *, begins_within_s: float = 0.0
+) -> None:
+    """Write one of the `others` of a checkpoint that another rank commits, and return once it is on the disk.
+
+    Args:
+        begins_within_s: seconds until the other rank's `begin` returns; 0 if it has.
+
+    Raises:
+        TrainerError: it cannot be written; then nothing of the checkpoint is left.
+        OthersFailedError: the other rank does not begin, or gives up.
+        Exception: whatever else `write` raises.
+    """
+    place, removed = _hidden(folder, name), _hidden(folder, name, "removed")
+    try:
+        announce(place, file, write, begins_within_s)
+    except OthersFailedError:
+        raise
+    except BaseException as error:
+        needs = _shortage(place, error)
+        with suppress(OSError):
+            place.rename(removed)  # at once, so that others stop
+            _delete(removed)
+        if isinstance(error, OSError):
+            raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}{needs}") from None
+        raise
+
+
+def _hidden(folder: Path, name: str, state: str = "partial") -> Path:
+    return folder / f".{name}.{state}"
 
 
 def receive(folder: Path, chunks: Iterable[bytes]) -> Committed:
@@ -87,16 +146,14 @@ def _seal(place: Path, manifest: Manifest) -> Committed:
 
 
 @contextmanager
-def _committing(folder: Path, name: str) -> Iterator[Path]:
+def _committing(folder: Path, name: str, *, is_begun: bool = False) -> Iterator[Path]:
     """Give a hidden folder to write into, and rename it to its name if that went well; else remove it."""
     if order_of(name) is None:
         raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
-    final, place = folder / name, folder / f".{name}.partial"
+    final, place = folder / name, _hidden(folder, name)
     try:
-        _check_is_free(final)
-        make_folder(folder)
-        _delete(place)
-        place.mkdir()
+        if not is_begun:
+            _begin(final, place)
         yield place
         sync_folder(place)
         if final.exists():
@@ -114,6 +171,25 @@ def _committing(folder: Path, name: str) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise TrainerError(f"checkpoint {final} cannot be written: {_reason(error)}{needs}") from None
         raise
+
+
+def begin(folder: Path, name: str) -> None:
+    """Make the hidden folder of a checkpoint, so that other ranks can `contribute` to it from now on.
+
+    Raises:
+        TrainerError: it cannot be made, or the checkpoint is there already.
+    """
+    try:
+        _begin(folder / name, _hidden(folder, name))
+    except OSError as error:
+        raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}") from None
+
+
+def _begin(final: Path, place: Path) -> None:
+    _check_is_free(final)
+    make_folder(final.parent)
+    _delete(place)
+    place.mkdir()
 
 
 def _check_is_free(path: Path) -> None:
@@ -180,7 +256,7 @@ def remove_partial(folder: Path) -> None:
 
 def _hide(path: Path) -> None:
     """Give a checkpoint a name that is none, so that no removal of its files leaves half a checkpoint."""
-    hidden = path.with_name(f".{path.name}.removed")
+    hidden = _hidden(path.parent, path.name, "removed")
     _delete(hidden)
     path.rename(hidden)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
 from trainer.memory_format import align_state
-from trainer.sharded import shard_as, shard_optimizer_state
+from trainer.sharded import Scattered, shard_as, shard_optimizer_state
 from trainer.strategies.base import Synchronizer
 
 
@@ -48,6 +48,9 @@ class Contents:
     """Models and optimizers; what is prepared later counts as well."""
     objects: Mapping[str, Any]
     """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
+
+    KEYS: ClassVar = ("models", "optimizers", "synchronizers", "scaler", "objects")
+    """Of `state`, and of what `load` takes."""
 
     def __post_init__(self) -> None:
         if not self.prepared.models:
@@ -115,9 +118,11 @@ class Contents:
             align_state(optimizer)
         states = found.get("synchronizers") or [{}] * len(self.prepared.models)  # an older checkpoint has none
         for synchronizer, state in zip(self.prepared.models.values(), states, strict=True):
-            synchronizer.load_state_dict(state)  # takes what it can use: other settings than the checkpoint's are fine
+            synchronizer.load_state_dict(
+                shard_as(state, None)
+            )  # takes what it can use: other settings than the checkpoint's are fine
         if self.prepared.scaler is not None:
-            self.prepared.scaler.load_state_dict(found["scaler"])
+            self.prepared.scaler.load_state_dict(shard_as(found["scaler"], None))
         for name, one in self.objects.items():
             if type(one) is dict:
                 loaded = shard_as(found["objects"][name], one)
@@ -141,9 +146,9 @@ def _model_differences(own: Mapping[str, Any], found: Mapping[str, Any]) -> list
         problems.append(f"it has {_first(unknown)}, which the model does not have")
     for name, value in own.items():
         other = found.get(name)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+        if isinstance(value, Tensor) and isinstance(other, Tensor | Scattered) and value.shape != other.shape:
             problems.append(f"{name} has shape {tuple(other.shape)} there and {tuple(value.shape)} here")
-        elif isinstance(value, Tensor) and isinstance(other, Tensor) and value.dtype != other.dtype:
+        elif isinstance(value, Tensor) and isinstance(other, Tensor | Scattered) and value.dtype != other.dtype:
             problems.append(f"{name} is {other.dtype} there and {value.dtype} here")
     return problems
 

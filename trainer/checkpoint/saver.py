@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.snapshot import Buffers
+from trainer.checkpoint.state_files import STATE
 from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.writer import Writer, missing_bytes
 from trainer.config import CheckpointConfig
@@ -24,7 +25,7 @@ _OVERHEAD_BYTES = 1 << 20
 
 
 class Saver:
-    """One rank's part of saving. A rank that does not write only keeps count.
+    """One rank's part of saving. A rank that writes no file only keeps count.
 
     Args:
         attempt: number of this start of the training.
@@ -33,13 +34,14 @@ class Saver:
 
     def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
         kept = [] if config.resume in ("auto", "none") else [storage.folder / Path(config.resume).name]
-        self.writer = Writer(storage.folder, config.keep, storage.damaged, kept)
+        others = [name for name in storage.parts if name != storage.own_part] if storage.is_writer else []
+        self.writer = Writer(storage.folder, config.keep, storage.damaged, kept, others)
         self.saved: tuple[int, int] | None = None
         """Epoch and update where the run was saved last."""
         self.best: tuple[float, str] | None = None
         """The best score, and the name of the checkpoint that has it."""
         self._config, self._storage, self._attempt, self._facts = config, storage, attempt, facts
-        self._buffers, self._standby_buffers = Buffers(), Buffers()
+        self._buffers, self._standby_buffers = (Buffers(keeps_parts=bool(storage.parts)) for _ in range(2))
         self._standby: dict[str, Any] | None = None
         self._full: TrainerError | None = None
         self._best_before: tuple[float, str] | None = None
@@ -63,6 +65,8 @@ class Saver:
     def forget_error(self) -> None:
         """Count the last checkpoint as not saved."""
         self._full = self.writer.error = self.saved = None
+        if not self._storage.is_writer:
+            self.writer.written = None  # this rank's part of it has gone with the rest
         self.best = self._best_before
 
     def is_better(self, score: float | None) -> bool:
@@ -74,21 +78,34 @@ class Saver:
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a copy of the state for `save`; None where this rank does not write, or has saved it already.
 
-        Collective where tensors are sharded: those that write get them whole.
+        Collective where tensors are sharded and ranks do not write their parts: those that write get them whole.
         """
         if (state["epoch"], state["updates"]) == self.saved:
             return None
-        if not self._storage.is_writer:
+        if not self._storage.writes:
             take_part(state)
             return None
         self.writer.wait()
         return self._buffers.copy(state)
+
+    def begin(self, place: tuple[int, int]) -> bool:
+        """Return whether what was copied can be written, as far as this rank is to look; else there is an error."""
+        if not self._storage.is_writer or place == self.saved:
+            return True
+        state_bytes = self._buffers.bytes
+        if lacks := missing_bytes(self._storage.folder, state_bytes + _OVERHEAD_BYTES):
+            self._full = TrainerError(
+                f"a checkpoint of {_size(state_bytes)} does not fit into {self._storage.folder}: "
+                f"{_size(lacks)} are missing"
+            )
+        return not lacks and self.writer.begin((self._attempt, *place))
 
     def save(
         self,
         place: tuple[int, int],
         snapshot: Mapping[str, Any] | None,
         *,
+        has_begun: bool = True,
         score: float | None = None,
         is_complete: bool = False,
     ) -> None:
@@ -97,6 +114,7 @@ class Saver:
         Args:
             place: epoch and update.
             snapshot: None where this rank does not write.
+            has_begun: whether `begin` went well, on all ranks where they write one checkpoint together.
             score: of the model, for the best one.
             is_complete: whether the training has reached its end.
         """
@@ -106,12 +124,12 @@ class Saver:
         if score is not None and self.is_better(score):
             self.best = (score, name)
         self.saved = place
-        if snapshot is None:
+        if snapshot is None or not has_begun:
             return
         with self._lock:
-            if self._has_room(self._buffers.bytes):
-                facts = self._describe(snapshot, score=score, is_complete=is_complete)
-                self.writer.start((self._attempt, *place), snapshot, facts, self.best[1] if self.best else None)
+            facts = self._describe(snapshot, score=score, is_complete=is_complete)
+            files, best = self._files(snapshot, self._buffers), self.best[1] if self.best else None
+            self.writer.start((self._attempt, *place), files, facts, best)
 
     def wait(self) -> None:
         """Return when nothing is being written."""
@@ -123,7 +141,7 @@ class Saver:
 
     def take_standby(self, state: Mapping[str, Any]) -> None:
         """Copy the state, so that `commit_standby` can write it later. Collective as `copy` is."""
-        if not self._storage.is_writer:
+        if not self._storage.writes:
             take_part(state)
             return
         with self._lock:
@@ -132,24 +150,27 @@ class Saver:
     def commit_standby(self, updates: int) -> bool:
         """Commit the standby copy where it is of the last update; return whether what is to be saved is committed.
 
-        A rank that does not write has its host's writer do so, whose end the launcher makes the job's.
+        A rank that does not commit has its host's writer do so, whose end the launcher makes the job's.
         """
         if not self._storage.is_writer:
             self._storage.signal_writer()
+        if not self._storage.writes:
             return False
         with self._lock:
             self.writer.wait()
-            if updates in (0, self._start, self.writer.committed.order[2] if self.writer.committed else 0):
-                return True
+            if updates in (0, self._start, self.writer.written[2] if self.writer.written else 0):
+                return self._storage.is_writer
             state = self._standby
             if state is None or state["updates"] != updates:
                 return False
             facts = self._describe(state, score=None, is_complete=False)
             best = self.best[1] if self.best else None
-            self.writer.commit((self._attempt, state["epoch"], updates), state, facts, best)
-        if self.error is not None:
+            files = self._files(state, self._standby_buffers)
+            order = (self._attempt, state["epoch"], updates)
+            self.writer.commit(order, files, facts, best, self._config.grace_s / 2)
+        if self.error is not None and self._storage.is_writer:
             print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
-        return self.error is None
+        return self.error is None and self._storage.is_writer
 
     def check_room(self, state_bytes: int) -> str:
         """Return what the disk lacks for as many checkpoints as are kept, in words; "" where it has room."""
@@ -166,14 +187,10 @@ class Saver:
             else ""
         )
 
-    def _has_room(self, state_bytes: int) -> bool:
-        lacks = missing_bytes(self._storage.folder, state_bytes + _OVERHEAD_BYTES)
-        if lacks:
-            self._full = TrainerError(
-                f"a checkpoint of {_size(state_bytes)} does not fit into {self._storage.folder}: "
-                f"{_size(lacks)} are missing"
-            )
-        return not lacks
+    def _files(self, snapshot: Mapping[str, Any], buffers: Buffers) -> dict[str, Any]:
+        """Return what this rank writes of a snapshot."""
+        whole = {STATE: snapshot} if self._storage.is_writer else {}
+        return {**whole, self._storage.own_part: buffers.parts} if self._storage.own_part else whole
 
     def _describe(self, state: Mapping[str, Any], *, score: float | None, is_complete: bool) -> dict[str, Any]:
         return {

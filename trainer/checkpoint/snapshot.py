@@ -10,26 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.state_files import TensorPath
 from trainer.errors import TrainerError
-from trainer.sharded import gather, is_sharded
+from trainer.sharded import gather, is_sharded, own_part
 
 # What torch.load takes with weights_only=True, besides tensors and containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-_Path = tuple[Any, ...]
-"""Keys and places, from the outermost container to a value."""
 
 
 class Buffers:
     """Host memory for one snapshot, kept from one to the next: new memory would make each copy several times slower.
 
     GPU tensors are copied into pinned memory, all of them at once.
+
+    Args:
+        keeps_parts: of sharded tensors only this rank's part is copied, into `parts`; the copy of the state has a
+            tensor without values in its place. Else they are gathered, which is collective.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[_Path, Tensor] = {}
+    def __init__(self, *, keeps_parts: bool = False) -> None:
+        self._buffers: dict[TensorPath, Tensor] = {}
+        self._keeps_parts = keeps_parts
+        self.parts: dict[TensorPath, dict[str, Any]] = {}
+        """This rank's parts in the last snapshot, for a file; see `state_files.SavedParts`."""
         self.bytes = 0
-        """Bytes of the tensors of the last snapshot."""
+        """Bytes of the tensors of the last snapshot, those of other ranks' parts as well."""
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with copies of its tensors, in host memory. The next call overwrites them.
@@ -37,15 +42,15 @@ class Buffers:
         Raises:
             TrainerError: a value is of a type that cannot be loaded again as data.
         """
-        self.bytes = 0
+        self.bytes, self.parts, self._is_on_gpu = 0, {}, False
         # Tensors that share memory, such as tied weights, share it in the snapshot as well.
         copied: dict[tuple[Any, ...], Tensor] = {}
         result: dict[str, Any] = self._copy(state, (), copied)
-        if any(key[0] == "cuda" for key in copied):
+        if self._is_on_gpu:
             torch.cuda.synchronize()
         return result
 
-    def _copy(self, value: Any, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Any:
+    def _copy(self, value: Any, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
@@ -66,9 +71,11 @@ class Buffers:
             "again as data; valid are tensors, numbers, text, and lists and dicts of them"
         )
 
-    def _copy_tensor(self, tensor: Tensor, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.cpu().clone()
+        if is_sharded(tensor) and self._keeps_parts:
+            return self._copy_part(tensor, path)
         if is_sharded(tensor):
             # One whole tensor at a time is on the device. The next one may lie where it lay, so the key would not do.
             return self._copy_whole(gather(tensor), path)
@@ -78,12 +85,20 @@ class Buffers:
         copied[key] = self._copy_whole(tensor, path)
         return copied[key]
 
-    def _copy_whole(self, tensor: Tensor, path: _Path) -> Tensor:
+    def _copy_part(self, tensor: Tensor, path: TensorPath) -> Tensor:
+        part, size = own_part(tensor), self.bytes + tensor.nbytes
+        if part is not None:
+            self.parts[path] = {"offset": part.offset, "values": self._copy_whole(part.values, path)}
+        self.bytes = size
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def _copy_whole(self, tensor: Tensor, path: TensorPath) -> Tensor:
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        self._is_on_gpu |= tensor.is_cuda
         self.bytes += tensor.nbytes
         return buffer
 
@@ -104,7 +119,7 @@ def check_plain(state: Mapping[str, Any]) -> None:
 
 
 class _Check(Buffers):
-    def _copy_tensor(self, tensor: Tensor, path: _Path, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
         return tensor
 
 

@@ -13,12 +13,13 @@ import torch
 from trainer.checkpoint.commit import Committed, find
 from trainer.checkpoint.contents import Contents
 from trainer.checkpoint.manifest import order_of
+from trainer.checkpoint.state_files import read_state
 from trainer.checkpoint.storage import Storage
-from trainer.checkpoint.writer import read_state
 from trainer.config import CheckpointConfig
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.output import print_line
+from trainer.sharded import shard_as
 from trainer.strategies.base import Strategy
 
 
@@ -75,7 +76,7 @@ def find_start(
 
 def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resumed:
     try:
-        state = read_state(checkpoint.path)
+        state = read_state(checkpoint.path, is_mapped=strategy.shards)
     except Exception as error:
         raise TrainerError(f"checkpoint {checkpoint.path} cannot be loaded as data ({error})") from None
     if problems := contents.differences(state):
@@ -84,6 +85,7 @@ def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resu
             "restore what it was made with"
         )
     contents.load(state)
+    state = shard_as({name: value for name, value in state.items() if name not in contents.KEYS}, None)
     world, states = strategy.world, state["random"]
     resumed = Resumed(
         checkpoint=checkpoint,

@@ -4,6 +4,8 @@ One rank on each host keeps a copy on its host's disk, unless another host that 
 system, does so already. So the loss of a host loses no checkpoint, whatever the hosts share. No copy has to be sent
 while the training runs, because every rank holds the same weights. And each copy is complete, so that committing needs
 no agreement between hosts. At start, hosts that lack the newest one get it from one that has it.
+
+Where ranks hold parts of the weights and share one folder, each of them may write its part.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from trainer.checkpoint.commit import Committed, find, load, newest, prune, receive, remove_partial, send
 from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.state_files import part_name
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.network import host_id
 from trainer.launch.output import print_line
@@ -29,12 +32,13 @@ class Storage:
 
     Args:
         folder: the same path on every host; made where it is missing.
+        files: one of `trainer.config.CHECKPOINT_FILES`.
 
     Raises:
         TrainerError: it cannot be written on some host, or another job uses it; raised on every rank.
     """
 
-    def __init__(self, folder: Path, strategy: Strategy) -> None:
+    def __init__(self, folder: Path, strategy: Strategy, files: str = "auto") -> None:
         self.folder, self._strategy, self._world = folder, strategy, strategy.world
         self._lock = FolderLock(folder, job=strategy.broadcast_object(FolderLock.new_job()))
         hosts = strategy.all_gather_object(host_id())
@@ -47,9 +51,24 @@ class Storage:
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
         if self.is_writer:
             remove_partial(folder)
+        is_shared = sum(strategy.all_gather_object(self.is_writer)) == 1 and self._world.size > 1
+        self.parts = (
+            tuple(map(part_name, range(self._world.size))) if is_shared and strategy.shards and files == "auto" else ()
+        )
+        """Names of the files that the ranks write parts of sharded tensors into; none where one file has them whole."""
         self._copy: Path | None = None
         self.damaged: list[Path] = []
         """Checkpoints in this rank's folder that `newest` has passed over."""
+
+    @property
+    def own_part(self) -> str:
+        """This rank's one of `parts`, or ""."""
+        return self.parts[self._world.rank] if self.parts else ""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes a file of each checkpoint."""
+        return self.is_writer or bool(self.parts)
 
     def newest(self) -> Committed | None:
         """Return the newest valid checkpoint of all hosts, which is on each of them afterwards.
