@@ -14,6 +14,9 @@ The columns follow NVIDIA's nccl-tests (doc/PERFORMANCE.md):
     sent per rank  bytes sent in one operation, counted by the transport; only this library's transports count them
     over TCP       bytes sent in one operation, counted by the kernel; shared memory and GPU links are not TCP
 
+With --compute-ms each rank computes before each operation, and the time is that of both: where ranks share cores, what
+they wait for each other's time slices is in it.
+
 The JSON file is rewritten after every row, so an interruption loses one row at most.
 """
 
@@ -28,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from comm.computing import compute
 from comm.gpu_links import describe_links
 from comm.report import PICTURES, Row, describe, plot, table_head, table_line, write_json
 from comm.tcp_bytes import tcp_bytes_sent
@@ -67,6 +71,8 @@ def main() -> int:
     machine_ids = rendezvous.all_gather(machine_id())
     rows: list[Row] = []
     facts = describe(world, rendezvous.all_gather(world.host))
+    if options.compute_ms:
+        facts["operation"] = f"{options.compute_ms:g} ms of computing on each rank, then an all-reduce"
     if shared := describe_sharing([one or None for one in rendezvous.all_gather(gpu_id(world.device) or "")]):
         facts["GPUs"] = shared
     if world.is_root:
@@ -134,12 +140,13 @@ def _measure_size(
     times: list[list[float]] = [[], []]
     for operation in operations:
         _time(operation, transport, _WARM_UP_OPERATIONS if size < 2**24 else 1)
-    trial_s = max(_time(operation, transport, 1) for operation in operations)
+    compute_s = options.compute_ms / 1e3
+    trial_s = max(_time(operation, transport, 1, compute_s) for operation in operations)
     number = _operations_per_repeat(max(float(one) for one in rendezvous.all_gather(str(trial_s))))
     for _ in range(options.repeats):
         for kind, operation in enumerate(operations):
             rendezvous.all_gather("ready")
-            own = _time(operation, transport, number)
+            own = _time(operation, transport, number, compute_s)
             times[kind].append(statistics.mean(float(one) for one in rendezvous.all_gather(str(own))))
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # every subclass sets it
@@ -179,11 +186,13 @@ def _mean(count: int | None, rendezvous: Rendezvous) -> float | None:
     return statistics.mean(int(one) for one in counts) if all(counts) else None
 
 
-def _time(operation: Callable[[], None], transport: Transport, number: int) -> float:
-    """Return the mean seconds of one operation, over `number` back to back."""
+def _time(operation: Callable[[], None], transport: Transport, number: int, compute_s: float = 0.0) -> float:
+    """Return the mean seconds of computing so long and of one operation, over `number` back to back."""
     transport.wait()
     started = time.perf_counter()
     for _ in range(number):
+        if compute_s:
+            compute(compute_s)
         operation()
     transport.wait()
     return (time.perf_counter() - started) / number
@@ -224,6 +233,8 @@ def _parse_options() -> argparse.Namespace:
     for name, least in (("factor", 2), ("repeats", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    if options.compute_ms < 0:
+        parser.error(f"--compute-ms is {options.compute_ms:g}; it must be at least 0")
     if options.max_size < options.min_size:
         parser.error(f"--max-size is {options.max_size} bytes, less than --min-size, {options.min_size}")
     if options.plot and options.plot.suffix not in PICTURES:
@@ -249,6 +260,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--max-seconds", type=float, default=2.0, metavar="S",
         help="skip a transport's larger sizes after one that takes longer (default: %(default)s)",
     )  # fmt: skip
+    add("--compute-ms", type=float, default=0.0, metavar="MS", help="computing before each operation (default: 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write all results to this file")
     add("--plot", type=Path, metavar="FILE", help=f"draw a plot ({', '.join(PICTURES)}); needs matplotlib")

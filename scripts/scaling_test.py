@@ -9,8 +9,9 @@ Any script that trains through Trainer or trainer.init can be measured; its own 
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
 and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
 (trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted from a single rank
-and the network, and compared with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page
-with everything. After an interruption they contain the runs until then.
+and the network, or, where ranks share cores, from an exchange beside ranks that compute; the predictions are compared
+with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page with everything. After an
+interruption they contain the runs until then.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scaling.jobs import JobError, Plan, time_network, time_steps
+from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
 from scaling.models import Shape
 from scaling.options import parse_args
 from scaling.report import draw, render_text, write_json, write_page
-from scaling.results import Results, Run
+from scaling.results import Results
+from scaling.runs import Run
 from tqdm import tqdm
 
 from trainer.errors import TrainerError
@@ -93,6 +95,7 @@ def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespa
             # The efficiency compares with a single rank that has the same number of threads.
             for batch in dict.fromkeys((done.batch, options.batch_size)):
                 _measure_single_rank(results, done.round, batch, done.timing["threads"], bar)
+            _measure_beside_compute(results, done, bar)
         write_json(file, results)
     for run, trial in results.trials() if options.try_advice else ():
         tried = _run_once(run, results.plan)
@@ -107,6 +110,20 @@ def _measure_network(results: Results, timing: dict[str, Any], strategies: Seque
     except JobError as error:
         results.no_network = str(error)
         _print_line(bar, f"the network cannot be measured: {error}")
+
+
+def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
+    """Measure an exchange beside as much computing as a step of the run has, if its ranks share cores."""
+    compute_s = results.computed_between(run)
+    if compute_s is None:
+        return
+    size = results.first()["gradient_bytes"]
+    try:
+        seconds = time_beside_compute(results.plan, run.shape, run.strategy, size, compute_s)
+    except JobError as error:
+        _print_line(bar, f"{run}: its ranks share cores, and the exchange beside computing cannot be measured: {error}")
+    else:
+        results.beside_compute.setdefault((run.shape, run.strategy, run.batch), []).append(seconds)
 
 
 def _measure_single_rank(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:

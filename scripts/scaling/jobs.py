@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,18 +129,35 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
     return found
 
 
+def time_beside_compute(plan: Plan, shape: Shape, strategy: str, size: int, compute_s: float) -> float:
+    """Measure computing for so long and an all-reduce, on the ranks of a shape and with a strategy's transport.
+
+    Where ranks share cores, this has what they wait for each other's time slices, which no two ranks with a core each
+    show.
+
+    Args:
+        size: bytes of the gradients.
+        compute_s: seconds of a core that a rank takes between two all-reduces.
+
+    Raises:
+        JobError: it cannot be measured.
+    """
+    options = ["--sizes", str(size), "--compute-ms", f"{compute_s * 1e3:.3f}", "--repeats", "10", "--device", "cpu"]
+    rows = _all_reduce(plan, plan.placement(shape), [TRANSPORT_OF[strategy]], options)
+    if not rows:
+        raise JobError(f"{strategy} has no transport on {shape}; scripts/comm_bench.py prints the reason")
+    return float(rows[0]["in_place_s"])
+
+
 def _time_links(plan: Plan, placement: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
     """Measure an all-reduce on the ranks of `placement`, at the size of the gradients and below."""
     ranks = sum(host.slots for host in parse_hosts(placement))
     # A ring's messages are K/N, so more ranks get a larger K for messages of the same size.
     sizes = [4, *(max(16, size * ranks // 2 // divisor) for divisor in _DIVISORS)]
     keys = {name: "nccl" if name == "ddp" and device == "cuda" else TRANSPORT_OF[name] for name in strategies}
-    with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
-        file = Path(folder, "links.json")
-        command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *keys.values(), "--repeats", "2"]
-        command += ["--sizes", *map(str, sizes), "--max-seconds", "1e9", "--device", device, "--json", str(file)]
-        _run(["horovodrun", "-np", str(ranks), "-H", placement, *command], {}, plan.timeout_s)
-        rows = json.loads(file.read_text())["rows"]
+    rows = _all_reduce(
+        plan, placement, keys.values(), ["--sizes", *map(str, sizes), "--repeats", "2", "--device", device]
+    )
     links = {}
     for name, key in keys.items():
         points = tuple((row["size"], row["in_place_s"]) for row in rows if row["key"] == key)
@@ -148,6 +165,18 @@ def _time_links(plan: Plan, placement: str, strategies: Sequence[str], size: int
             raise JobError(f"{name} has no transport on {placement}; scripts/comm_bench.py prints the reason")
         links[name] = Link(points)
     return links
+
+
+def _all_reduce(plan: Plan, placement: str, transports: Iterable[str], options: Sequence[str]) -> list[dict[str, Any]]:
+    """Run comm_bench.py on the ranks of `placement`; return its rows."""
+    ranks = sum(host.slots for host in parse_hosts(placement))
+    with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
+        file = Path(folder, "rows.json")
+        command = [sys.executable, str(ROOT / "scripts/comm_bench.py"), "--only", *transports, *options]
+        command += ["--max-seconds", "1e9", "--json", str(file)]
+        _run(["horovodrun", "-np", str(ranks), "-H", placement, *command], {}, plan.timeout_s)
+        rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Finished:

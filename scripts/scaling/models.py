@@ -237,12 +237,22 @@ class Prediction:
         return self.compute + self.exposed + self.waiting
 
 
-def predict(rank: Rank, shape: Shape, network: Network, model: str, *, threads_per_core: float = 1.0) -> Prediction:
+def predict(
+    rank: Rank,
+    shape: Shape,
+    network: Network,
+    model: str,
+    *,
+    threads_per_core: float = 1.0,
+    together: float | None = None,
+) -> Prediction:
     """Predict a step on `shape` from a single rank and the network.
 
     Args:
         threads_per_core: computing threads per core. Above 1 the cores are oversubscribed, and each thread takes that
             much longer. Below 1 there are free cores.
+        together: measured seconds of a step's computing and its exchange on ranks that share cores. What it has beyond
+            the two is waiting: for the slowest rank, and for time slices.
     """
     slowdown = max(1.0, threads_per_core)
     compute = (rank.input + rank.compute) * slowdown
@@ -256,9 +266,13 @@ def predict(rank: Rank, shape: Shape, network: Network, model: str, *, threads_p
     window = rank.window * slowdown if overlaps else 0.0
     exposed = max(exchange / messages, exchange - window) / rank.accumulate
     exchange /= rank.accumulate
-    # Assumes that ranks which share a core finish together, so there are fewer to wait for, and that their variations
-    # add up like independent noise. Time spent waiting for a time slice is not modelled.
-    waiting = math.sqrt(slowdown) * rank.expected_wait(max(1, round(shape.ranks / slowdown)))
+    if together is not None:
+        exposed = min(exposed, max(0.0, together - compute))
+        waiting = max(0.0, together - compute - exposed)
+    else:
+        # Assumes that ranks which share a core finish together, so there are fewer to wait for, and that their
+        # variations add up like independent noise. Time spent waiting for a time slice is not modelled.
+        waiting = math.sqrt(slowdown) * rank.expected_wait(max(1, round(shape.ranks / slowdown)))
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scaling.models import Link
-from scaling.results import Results, Row
+from scaling.results import Results
+from scaling.runs import Row
 from trainer.files import write_atomically
 
 TEMPLATE = Path(__file__).resolve().with_name("page.html")
@@ -99,6 +100,10 @@ def write_json(path: Path, results: Results) -> None:
         "unit": "seconds, bytes, samples/s",
         "interrupted": results.interrupted,
         "networks": {name: asdict(network) for name, network in results.networks.items()},
+        "beside_compute": [
+            {"shape": str(shape), "strategy": strategy, "batch": batch, "seconds": seconds}
+            for (shape, strategy, batch), seconds in results.beside_compute.items()
+        ],
         "low_rank": asdict(results.low_rank) if results.low_rank else None,
         "alone": [_entry(run) for run in results.single_rank_runs()],
         "runs": [_entry(run) for run in results.runs],

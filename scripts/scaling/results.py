@@ -12,82 +12,13 @@ from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.jobs import Plan
 from scaling.low_rank import LowRank
 from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, is_network_bound, model_of, predict
+from scaling.runs import Row, Run, Trial
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)
 """Numbers of ranks that are predicted, on more hosts of the same kind."""
 _PHASES = ("input", "compute", "exchange", "waiting")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A job, and its outcome once it has ended."""
-
-    shape: Shape
-    strategy: str
-    scaling: str
-    """weak or strong; both for 1x1; alone for a single rank with its share of the cores, the baseline of efficiency."""
-    round: int
-    batch: int
-    """Samples per rank and step."""
-    options: tuple[str, ...] = ()
-    """Further options of the script."""
-    timing: dict[str, Any] | None = None
-    """Fields of `EpochTiming`; None where the run failed."""
-    problem: str | None = None
-    """Why the run failed, in one line."""
-
-    def ended(self, *, timing: dict[str, Any] | None = None, problem: str | None = None) -> Run:
-        """Return this run with its outcome."""
-        return replace(self, timing=timing, problem=problem)
-
-    @property
-    def samples_per_s(self) -> float:
-        return float(self.timing["samples"] / self.timing["seconds"]) if self.timing else 0.0
-
-    def __str__(self) -> str:
-        words = [str(self.shape), self.strategy, self.scaling, f"batch {self.batch}", *self.options]
-        return f"{' '.join(words)}, round {self.round}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Medians of a shape under one strategy, over all rounds."""
-
-    shape: Shape
-    strategy: str
-    scaling: str
-    batch: int
-    runs: int
-    least: float
-    """samples/s of the slowest run."""
-    most: float
-    """samples/s of the fastest run."""
-    accumulate: float
-    """Steps of an update."""
-    epoch_s: float
-    speedup: float | None
-    """Relative to 1x1 with default settings; None where 1x1 was not measured."""
-    measured: Measured
-    predicted: Prediction | None
-    predicted_samples_per_s: float | None
-
-    @property
-    def error(self) -> float | None:
-        """Return the relative error of the predicted samples/s."""
-        if self.predicted_samples_per_s is None:
-            return None
-        return self.predicted_samples_per_s / self.measured.samples_per_s - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Advice that can be tested with a run."""
-
-    advice: Advice
-    base: float
-    """samples/s without the advice."""
 
 
 @dataclass
@@ -103,6 +34,9 @@ class Results:
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
+    beside_compute: dict[tuple[Shape, str, int], list[float]] = field(default_factory=dict)
+    """Seconds of a step's computing and its exchange, one per round, by shape, strategy and batch; only of shapes whose
+    ranks share cores."""
     low_rank: LowRank | None = None
     """None where no shape has several ranks."""
     tried: list[tuple[Run, Trial]] = field(default_factory=list)
@@ -146,6 +80,15 @@ class Results:
     def network(self, strategy: str) -> Network:
         """Return the links measured with a strategy's transport."""
         return self.networks.get(strategy, Network())
+
+    def computed_between(self, run: Run) -> float | None:
+        """Return the seconds of a core between two exchanges of a run whose ranks share cores; None for any other."""
+        timing = run.timing
+        rank = self._rank(run.batch, timing["threads"]) if timing else None
+        if timing is None or rank is None:
+            return None
+        on_cpu = run.shape.ranks * timing["threads"] / (timing["cores"] * timing["machines"])
+        return (rank.input + rank.compute) * rank.accumulate if self._threads_per_core(on_cpu) > 1 else None
 
     def strategies(self) -> list[str]:
         """Return the strategies that have been run on several ranks."""
@@ -211,7 +154,7 @@ class Results:
         )  # fmt: skip
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
         rank = self._rank(runs[0].batch, timings[0]["threads"])
-        predicted = self._predict(rank, shape, strategy, threads / cores)
+        predicted = self._predict(rank, shape, strategy, threads / cores, runs[0].batch)
         return Row(
             shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
             least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
@@ -219,12 +162,20 @@ class Results:
             predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
         )  # fmt: skip
 
-    def _predict(self, rank: Rank | None, shape: Shape, strategy: str, threads_per_core: float) -> Prediction | None:
+    def _predict(
+        self, rank: Rank | None, shape: Shape, strategy: str, threads_per_core: float, batch: int
+    ) -> Prediction | None:
         network = self.network(strategy)
         if rank is None or shape.ranks == 1 or (network.local is None and network.remote is None):
             return None
-        model = model_of(strategy, rank.gradient_bytes, shape)
-        return predict(rank, shape, network, model, threads_per_core=self._threads_per_core(threads_per_core))
+        model, beside = (
+            model_of(strategy, rank.gradient_bytes, shape),
+            self.beside_compute.get((shape, strategy, batch)),
+        )
+        return predict(
+            rank, shape, network, model, threads_per_core=self._threads_per_core(threads_per_core),
+            together=statistics.median(beside) / rank.accumulate if beside else None,
+        )  # fmt: skip
 
     def _threads_per_core(self, on_cpu: float) -> float:
         """Return the computing threads per core; 0 where GPUs compute, which leaves the cores to the exchange."""

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from comm.gpu_links import describe_rdma, parse_topology
 from comm.report import Row, plot, table_line, write_json
 from comm.tcp_bytes import tcp_bytes_sent
 from comm.transports import TRANSPORTS, Transport
-from comm_bench import _measure, _parse_options
+from comm_bench import _measure, _parse_options, _time
 from torch import Tensor
 
 from tests.distributed.harness import ROOT, run_job
@@ -70,11 +71,28 @@ def test_ranks_in_several_containers_share_the_machines_cores(monkeypatch: pytes
     monkeypatch.setitem(TRANSPORTS, "greedy", Greedy)
     threads, world = torch.get_num_threads(), World()
     try:
-        options = Namespace(sizes=[4], repeats=1, max_seconds=1.0)
+        options = Namespace(sizes=[4], repeats=1, max_seconds=1.0, compute_ms=0.0)
         (measured,) = _measure("greedy", world, Rendezvous(world), options, [machine_id()] * 2)
     finally:
         torch.set_num_threads(threads)
     assert (measured.wrong, seen) == (0, {1})
+
+
+def test_each_operation_is_preceded_by_computing() -> None:
+    class Counting(Transport):
+        operations = 0
+
+        def in_place(self, tensor: Tensor) -> None:
+            self.operations += 1
+
+        def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
+            raise AssertionError
+
+    transport, before = Counting(), time.thread_time()
+    seconds = _time(lambda: transport.in_place(torch.zeros(1)), transport, 3, 0.02)
+    assert transport.operations == 3
+    assert time.thread_time() - before >= 0.06
+    assert seconds >= 0.02
 
 
 def test_bytes_over_tcp_are_counted_by_the_kernel() -> None:
@@ -112,6 +130,7 @@ def test_the_plot_names_every_transport(tmp_path: Path) -> None:
         (["--max-size", "3"], "'3' is not a size; valid are 4 bytes and more, as in 4, 64K or 256M"),
         (["--max-size", "2Q"], "'2Q' is not a size"),
         (["--min-size", "8K", "--max-size", "4K"], "--max-size is 4096 bytes, less than --min-size, 8192"),
+        (["--compute-ms", "-1"], "--compute-ms is -1; it must be at least 0"),
         (["--factor", "1"], "--factor is 1; it must be at least 2"),
         (["--plot", "comm.txt"], "--plot is comm.txt; valid endings are .png, .svg, .pdf"),
         (["--only", "smoke"], "invalid choice: 'smoke'"),

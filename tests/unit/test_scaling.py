@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import scaling_test
 from scaling.advice import Known, Measured, advise, summarize
-from scaling.jobs import Host, Plan, parse_hosts, parse_shapes
+from scaling.jobs import Host, JobError, Plan, parse_hosts, parse_shapes
 from scaling.low_rank import LowRank, measure_low_rank
 from scaling.models import MODELS, Link, Network, Shape, model_of
 from scaling.report import draw, render_text, tables, write_json, write_page
-from scaling.results import Results, Run, Trial
+from scaling.results import Results
+from scaling.runs import Run, Trial
 from tqdm import tqdm
 
 from trainer.errors import ConfigError
@@ -143,6 +144,57 @@ def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) ->
     assert {predicted.shape.ranks for _, predicted, _ in results.larger()} == {8, 16, 64}
 
 
+def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def time_beside_compute(plan: Plan, shape: Shape, strategy: str, size: int, compute_s: float) -> float:
+        asked.append((shape, strategy, size, compute_s))
+        return (2.0, 3.0, 2.5)[len(asked) - 1]
+
+    monkeypatch.setattr(scaling_test, "time_beside_compute", time_beside_compute)
+    for run in results.runs:
+        scaling_test._measure_beside_compute(results, run, tqdm(disable=True))
+    assert [one[:3] for one in asked] == [(FOUR, "horovod", SIZE)] * 3  # four ranks on two cores, and not 1x1
+    assert [one[3] for one in asked] == pytest.approx([0.1] * 3)
+    (_, four) = results.rows()
+    assert four.predicted is not None
+    assert four.predicted.step == pytest.approx(2.5)
+    assert four.predicted_samples_per_s == pytest.approx(400 / 2.5)
+
+
+def test_accumulated_steps_are_computed_between_two_exchanges(results: Results) -> None:
+    for run in results.alone[100, 1]:
+        assert run.timing is not None
+        run.timing["updates"] = 5  # in 10 steps
+    results.beside_compute[FOUR, "horovod", 100] = [3.0]
+    assert results.computed_between(results.runs[1]) == pytest.approx(0.2)
+    (_, four) = results.rows()
+    assert four.predicted is not None
+    assert four.predicted.step == pytest.approx(1.5)
+
+
+def test_ranks_with_a_core_each_need_no_exchange_beside_computing(results: Results) -> None:
+    run = next(run for run in results.runs if run.shape == FOUR)
+    assert run.timing is not None
+    assert results.computed_between(run.ended(timing={**run.timing, "machines": 2})) is None
+
+
+def test_what_fails_beside_computing_leaves_the_prediction_from_parts(
+    results: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = results.rows()
+
+    def fail(*_: object) -> float:
+        raise JobError("no route")
+
+    monkeypatch.setattr(scaling_test, "time_beside_compute", fail)
+    scaling_test._measure_beside_compute(results, results.runs[1], tqdm(disable=True))
+    assert "cannot be measured: no route" in capsys.readouterr().err
+    assert results.rows() == before
+
+
 def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_test, "_run_once", lambda run, *_: run.ended(problem="exit code 1"))
     results.alone.clear()
@@ -212,11 +264,13 @@ def partial_results(results: Results) -> Results:
 
 def test_json_has_rows_runs_and_failures(partial_results: Results, tmp_path: Path) -> None:
     partial_results.low_rank = LowRank(messages=(40_000, 30_000), seconds=0.1)
+    partial_results.beside_compute[FOUR, "horovod", 100] = [2.0, 3.0]
     write_json(tmp_path / "s.json", partial_results)
     written = json.loads((tmp_path / "s.json").read_text())
     assert [row["measured"]["samples_per_s"] for row in written["rows"]] == pytest.approx([1250, 400 / 2.2])
     assert len(written["runs"]) == 7
     assert written["low_rank"] == {"messages": [40_000, 30_000], "seconds": 0.1}
+    assert written["beside_compute"] == [{"shape": "2x2", "strategy": "horovod", "batch": 100, "seconds": [2.0, 3.0]}]
     assert written["interrupted"] is True
     assert [problem.split(": ", 1)[1] for problem in written["problems"]] == [
         "no <such> host", "connection lost", "no route",

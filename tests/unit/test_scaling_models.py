@@ -132,6 +132,18 @@ def test_ranks_wait_for_the_slowest_of_them() -> None:
     assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").waiting == pytest.approx(0)
 
 
+def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None:
+    rank = Rank(input=0, compute=0.5, window=0, gradient_bytes=4, step_groups=(0.1, 0.9))
+    network = Network(local=linear_link(0.01, 0), remote=linear_link(0.01, 0))
+    parts = predict(rank, FOUR, network, "ring", threads_per_core=2)
+    measured = predict(rank, FOUR, network, "ring", threads_per_core=2, together=1.5)
+    assert (measured.compute, measured.exposed) == (parts.compute, parts.exposed)
+    assert (parts.compute, parts.exposed) == pytest.approx((1.0, 0.06))
+    assert (measured.waiting, measured.step) == pytest.approx((0.44, 1.5))
+    # Where both together take less than they were expected to take each by itself, the measured time counts.
+    assert predict(rank, FOUR, network, "ring", threads_per_core=2, together=1.02).step == pytest.approx(1.02)
+
+
 def test_a_single_message_does_not_overlap() -> None:
     rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
     predicted = predict(rank, PAIR, Network(remote=SLOW), "ring")
