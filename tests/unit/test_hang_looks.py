@@ -138,6 +138,7 @@ def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
     backward = frame(f"{SITE}/torch/autograd/graph.py")
     assert waits_in([backward], 0.0) == "gradients"
     assert waits_in([backward], 0.98) == ""  # computes the gradients
+    assert waits_in([backward], 0.0, is_recorded=True) == ""
     assert waits_in([frame("/home/me/train.py"), backward], 0.0) == ""
     assert waits_in([frame(f"{SITE}/torch/nn/parallel/distributed.py")], 0.0) == "gradients"
     assert waits_in([frame(f"{SITE}/torch/distributed/distributed_c10d.py")], 0.0) == "torch.distributed"

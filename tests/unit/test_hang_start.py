@@ -18,6 +18,7 @@ import pytest
 from trainer.errors import ConfigError
 from trainer.hang import start as hang
 from trainer.hang.looks import SIGNAL
+from trainer.hang.recorder import Recorder
 from trainer.hang.start import Entry, connection_limit_s, hang_timeout_s
 from trainer.hang.watcher import IGNORED
 from trainer.launch import marks
@@ -30,6 +31,7 @@ class Ranks:
     def __init__(self) -> None:
         self.world = World(rank=0, size=2, local_rank=0, local_size=2)
         self.broadcasts: list[Any] = []
+        self.flight_recorder: Recorder | None = None
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         self.broadcasts.append(value)
@@ -135,6 +137,21 @@ def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
     hang.start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
     assert ranks.broadcasts == [None]
     assert marks._record is None
+
+
+@pytest.mark.parametrize(("timeout", "followed"), [("", 1), ("0", 0)])
+def test_a_recorder_is_followed_where_hangs_are_watched_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, timeout: str, followed: int
+) -> None:
+    seen = []
+    monkeypatch.setattr(hang, "follow", lambda recorder, is_root: seen.append((recorder, is_root)))
+    monkeypatch.setenv("TRAINER_HANG_TIMEOUT", timeout)
+    own = entries(ranks)
+    hang.start(ranks, own, None)
+    assert seen == []
+    ranks.flight_recorder = lambda includeCollectives: b"{}"  # noqa: N803 (PyTorch's)
+    hang.start(ranks, own, None)
+    assert seen == [(ranks.flight_recorder, True)] * followed
 
 
 def test_a_single_rank_is_not_watched() -> None:

@@ -154,13 +154,15 @@ def saves(frames: list[Frame]) -> bool:
     return any(_SAVES.search(frame.path) for frame in frames)
 
 
-def waits_in(frames: list[Frame], cpu: float) -> str:
+def waits_in(frames: list[Frame], cpu: float, *, is_recorded: bool = False) -> str:
     """Return what a rank waits for that has noted no collective: DDP's own, or one of the user's; "" without one.
 
     Args:
         cpu: share of a processor that the main thread takes. In the backward pass of autograd one that waits takes
             none, and one that computes takes all.
+        is_recorded: whether the flight recorder tells that no collective waits. In the backward pass the main thread
+            then waits for a thread of autograd's, and that one for nobody else.
     """
-    if not frames or (cpu > 0.2 and frames[0].path.endswith("/torch/autograd/graph.py")):
+    if not frames or ((cpu > 0.2 or is_recorded) and frames[0].path.endswith("/torch/autograd/graph.py")):
         return ""
     return waits_for(frames[0].path)

@@ -16,6 +16,7 @@ from trainer.hang.looks import (
     GONE,
     STOPPED,
     UNINTERRUPTIBLE,
+    Frame,
     Process,
     all_frames,
     ask_for_stacks,
@@ -30,12 +31,14 @@ from trainer.hang.looks import (
     waits_in,
 )
 from trainer.hang.views import SAVING, WORKS, View
-from trainer.launch.mark_layout import SIZE, State, read_mark
+from trainer.launch.mark_layout import SIZE, Recorded, State, read_mark
 from trainer.launch.status import report_hang
 
 _LOOK_S = 1.0
 _WORKS = 0.1
 """Share of a processor with which a thread or the children of a rank are at work, also on a busy host."""
+_FRESH_S = 2.0
+"""What the flight recorder has said is old after eight readings that did not come."""
 _TERMINATED_S = 3.0
 _MOST_TOLD = 32
 """Ranks to blame that fit into a status file beside what is said of them."""
@@ -81,7 +84,7 @@ class LocalRank:
         self._stacks = os.open(f"/proc/{address.pid}/fd/{address.stacks}", os.O_RDONLY)
         self.process = os.pidfd_open(address.pid)
         self._looked_at, self._look, self._cpu = 0.0, Process("S", 0, 0.0), 0.0
-        self._state = "S"
+        self._state, self._recorded = "S", Recorded()
         self._last: tuple[int, ...] = ()
         self._went_on = (0.0, 0.0)
         """When it did something last, and its thread's processor time then."""
@@ -96,16 +99,18 @@ class LocalRank:
         self._look_again(time.monotonic())
         mark = read_mark(self._marks[:])
         assert mark is not None  # noqa: S101 (it was one, and its head never changes)
-        last = (mark.events, mark.steps, mark.updates, mark.progress)
-        if last != self._last:
-            self._last, self._went_on = last, (self._looked_at, self._look.cpu_s)
-        return View(
+        self._recorded = mark.recorded
+        view = View(
             rank=mark.rank, state=int(mark.state), what=mark.what, is_counted=mark.is_counted,
             collectives=mark.collectives, steps=mark.steps,
             elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
             last=mark.last, last_elements=mark.last_elements, failures=mark.failures, folder=mark.folder,
             process=GONE if self.is_gone else self._state, cpu=self._cpu,
+            enqueued=mark.recorded.enqueued, completed=mark.recorded.completed,
         )  # fmt: skip
+        if view.counters != self._last:
+            self._last, self._went_on = view.counters, (self._looked_at, self._look.cpu_s)
+        return view
 
     def _look_again(self, now: float) -> None:
         if (passed := now - self._looked_at) < _LOOK_S:
@@ -146,14 +151,27 @@ class LocalRank:
         stacks = read_stacks(self._stacks, before)
         frames = main_frames(stacks, self._thread)
         view = replace(view, stacks=stacks, frames=tuple(map(str, frames)))
-        if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu)):
-            view = replace(view, state=int(State.WAITING), what=what)
+        view = self._with_wait(view, frames)
         if is_debugged(frames):
             return replace(view, excuse="debugger")
         if compiles(all_frames(stacks)):  # of a backward pass on a GPU, autograd's thread does
             return replace(view, excuse="compiles")
         is_at_work = view.phase == SAVING or saves(frames) or self._works() or self._children_work
         return replace(view, excuse=WORKS if is_at_work and not view.waits else "")
+
+    def _with_wait(self, view: View, frames: list[Frame]) -> View:
+        """Return what it waits in that it has not noted: by the flight recorder, else by its stack."""
+        recorded, waiting = self._recorded, int(State.WAITING)
+        is_known = recorded.enqueued > 0 and time.monotonic() - recorded.read_at < _FRESH_S
+        if is_known and recorded.what and view.state != State.FAILED:
+            # It has not changed since the job's last progress, as its counters are progress.
+            return replace(
+                view, state=waiting, what=recorded.what, elements=recorded.elements, is_counted=False,
+                group=recorded.group, number=recorded.number, steps_before=recorded.steps,
+            )  # fmt: skip
+        if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu, is_recorded=is_known)):
+            return replace(view, state=waiting, what=what)
+        return view
 
     def _works(self) -> bool:
         """Return whether its thread has computed since it did something last, other work beside it or not."""

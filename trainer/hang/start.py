@@ -26,6 +26,7 @@ from trainer.errors import ConfigError
 from trainer.hang.limits import START_S
 from trainer.hang.looks import SIGNAL
 from trainer.hang.ranks import own_address
+from trainer.hang.recorder import Recorder, follow
 from trainer.hang.report import warn
 from trainer.hang.watcher import IGNORED
 from trainer.hang.wire import serve
@@ -44,6 +45,8 @@ class _Strategy(Protocol):
 
     @property
     def world(self) -> World: ...
+    @property
+    def flight_recorder(self) -> Recorder | None: ...
     def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
 
 
@@ -134,7 +137,10 @@ def start(strategy: _Strategy, entries: Sequence[Entry | None], given_s: float |
     try:
         if plan is None or not own.address:
             close_record()
-        elif next(entry for entry in known if entry.host == own.host and entry.address) is own:
+            return
+        if strategy.flight_recorder is not None:
+            follow(strategy.flight_recorder, is_root=world.is_root)
+        if next(entry for entry in known if entry.host == own.host and entry.address) is own:
             _launch(_settings(known, own, plan), listener)
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")

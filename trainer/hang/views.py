@@ -43,12 +43,24 @@ class View:
     """Of all threads."""
     excuse: str = ""
     """Why its silence is none: it compiles, it works, or a debugger is at work."""
+    enqueued: int = 0
+    """Collectives by the flight recorder, where it is read; likewise `completed`."""
+    completed: int = 0
+    group: str = ""
+    """Where the recorder tells what it waits in: the process group, such as "NCCL 0"."""
+    number: int = 0
+    """Of that collective, in its group."""
+    steps_before: int = 0
+    """Steps before that collective, which the program may be ahead of."""
 
     def changed_since(self, other: View) -> bool:
         """Return whether it has done anything since."""
-        return (self.events, self.steps, self.updates, self.progress) != (
-            other.events, other.steps, other.updates, other.progress,
-        )  # fmt: skip
+        return self.counters != other.counters
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """What grows while it goes on."""
+        return (self.events, self.steps, self.updates, self.progress, self.enqueued, self.completed)
 
     @property
     def waits(self) -> bool:
@@ -57,6 +69,8 @@ class View:
     @property
     def collective(self) -> tuple[object, ...]:
         """What tells the collective that it waits in from any other one."""
+        if self.group:
+            return (self.what, self.group, self.number, self.elements)
         return (self.what, self.collectives, self.steps, self.elements)
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
 """Holds the job's secret, where the supervisor or the user gives the ranks one."""
 HANG_TIMEOUT = "TRAINER_HANG_TIMEOUT"
 """Holds the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
+FLIGHT_RECORDER = "TRAINER_FLIGHT_RECORDER"
+"""0: PyTorch's flight recorder is not read; 1: also over Gloo, and not only over NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)

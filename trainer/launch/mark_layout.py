@@ -22,6 +22,9 @@ AT_COUNTS = AT_STATE + STATE.size
 AT_PROGRESS = AT_COUNTS + COUNTS.size
 PHASE_BYTES, AT_PHASE = 24, AT_PROGRESS + PROGRESS.size
 AT_FOLDER = AT_PHASE + PHASE_BYTES
+# When it was read, enqueued, completed; number, elements, steps before, name and group of the first one that waits.
+RECORDED = struct.Struct("<dqqqqq24s24s")
+AT_RECORDED = SIZE - RECORDED.size
 
 
 class State(IntEnum):
@@ -35,6 +38,25 @@ class State(IntEnum):
     """It waits for its data."""
     FAILED = 3
     """The collective that it had called has ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What PyTorch's flight recorder says of this rank's collectives, those of all process groups together."""
+
+    read_at: float = 0.0
+    """Seconds of the monotonic clock; 0 where no recorder is read. Who holds the interpreter's lock keeps it old."""
+    enqueued: int = 0
+    completed: int = 0
+    number: int = 0
+    """In its process group, of the first collective that is not completed."""
+    elements: int = 0
+    steps: int = 0
+    """Steps of optimizers before it."""
+    what: str = ""
+    """"gradients", "all_reduce", …; empty where none is known that is not completed."""
+    group: str = ""
+    """The process group, such as "NCCL 0"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +91,7 @@ class Mark:
     """Collectives that have ended with an error."""
     folder: str
     """Of the run's record; empty without one."""
+    recorded: Recorded
 
 
 def read_mark(record: bytes) -> Mark | None:
@@ -84,7 +107,15 @@ def read_mark(record: bytes) -> Mark | None:
         pid=pid, rank=rank, thread=thread, state=State(state), collectives=collectives, events=events,
         elements=elements, what=_text(what), is_counted=is_counted, steps=steps, updates=updates, progress=pieces,
         phase=_text(record[AT_PHASE:AT_FOLDER]), last=_text(last), last_elements=last_elements, failures=failures,
-        folder=_text(record[AT_FOLDER:]),
+        folder=_text(record[AT_FOLDER:AT_RECORDED]), recorded=_recorded(record),
+    )  # fmt: skip
+
+
+def _recorded(record: bytes) -> Recorded:
+    read_at, enqueued, completed, number, elements, steps, what, group = RECORDED.unpack_from(record, AT_RECORDED)
+    return Recorded(
+        read_at=read_at, enqueued=enqueued, completed=completed, number=number, elements=elements, steps=steps,
+        what=_text(what), group=_text(group),
     )  # fmt: skip
 
 

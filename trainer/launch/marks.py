@@ -1,8 +1,8 @@
 """Marks: what this rank does now, kept where the watcher of its host can read it while the rank itself cannot answer.
 
 The record is a file in memory (memfd), which leaves nothing on a disk, and which the watcher opens through /proc. Its
-size is fixed. Only the thread that has made it writes to it, but for `progress`. Without a record, every function here
-does nothing.
+size is fixed. Only the thread that has made it writes to it, but for `progress` and `note_recorded`. Without a record,
+every function here does nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import mmap
 import os
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,16 +24,22 @@ from trainer.launch.mark_layout import (
     AT_FOLDER,
     AT_PHASE,
     AT_PROGRESS,
+    AT_RECORDED,
     AT_STATE,
     COUNTS,
     HEAD,
     MAGIC,
     PHASE_BYTES,
     PROGRESS,
+    RECORDED,
     SIZE,
     STATE,
+    Recorded,
     State,
 )
+
+_MOST_STEPS = 64
+"""More than a rank's program is ahead of its device."""
 
 
 class _Record:
@@ -42,6 +50,7 @@ class _Record:
         self.thread = threading.get_ident()
         self.state, self.what, self.elements, self.last, self.last_elements = int(State.BETWEEN), b"", 0, b"", 0
         self.collectives = self.events = self.steps = self.updates = self.pieces = self.failures = 0
+        self.stepped_at: deque[int] = deque(maxlen=_MOST_STEPS)
         HEAD.pack_into(self._file, 0, MAGIC, os.getpid(), rank, self.thread)
 
     def set(self, state: int, what: bytes, elements: int, *, is_counted: bool = False) -> None:
@@ -68,8 +77,12 @@ class _Record:
         PROGRESS.pack_into(self._file, AT_PROGRESS, self.pieces)
 
     def folder(self, folder: str) -> None:
-        room = SIZE - AT_FOLDER
+        room = AT_RECORDED - AT_FOLDER
         struct.pack_into(f"{room}s", self._file, AT_FOLDER, folder.encode())
+
+    def recorded(self, found: Recorded) -> None:
+        counts = (found.read_at, found.enqueued, found.completed, found.number, found.elements, found.steps)
+        RECORDED.pack_into(self._file, AT_RECORDED, *counts, found.what.encode(), found.group.encode())
 
 
 _record: _Record | None = None
@@ -215,6 +228,7 @@ def note_step() -> None:
     """Note that an optimizer has stepped."""
     if (record := _own()) is not None:
         record.steps += 1
+        record.stepped_at.append(time.time_ns())
         record.count()
 
 
@@ -229,6 +243,19 @@ def progress() -> None:
     """Note that a piece of long work is done, in any thread."""
     if _record is not None:
         _record.progress()
+
+
+def note_recorded(found: Recorded) -> None:
+    """Note what the flight recorder says, in the one thread that reads it."""
+    if _record is not None:
+        _record.recorded(found)
+
+
+def steps_before(time_ns: int) -> int:
+    """Return how many steps optimizers had taken at a time of `time.time_ns`, in any thread."""
+    if _record is None:
+        return 0
+    return _record.steps - sum(stepped_at > time_ns for stepped_at in tuple(_record.stepped_at))
 
 
 def note_folder(folder: str) -> None:

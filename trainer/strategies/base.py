@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
+from trainer.hang.recorder import Recorder
 from trainer.launch.marks import note_waits
 from trainer.launch.world import World
 
@@ -110,6 +111,8 @@ class Strategy(ABC):
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
+        self.flight_recorder: Recorder | None = None
+        """Tells which collectives are not completed, where they return to Python before they are."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

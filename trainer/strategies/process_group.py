@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.hang.recorder import find_recorder
 from trainer.launch.failure import at_exit
 from trainer.launch.network import address_toward_master, choose_gloo_interface
 from trainer.launch.rendezvous import Rendezvous, init_process_group
@@ -42,6 +43,7 @@ class ProcessGroupStrategy(Strategy):
             backend = "cpu:gloo,cuda:nccl"  # objects are sent over Gloo, gradients over NCCL
             torch.cuda.set_device(world.device)
         self.is_over_nccl = world.device.type == "cuda"
+        self.flight_recorder = find_recorder(is_over_nccl=self.is_over_nccl)
         transport = "NCCL" if self.is_over_nccl else "Gloo"
         self.description = f"{self.name} over {transport}, {world}"
         self._is_ours = not dist.is_initialized()

@@ -1,0 +1,244 @@
+"""PyTorch's flight recorder: what is read of a recorded sample, when, and what it says beside the marks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.hang import ranks as ranks_module
+from trainer.hang import recorder as recorder_module
+from trainer.hang.looks import Frame
+from trainer.hang.ranks import LocalRank, own_address
+from trainer.hang.recorder import Reader, counts_of, find_recorder, first_that_waits
+from trainer.hang.views import View
+from trainer.launch import marks
+from trainer.launch.mark_layout import SIZE, Mark, Recorded, State, read_mark
+
+# Of rank 0 of two over Gloo (PyTorch 2.14.1), which has begun all_reduce 6 and broadcast 7, and rank 1 has not.
+SAMPLE: dict[str, Any] = json.loads(Path(__file__).with_name("flight_recorder.json").read_text())
+
+
+def sample(**last: Any) -> dict[str, Any]:
+    """Return the sample, with facts of the first collective that is not completed changed."""
+    trace = copy.deepcopy(SAMPLE)
+    trace["entries"][2].update(last)
+    return trace
+
+
+class Told:
+    """A recorder that says what it is told."""
+
+    def __init__(self) -> None:
+        self.trace, self.asked = sample(), list[bool]()
+
+    def __call__(self, includeCollectives: bool) -> bytes:  # noqa: N803 (PyTorch's)
+        self.asked.append(includeCollectives)
+        trace = self.trace if includeCollectives else {**self.trace, "entries": []}
+        return json.dumps(trace).encode()
+
+    def complete(self) -> None:
+        self.trace = sample(retired=True)
+        self.trace["pg_status"]["0"]["last_completed_collective"] = "6"
+
+
+@pytest.fixture
+def record() -> Iterator[int]:
+    descriptor = marks.open_record(0)
+    assert descriptor is not None
+    yield descriptor
+    marks.close_record()
+
+
+def noted(record: int) -> Recorded:
+    mark = read_mark(os.pread(record, SIZE, 0))
+    assert isinstance(mark, Mark)
+    return mark.recorded
+
+
+def test_the_first_collective_that_is_not_completed_is_found() -> None:
+    assert counts_of(SAMPLE) == {"0": (7, 5)}
+    assert first_that_waits(SAMPLE) == {
+        "number": 6, "elements": 7, "steps": 0, "what": "all_reduce", "group": "Gloo 0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        ({"profiling_name": "nccl:all_reduce"}, {"group": "NCCL 0"}),
+        ({"profiling_name": "nccl:_all_gather_base"}, {"what": "all_gather", "elements": 7}),
+        ({"profiling_name": "nccl:all_reduce_barrier"}, {"what": "barrier", "elements": 0}),
+        ({"profiling_name": "nccl:all_to_all"}, {"what": "all_to_all", "elements": 0}),  # ranks' lengths may differ
+        ({"thread_name": "pt_autograd_0"}, {"what": "gradients", "elements": 7}),
+        ({"input_sizes": [[2, 3], [5]]}, {"elements": 11}),
+        ({"retired": True}, {"number": 7, "what": "broadcast", "elements": 6}),
+        ({"state": "completed"}, {"number": 7}),  # as its events on the GPU say before the watchdog does
+        ({"is_p2p": True}, {"number": 7}),
+    ],
+)
+def test_a_collective_is_called_as_the_user_knows_it(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    told = first_that_waits(sample(**facts))
+    assert {name: told[name] for name in found} == found
+
+
+def test_where_all_are_completed_none_is_found() -> None:
+    trace = sample(retired=True)
+    trace["entries"][3]["retired"] = True
+    assert first_that_waits(trace) == {}
+    assert first_that_waits({"pg_status": {}}) == counts_of({"pg_status": {}}) == {}
+    none = {"0": {"last_enqueued_collective": "-1", "last_completed_collective": "-1"}}
+    assert counts_of({"pg_status": none}) == {"0": (0, 0)}
+
+
+def test_a_collective_belongs_to_the_step_in_which_it_was_enqueued(record: int) -> None:
+    times = []
+    for _ in range(3):
+        times.append(time.time_ns())
+        marks.note_step()
+    assert [first_that_waits(sample(time_created_ns=at))["steps"] for at in (*times, time.time_ns())] == [0, 1, 2, 3]
+
+
+def test_the_entries_are_read_once_nothing_has_changed_for_a_while(record: int) -> None:
+    told = Told()
+    reader = Reader(told, is_root=True)
+    reader.read(100.0)
+    assert noted(record) == Recorded(read_at=100.0, enqueued=7, completed=5)
+    reader.read(101.5)
+    assert told.asked == [False, False]
+    for now in (102.0, 102.5, 103.0):
+        reader.read(now)
+    assert told.asked.count(True) == 1
+    waits = Recorded(
+        read_at=103.0, enqueued=7, completed=5, number=6, elements=7, what="all_reduce", group="Gloo 0"
+    )  # fmt: skip
+    assert noted(record) == waits
+    told.complete()
+    reader.read(104.0)
+    assert noted(record) == Recorded(read_at=104.0, enqueued=7, completed=6)
+    reader.read(106.0)
+    assert noted(record).number == 7
+
+
+def test_where_nothing_waits_the_entries_are_never_read(record: int) -> None:
+    told = Told()
+    told.trace["pg_status"]["0"]["last_completed_collective"] = "7"
+    reader = Reader(told, is_root=True)
+    for now in (100.0, 110.0, 120.0):
+        reader.read(now)
+    assert told.asked == [False] * 3
+    assert noted(record) == Recorded(read_at=120.0, enqueued=7, completed=7)
+
+
+@pytest.mark.parametrize(("is_root", "lines"), [(True, 1), (False, 0)])
+def test_a_recorder_with_another_format_is_said_once_and_ends_nothing(
+    record: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_root: bool, lines: int
+) -> None:
+    monkeypatch.setattr(recorder_module, "_READ_S", 0.01)
+    told = Told()
+    del told.trace["pg_status"]
+    reader = Reader(told, is_root=is_root)
+    reader.start()
+    reader.join(5.0)
+    assert not reader.is_alive()
+    assert len(told.asked) == 1
+    assert noted(record) == Recorded()
+    assert capfd.readouterr().err.count("flight recorder is not read: KeyError: 'pg_status'") == lines
+
+
+def test_a_reader_ends_when_it_is_told_to(record: int) -> None:
+    reader = Reader(Told(), is_root=True)
+    reader.start()
+    reader.end()
+    assert not reader.is_alive()
+
+
+def test_the_recorder_is_read_over_nccl_only_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = torch._C._distributed_c10d
+    assert find_recorder(is_over_nccl=False, environ={}) is None
+    assert find_recorder(is_over_nccl=False, environ={"TRAINER_FLIGHT_RECORDER": "1"}) is c10d._dump_fr_trace_json
+    assert find_recorder(is_over_nccl=True, environ={"TRAINER_FLIGHT_RECORDER": "0"}) is None
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", Told(), raising=False)
+    assert find_recorder(is_over_nccl=True, environ={}) is c10d._dump_nccl_trace_json
+    monkeypatch.delattr(c10d, "_dump_nccl_trace_json")
+    assert find_recorder(is_over_nccl=True, environ={}) is None
+
+
+class Looked:
+    """This process as rank 0, with a stack of its choice."""
+
+    def __init__(self, record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = LocalRank(own_address(0, record, record))
+        self.frames: list[Frame] = []
+        monkeypatch.setattr(ranks_module, "main_frames", lambda *_: self.frames)
+
+    def seen(self) -> View:
+        return self.rank.with_stacks(0)
+
+
+@pytest.fixture
+def looked(record: int, monkeypatch: pytest.MonkeyPatch) -> Looked:
+    return Looked(record, monkeypatch)
+
+
+def waits(**facts: Any) -> Recorded:
+    known = {"read_at": time.monotonic(), "enqueued": 7, "completed": 5, "number": 6, "elements": 7}
+    return Recorded(**{**known, "what": "all_reduce", "group": "NCCL 0", "steps": 3, **facts})
+
+
+@pytest.mark.parametrize("state", [State.BETWEEN, State.LOADER, State.WAITING])
+def test_a_rank_whose_collective_is_not_completed_waits_in_it(looked: Looked, state: State) -> None:
+    assert marks._record is not None
+    marks._record.set(int(state), b"something", 0)
+    marks.note_recorded(waits())
+    view = looked.seen()
+    assert (view.waits, view.what, view.elements) == (True, "all_reduce", 7)
+    assert (view.group, view.number, view.steps_before, view.steps) == ("NCCL 0", 6, 3, 0)
+
+
+def test_a_rank_that_has_failed_has_failed(looked: Looked) -> None:
+    assert marks._record is not None
+    marks._record.fail(b"all_reduce")
+    marks.note_recorded(waits())
+    assert looked.seen().state == State.FAILED
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"read_at": time.monotonic() - 3.0},  # since then another thread may hold the interpreter's lock
+        {"what": "", "completed": 7},
+        {"read_at": 0.0},
+    ],
+)
+def test_what_is_old_or_completed_makes_nobody_wait(looked: Looked, facts: dict[str, Any]) -> None:
+    marks.note_recorded(waits(**facts))
+    view = looked.seen()
+    assert (view.waits, view.group) == (False, "")
+
+
+def test_in_a_backward_pass_nobody_waits_for_others_where_all_collectives_are_completed(looked: Looked) -> None:
+    looked.frames = [Frame("/x/site-packages/torch/autograd/graph.py", 1, "run")]
+    marks.note_recorded(waits(what="", completed=7))
+    assert not looked.seen().waits
+    marks.note_recorded(waits(what="", completed=7, read_at=time.monotonic() - 3.0))
+    assert looked.seen().what == "gradients"  # as without a recorder
+    marks.note_recorded(Recorded())
+    assert looked.seen().what == "gradients"
+
+
+def test_collectives_that_are_completed_are_progress(looked: Looked) -> None:
+    before = looked.rank.view()
+    marks.note_recorded(waits())
+    after = looked.rank.view()
+    assert after.changed_since(before)
+    marks.note_recorded(waits())  # read again
+    assert not looked.rank.view().changed_since(after)
+    assert not looked.seen().changed_since(after)  # nor does a look make any
