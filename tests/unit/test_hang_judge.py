@@ -102,6 +102,45 @@ def test_where_all_wait_for_the_same_nobody_is_blamed() -> None:
     assert "all ranks wait for the gradients of step 8, and none of them is missing" in told.first
 
 
+def recorded(rank: int, what: str = "gradients", **facts: Any) -> View:
+    """A rank that waits by the flight recorder."""
+    return waiting(rank, what, **{"group": "NCCL 0", "number": 61, "steps_before": 7, **facts})
+
+
+def test_a_collective_of_the_flight_recorder_is_named_by_the_step_that_it_is_of() -> None:
+    views = [recorded(0, steps=9), absent(1, enqueued=60, completed=60), recorded(2)]
+    told = judged(host("a", *views))  # the program of rank 0 is ahead of its device
+    assert (told.culprits, told.is_sure) == ((1,), True)
+    assert "ranks 0, 2 wait for the gradients of step 8" in told.lines
+    told = judged(host("a", recorded(0, "all_reduce", elements=1000, steps=9), absent(1)))
+    assert "did not come to all_reduce of 1,000 elements (NCCL's collective 61, after step 7)" in told.first
+    assert "broadcast at the start" in judged(host("a", recorded(0, "broadcast", steps_before=0), absent(1))).first
+
+
+def test_ranks_at_other_places_of_their_programs_wait_in_the_same_collective() -> None:
+    told = judged(host("a", recorded(0, steps=8, collectives=5), recorded(1), recorded(2, phase="saving")))
+    assert (told.culprits, told.is_sure) == ((), False)
+
+
+@pytest.mark.parametrize("other", [{"what": "barrier"}, {"number": 62}, {"elements": 11}])
+def test_the_rank_in_another_collective_of_a_process_group_is_the_cause(other: dict[str, Any]) -> None:
+    assert judged(host("a", recorded(0), recorded(1, **{"what": "gradients", **other}), recorded(2))).culprits == (1,)
+    assert judged(host("a", recorded(0), waiting(1, "barrier"), recorded(2))).culprits == (1,)
+
+
+def test_collectives_of_different_process_groups_blame_nobody() -> None:
+    views = [recorded(0), recorded(1, group="NCCL 1", number=9), recorded(2), recorded(3)]
+    told = judged(host("a", *views))
+    assert (told.culprits, told.is_sure) == ((), False)
+    told = judged(host("a", *views, absent(4)))
+    assert told.culprits == (4,)
+
+
+def test_ranks_that_all_compute_on_their_gpus_are_left_alone() -> None:
+    views = [absent(rank, enqueued=60, completed=60, cpu=1.0) for rank in range(3)]
+    assert judge([host("a", *views)], 31.4) is None
+
+
 def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
     assert judge([host("a", absent(0), absent(1))], 31.4) is None
 
@@ -172,7 +211,7 @@ def test_a_view_is_the_same_after_its_way() -> None:
     assert view_from({**view.as_dict(), "frames": ["one", "two"]}) == view
 
 
-@pytest.mark.parametrize("counter", ["events", "steps", "updates", "progress"])
+@pytest.mark.parametrize("counter", ["events", "steps", "updates", "progress", "enqueued", "completed"])
 def test_whatever_a_rank_counts_is_progress(counter: str) -> None:
     assert replace(View(rank=0), **{counter: 5}).changed_since(View(rank=0))  # type: ignore[arg-type]
     assert not View(rank=0, state=State.WAITING, cpu=0.5).changed_since(View(rank=0))

@@ -1,7 +1,8 @@
 """From views of all ranks to a verdict: which of them keep the others waiting. No processes, no clock.
 
 A rank that waits in no collective while others do is absent: it is the cause, whatever those that wait look like. Where
-all wait, the cause is the smaller part of them that waits in another collective than the rest.
+all wait, the cause is the smaller part of them that waits in another collective than the rest. Collectives of different
+process groups do not compare: ranks of one may wait for those of another.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     if absent:
         return _say(hosts, waiting, _surest(absent, views), idle_s)
     groups = Counter(view.collective for view in waiting.values())
-    if len(groups) == 1:
+    process_groups = {view.group for view in waiting.values()} - {""}
+    if len(groups) == 1 or len(process_groups) > 1:
         return _say(hosts, waiting, {}, idle_s)
     (most, most_of), (_, next_of) = groups.most_common(2)
     different = {rank: "" for rank, view in waiting.items() if view.collective != most or most_of == next_of}
@@ -113,7 +115,8 @@ def _shown(frames: Sequence[str]) -> list[str]:
 
 def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], others: Mapping[int, View]) -> str:
     if not blamed:
-        return f"all ranks wait for {name(next(iter(others.values())))}, and none of them is missing"
+        names = list(by_collective(others))
+        return f"all ranks wait for {names[0] if len(names) == 1 else 'others'}, and none of them is missing"
     who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:MOST_NAMED])
     if not others:
         return f"{who} wait in different collectives"
@@ -147,11 +150,14 @@ def name(view: View) -> str:
         return f"the checkpoint ({view.what})"
     if view.phase == "evaluation" and view.what != "gradients":
         return f"the evaluation ({view.what})"
+    steps = view.steps_before if view.group else view.steps
     if view.what == "gradients":
-        return f"the gradients of step {view.steps + 1}"
+        return f"the gradients of step {steps + 1}"
     elements = f" of {view.elements:,} elements" if view.elements else ""
-    start = " at the start" if view.steps == 0 else ""
-    return f"{view.what}{elements}{start} (collective {view.collectives + 1}, after step {view.steps})"
+    start = " at the start" if steps == 0 else ""
+    backend = view.group.partition(" ")[0]
+    which = f"{backend}'s collective {view.number}" if backend else f"collective {view.collectives + 1}"
+    return f"{view.what}{elements}{start} ({which}, after step {steps})"
 
 
 def by_collective(waiting: Mapping[int, View]) -> dict[str, list[int]]:

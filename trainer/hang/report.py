@@ -74,5 +74,6 @@ def _facts(view: View) -> str:
         "state": view.state, "waits for": view.what, "collectives": view.collectives, "steps": view.steps,
         "updates": view.updates, "elements": view.elements, "phase": view.phase, "process": view.process,
         "main thread's share of a processor": round(view.cpu, 2),
+        **({"enqueued": view.enqueued, "completed": view.completed} if view.enqueued else {}),
     }  # fmt: skip
     return ", ".join(f"{name} {value}" for name, value in facts.items())
