@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 import trainer
@@ -79,6 +82,16 @@ def value_of(run: trainer.Run, length: int = 10) -> None:
     run.strategy.all_reduce(torch.ones(length, device=run.device))
 
 
+def value_as_over_nccl(run: trainer.Run, length: int = 10) -> None:
+    """All-reduce as over NCCL: the call returns at once, and something in C waits for it without Python's lock."""
+    work = dist.all_reduce(torch.ones(length), async_op=True)
+    assert work is not None
+    usleep = ctypes.CDLL(None).usleep
+    while not work.is_completed():
+        usleep(10_000)
+    work.wait()
+
+
 FAULTS = (
     "none",
     "sleeps",
@@ -94,7 +107,7 @@ FAULTS = (
 )
 
 
-def make_fault(fault: str, run: trainer.Run) -> None:
+def make_fault(fault: str, run: trainer.Run, value: Callable[..., None]) -> None:
     """Do what the faulty rank does in place of one step's all-reduce, or beside it."""
     if fault not in ("backward", "loader"):
         tell()
@@ -105,13 +118,13 @@ def make_fault(fault: str, run: trainer.Run) -> None:
     elif fault == "stopped":
         stop()
     elif fault == "one-too-many":
-        value_of(run)
+        value(run)
     elif fault == "cut-off":
         cut_off()
     elif fault == "exits":
         sys.exit(0)
     if fault != "skips":
-        value_of(run, 11 if fault == "shape" else 10)
+        value(run, 11 if fault == "shape" else 10)
 
 
 def parse() -> argparse.Namespace:
@@ -123,6 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hang-timeout", type=float)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--values", type=int, default=1, help="all-reduces of the loop's own in each step")
+    parser.add_argument("--as-over-nccl", action="store_true", help="these return before they are done")
     return parser.parse_args()
 
 
@@ -130,6 +144,7 @@ def main() -> None:
     args = parse()
     run = trainer.init(args.strategy, device=args.device, hang_timeout_s=args.hang_timeout)
     is_faulty = run.rank == args.rank
+    value = value_as_over_nccl if args.as_over_nccl else value_of
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = run.loader(Slow(is_faulty and args.fault == "loader", args.step), batch_size=4)
@@ -140,10 +155,11 @@ def main() -> None:
         loss = F.cross_entropy(forward(inputs), targets)
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
-            make_fault(args.fault, run)
+            make_fault(args.fault, run, value)
         elif args.values:
-            value_of(run)
+            value(run)
         optimizer.step()
+        loss.item()  # where a rank waits for its GPU, as in most loops
         optimizer.zero_grad()
         time.sleep(0.01)
     run.print("trained")

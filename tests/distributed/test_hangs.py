@@ -61,6 +61,15 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(strategy: str, fault: s
     check(run_trial(strategy, fault, 4.0))
 
 
+@pytest.mark.parametrize(
+    "fault", ["sleeps", *(pytest.param(one, marks=pytest.mark.slow) for one in ("spins", "loader"))]
+)
+def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells_who_waits(fault: str) -> None:
+    trial = run_trial("ddp", fault, 4.0, ("--as-over-nccl",), {"TRAINER_FLIGHT_RECORDER": "1"})
+    check(trial)
+    assert re.search(r"rank 1 on \S+ did not come to all_reduce of \d+ elements \(Gloo's collective \d+", trial.output)
+
+
 @pytest.mark.parametrize(("strategy", "fault"), cases(errors=True))
 def test_a_job_that_ends_because_its_ranks_differ_names_the_one_that_does(strategy: str, fault: str) -> None:
     trial = run_trial(strategy, fault, 30.0)
