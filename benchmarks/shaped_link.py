@@ -18,39 +18,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, TrainerError
+from benchmarks.links import LINKS, ON_A, ROOT, check_links, output, shaped
 from trainer.files import check_writable, write_atomically
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 
-ROOT = Path(__file__).resolve().parent.parent
-NODES = ("a", "b")
 TOLERANCE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """Properties of the link between the nodes."""
+class Job:
+    """What is trained on a link."""
 
-    rate: str | None = None
-    """In tc's notation, in each direction."""
-    delay_ms: float | None = None
-    """In each direction."""
     network: str = "large"
     """Network of examples/mnist.py."""
-    steps: int = 20
+    steps: int
 
 
-LINKS = {
-    "unlimited": Link(steps=40),
-    "1gbit": Link(rate="1gbit", steps=40),
-    "100mbit": Link(rate="100mbit", steps=10),
-    "20ms": Link(delay_ms=20, network="default", steps=20),
+JOBS = {
+    "unlimited": Job(steps=40),
+    "1gbit": Job(steps=40),
+    "100mbit": Job(steps=10),
+    "20ms": Job(network="default", steps=20),
 }
 
 
@@ -62,7 +55,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     for name in options.only:
         with shaped(LINKS[name]):
-            found[name] = measure(name, LINKS[name], options)
+            found[name] = measure(name, JOBS[name], options)
         write_atomically(options.json, json.dumps(found, indent=1) + "\n")
     errors = [one for name, result in found.items() for one in compare(name, result)]
     print("\n".join(["", "| link | strategy | value | predicted | measured | error |", "|---|---|---|---|---|---|"]))
@@ -74,7 +67,7 @@ def main() -> int:
     return int(len(within) < len(errors) or bool(failed) or not errors)
 
 
-def measure(name: str, one: Link, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, one: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Run the scaling test on node a; return its JSON."""
     folder = f"runs/shaped-{name}"
     command = [
@@ -84,14 +77,13 @@ def measure(name: str, one: Link, options: argparse.Namespace) -> dict[str, Any]
         *["--output", "none", "--lr", "0.001"],
     ]
     print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(command)}", file=sys.stderr, flush=True)
-    on_a = ["docker", "compose", "exec", "-T", "a"]
-    _output(*on_a, "rm", "-rf", folder)  # the results of an earlier run
+    output(*ON_A, "rm", "-rf", folder)  # the results of an earlier run
     try:
-        ended = subprocess.run([*on_a, *command], cwd=ROOT, check=False)
+        ended = subprocess.run([*ON_A, *command], cwd=ROOT, check=False)
     except KeyboardInterrupt:  # which reaches only the client
-        _output(*on_a, "pkill", "-f", "scaling_test.py")
+        output(*ON_A, "pkill", "-f", "scaling_test.py")
         raise
-    result: dict[str, Any] = json.loads(_output(*on_a, "cat", f"{folder}/scaling.json"))
+    result: dict[str, Any] = json.loads(output(*ON_A, "cat", f"{folder}/scaling.json"))
     if ended.returncode and not result["problems"]:
         result["problems"].append(f"scaling_test.py ended early, with code {ended.returncode}")
     return result
@@ -132,52 +124,6 @@ def compare(name: str, result: dict[str, Any]) -> Iterator[Prediction]:
         yield Prediction(link=name, strategy=tried["strategy"], value=f"{option}, ×", predicted=gain, measured=seen)
 
 
-@contextmanager
-def shaped(link: Link) -> Iterator[None]:
-    """Shape the link between the nodes, and restore it at the end."""
-    line = None
-    try:
-        for node in NODES if link.rate else ():
-            # Up to 20 ms of data may wait, as in a switch with a large buffer; more is dropped.
-            rule = ["tbf", "rate", link.rate or "", "burst", "128kb", "latency", "20ms"]
-            _in_network_of(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *rule)
-        if link.delay_ms:
-            line = subprocess.Popen(
-                [sys.executable, str(ROOT / "benchmarks/delay_line.py"), _pid("b"), str(link.delay_ms)],
-                stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            if line.stdout is None or not line.stdout.readline():
-                raise TrainerError("delay_line.py does not start")
-        yield
-        if line is not None and line.poll() is not None:
-            raise TrainerError("delay_line.py ended before the measurement did, so the results are not valid")
-    finally:
-        if line is not None:
-            line.terminate()
-            line.wait()
-        for node in NODES if link.rate else ():
-            with suppress(TrainerError):  # which fails where the rule was not set
-                _in_network_of(node, "tc", "qdisc", "del", "dev", "eth0", "root")
-
-
-def _in_network_of(node: str, *command: str) -> None:
-    _output("nsenter", "--target", _pid(node), "--net", *command)
-
-
-def _pid(node: str) -> str:
-    container = _output("docker", "compose", "ps", "--format", "{{.Name}}", node).strip()
-    if not container:
-        raise TrainerError(f"node {node} does not run; start it with `docker compose up --build -d`")
-    return _output("docker", "inspect", "--format", "{{.State.Pid}}", container).strip()
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise TrainerError(f"{' '.join(command)} failed: {error}") from None
-
-
 def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -189,8 +135,7 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--json", type=Path, default=Path("shaped-link.json"), metavar="FILE", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    if strange := [name for name in options.only if name not in LINKS]:
-        raise ConfigError(f"--only has {strange[0]!r}; valid are {', '.join(LINKS)}")
+    check_links(options.only)
     return options
 
 
