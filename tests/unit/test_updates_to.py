@@ -22,11 +22,6 @@ def test_the_table_has_medians_ranges_and_what_was_missed() -> None:
     ]
 
 
-def test_settings_are_those_of_init() -> None:
-    assert updates_to._settings_from("sync_every=8,outer_lr=0.7") == {"sync_every": 8, "outer_lr": 0.7}
-    assert updates_to._settings_from("compression=powersgd:4") == {"compression": "powersgd:4"}
-
-
 def test_a_training_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ended = Finished(code=1, stdout="", stderr="no such setting\n", seconds=1.0)
     monkeypatch.setattr(updates_to, "run", lambda *_, **__: ended)

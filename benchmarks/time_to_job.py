@@ -1,0 +1,276 @@
+"""Trains a network until its test score has reached a target, as a rank of a job that benchmarks/time_to.py starts.
+
+    torchrun --nproc-per-node 4 benchmarks/time_to_job.py language_model --settings sync_every=8
+
+It imports nothing else from benchmarks/, because time_to.py copies this file alone to the nodes.
+benchmarks/updates_to.py trains with it, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import trainer
+from examples.datasets import load_dataset
+from examples.datasets.text import STANDARD_LIBRARY, load_text
+from examples.mnist import LargeNetwork
+from examples.transformer import SIZES, Transformer, parameter_groups
+
+EVERY, WARM_UP = 16, 20
+"""Updates from one evaluation to the next, and of the learning rate's warm-up."""
+RESULT = "time-to: "
+_LENGTH, _TEXT_BYTES, _TEST_WINDOWS = 64, 4_000_000, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A network with its data, its recipe and its target."""
+
+    network: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    data: Callable[[trainer.Run, Path], tuple[trainer.InMemory, trainer.InMemory]]
+    """Returns the training and the test set; collective."""
+    score: Callable[[Tensor, Tensor], Tensor]
+    """Of logits (n, classes) and targets (n,), summed over them."""
+    target: float
+    is_loss: bool
+    """Whether the score falls."""
+    score_unit: str
+    items: tuple[int, str]
+    """What a sample counts as in the throughput, and its unit."""
+    batch: int
+    """Samples of a rank."""
+    updates: int
+    """Length of the learning rate's schedule, and the most updates."""
+    clip_norm: float | None = None
+
+    def reached(self, score: float, target: float) -> bool:
+        """Return whether a score is as good as the target."""
+        return score <= target if self.is_loss else score >= target
+
+
+def _mnist(handle: trainer.Run, data_dir: Path) -> tuple[trainer.InMemory, trainer.InMemory]:
+    return load_dataset("mnist", data_dir, handle.world, handle.all_gather)
+
+
+def _text(handle: trainer.Run, data_dir: Path) -> tuple[trainer.InMemory, trainer.InMemory]:
+    train, test = load_text(STANDARD_LIBRARY, _LENGTH, _TEXT_BYTES)
+    few = slice(_TEST_WINDOWS)
+    return (
+        trainer.InMemory(train.inputs.long(), train.targets.long()),
+        trainer.InMemory(test.inputs[few].long(), test.targets[few].long()),
+    )
+
+
+TASKS = {
+    "mnist": Task(
+        network=LargeNetwork,
+        optimizer=lambda network: SGD(network.parameters(), lr=0.2, momentum=0.9),
+        data=_mnist,
+        score=lambda logits, targets: 100 * (logits.argmax(1) == targets).sum(),
+        target=98.0,
+        is_loss=False,
+        score_unit="%",
+        items=(1, "samples/s"),
+        batch=100,
+        updates=450,
+    ),
+    "language_model": Task(
+        network=lambda: Transformer(*SIZES["3m"], _LENGTH),
+        optimizer=lambda network: AdamW(parameter_groups(network, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95)),
+        data=_text,
+        score=lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum") / math.log(2),
+        target=3.1,
+        is_loss=True,
+        score_unit="bits/byte",
+        items=(_LENGTH, "bytes/s"),
+        batch=4,
+        updates=300,
+        clip_norm=1.0,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result of one training."""
+
+    updates: int
+    """In all."""
+    reached: int | None
+    """Updates to the target; None where it was not reached."""
+    seconds: float
+    """Of the training, without the evaluations."""
+    score: float
+    """At the end."""
+    per_s: float
+    """Samples or bytes of all ranks in a second, after the first evaluation; before it, updates may be sent whole."""
+
+
+def main() -> int:
+    trainer.report_failures()
+    options = _parse_args()
+    handle = trainer.init("ddp", seed=options.seed, **parse_settings(options.settings))
+    task = TASKS[options.network]
+    target = task.target if options.to is None else options.to
+    result = train(task, handle, options.data_dir, seed=options.seed, target=target, limit=options.limit)
+    handle.print(RESULT + json.dumps(asdict(result)))
+    handle.close()
+    return 0
+
+
+def train(
+    task: Task,
+    handle: trainer.Run,
+    data_dir: Path,
+    *,
+    seed: int,
+    target: float,
+    limit: int | None = None,
+    ends_at_target: bool = True,
+) -> Result:
+    """Train with an evaluation every `EVERY` updates. Collective.
+
+    Args:
+        limit: most updates, where it is less than the task's.
+    """
+    data, test = task.data(handle, data_dir)
+    torch.manual_seed(seed)
+    network = task.network()
+    model, optimizer = handle.prepare(network, task.optimizer(network))
+    loader, test_loader = handle.loader(data, task.batch), handle.loader(test, 1000, training=False)
+    schedule = _schedule(optimizer, task.updates)
+    # Only sync_every lets the ranks' weights differ; the mean of 25 MB takes seconds on a slow link.
+    tested = copy.deepcopy(network) if handle.config.sync_every > 1 else network
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    clock, reached = Clock(handle, task.batch * handle.world_size * task.items[0]), None
+    number = 0
+    for inputs, targets in itertools.islice(batches, min(limit or task.updates, task.updates)):
+        number += 1
+        optimizer.zero_grad()
+        handle.backward(_loss(model(inputs), targets))
+        if task.clip_norm is not None:
+            handle.clip_grad_norm_(model, task.clip_norm)
+        optimizer.step()
+        schedule.step()
+        if number % EVERY == 0:
+            clock.stop(number)
+            score = evaluate(task, handle, network, tested, test_loader)
+            _report(handle, f"{number} updates, {clock.seconds:.1f} s: {score:.2f} {task.score_unit}")
+            if reached is None and task.reached(score, target):
+                reached = number
+                if ends_at_target:
+                    break
+            clock.start()
+    else:
+        clock.stop(number)
+        handle.average_weights()
+        score = evaluate(task, handle, network, tested, test_loader)
+    return Result(updates=number, reached=reached, seconds=clock.seconds, score=score, per_s=clock.per_s)
+
+
+class Clock:
+    """Measures the time of training on the slowest rank, without that of the evaluations. Collective.
+
+    Args:
+        size: of an update, in the unit of the throughput.
+    """
+
+    def __init__(self, handle: trainer.Run, size: int) -> None:
+        self.seconds = 0.0
+        self._handle, self._size = handle, size
+        self._stops: list[tuple[int, float]] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count, on all ranks at once."""
+        self._handle.barrier()
+        self._started = time.perf_counter()
+
+    def stop(self, updates: int) -> None:
+        """Add the seconds since `start`, of the rank with the most of them."""
+        self.seconds += max(self._handle.all_gather(time.perf_counter() - self._started))
+        self._stops.append((updates, self.seconds))
+
+    @property
+    def per_s(self) -> float:
+        """Return the throughput after the first stop, or to it where it is the only one."""
+        (first, to_first), (last, to_last) = self._stops[0], self._stops[-1]
+        return self._size * (last - first) / (to_last - to_first) if last > first else self._size * first / to_first
+
+
+def evaluate(task: Task, handle: trainer.Run, network: nn.Module, tested: nn.Module, loader: trainer.Loader) -> float:
+    """Return the mean test score of the mean of the ranks' weights, which stay as they are. Collective.
+
+    Args:
+        tested: gets the mean; `network` itself where all ranks have the same weights.
+    """
+    total, count = 0.0, 0
+    with torch.no_grad():
+        if tested is not network:
+            for mean, own in zip(tested.parameters(), network.parameters(), strict=True):
+                mean.copy_(handle.all_reduce(own.detach(), "mean"))
+        for inputs, targets in loader:
+            total += float(task.score(tested(inputs).flatten(0, -2), targets.flatten()))
+            count += targets.numel()
+    return float(handle.all_reduce(total, "sum") / handle.all_reduce(count, "sum"))
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the settings of `trainer.init` in a text such as "sync_every=8,outer_lr=0.7"."""
+    settings: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    return settings
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _schedule(optimizer: Optimizer, updates: int) -> SequentialLR:
+    warm_up, cosine = LinearLR(optimizer, 0.1, total_iters=WARM_UP), CosineAnnealingLR(optimizer, updates - WARM_UP)
+    return SequentialLR(optimizer, [warm_up, cosine], [WARM_UP])
+
+
+def _report(handle: trainer.Run, line: str) -> None:
+    if handle.is_root:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("network", choices=TASKS)
+    add("--settings", default="compression=none", help="of trainer.init (default: %(default)s)")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of MNIST (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    add("--to", type=float, metavar="SCORE", help="target (default: the network's)")
+    add("--limit", type=int, metavar="N", help="end after so many updates (default: the network's)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
