@@ -267,6 +267,7 @@ UNTESTED = {
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_updates_to.py"
     ),
+    "python benchmarks/time_to.py": "an hour and a half; slows the network down; tests/distributed/test_time_to.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--strategy ddp --network large --epochs 1 --output none --lr 0.001 --compression powersgd:8": (
