@@ -166,7 +166,7 @@ class _TwoRanks:
 
 
 def test_the_clock_counts_the_slowest_rank_and_leaves_the_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 9.0, 50.0, 54.0])  # start, stop, start, stop
+    moments = iter([1.0, 10.0, 50.0, 54.0])  # start, stop, start, stop
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     clock = Clock(_TwoRanks(), 400)  # type: ignore[arg-type]
     clock.stop(16)
