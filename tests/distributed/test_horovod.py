@@ -81,6 +81,7 @@ print(f"own is {'kept' if own == (slice_ns(0), slack_ns(os.getpid())) else 'chan
 """
 
 
+@pytest.mark.needs("root")  # to read another thread's timer slack
 @pytest.mark.parametrize("launcher", ["horovodrun-mpi", pytest.param("horovodrun-gloo", marks=pytest.mark.slow)])
 def test_horovods_threads_run_soon_after_they_wake_and_the_scripts_own_are_left_alone(launcher: str) -> None:
     outcome = run_job(launcher, 2, ["-c", _THREADS], timeout_s=60)
