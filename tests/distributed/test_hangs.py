@@ -70,6 +70,14 @@ def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells
     assert re.search(r"rank 1 on \S+ did not come to all_reduce of \d+ elements \(Gloo's collective \d+", trial.output)
 
 
+def test_a_healthy_job_whose_flight_recorder_is_read_is_left_alone() -> None:
+    trial = run_trial("ddp", "none", 4.0, ("--as-over-nccl",), {"TRAINER_FLIGHT_RECORDER": "1"})
+    assert trial.code == 0, trial.output
+    assert "trained" in trial.output
+    assert "hang" not in trial.output
+    assert trial.left == ()
+
+
 @pytest.mark.parametrize(("strategy", "fault"), cases(errors=True))
 def test_a_job_that_ends_because_its_ranks_differ_names_the_one_that_does(strategy: str, fault: str) -> None:
     trial = run_trial(strategy, fault, 30.0)

@@ -122,10 +122,19 @@ def test_ranks_at_other_places_of_their_programs_wait_in_the_same_collective() -
     assert (told.culprits, told.is_sure) == ((), False)
 
 
-@pytest.mark.parametrize("other", [{"what": "barrier"}, {"number": 62}, {"elements": 11}])
+@pytest.mark.parametrize("other", [{"what": "barrier"}, {"elements": 11}])
 def test_the_rank_in_another_collective_of_a_process_group_is_the_cause(other: dict[str, Any]) -> None:
     assert judged(host("a", recorded(0), recorded(1, **{"what": "gradients", **other}), recorded(2))).culprits == (1,)
     assert judged(host("a", recorded(0), waiting(1, "barrier"), recorded(2))).culprits == (1,)
+
+
+@pytest.mark.parametrize("ahead", [(1,), (1, 2)])
+def test_a_rank_that_was_done_with_a_collective_earlier_is_not_the_cause(ahead: tuple[int, ...]) -> None:
+    views = [recorded(rank, number=62 if rank in ahead else 61) for rank in range(4)]
+    told = judged(host("a", *views))
+    assert (told.culprits, told.is_sure) == ((), False)
+    told = judged(host("a", *views, recorded(4, number=61, elements=11)))
+    assert told.culprits == (4,)
 
 
 def test_collectives_of_different_process_groups_blame_nobody() -> None:

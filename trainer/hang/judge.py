@@ -57,13 +57,25 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     absent = {rank: {**missing, **seen}.get(rank, UNWATCHED) for rank in ranks if rank not in waiting}
     if absent:
         return _say(hosts, waiting, _surest(absent, views), idle_s)
-    groups = Counter(view.collective for view in waiting.values())
-    process_groups = {view.group for view in waiting.values()} - {""}
-    if len(groups) == 1 or len(process_groups) > 1:
-        return _say(hosts, waiting, {}, idle_s)
-    (most, most_of), (_, next_of) = groups.most_common(2)
-    different = {rank: "" for rank, view in waiting.items() if view.collective != most or most_of == next_of}
-    return _say(hosts, waiting, dict(sorted(different.items())), idle_s)
+    return _say(hosts, waiting, dict.fromkeys(_different(waiting), ""), idle_s)
+
+
+def _different(waiting: Mapping[int, View]) -> list[int]:
+    """Return the ranks that wait in another collective than most of those that they compare with; all of two halves."""
+    process_groups = {view.group for view in waiting.values()}
+    if len(process_groups - {""}) > 1:
+        return []
+    # Whoever has a larger number has been through what the others wait in: its part of that was only done earlier.
+    is_numbered = "" not in process_groups
+    places: dict[int, dict[int, View]] = {}
+    for rank, view in waiting.items():
+        places.setdefault(view.number if is_numbered else 0, {})[rank] = view
+    different = []
+    for views in places.values():
+        groups = Counter(view.collective for view in views.values()).most_common(2)
+        is_tie = len(groups) > 1 and groups[0][1] == groups[1][1]
+        different += [rank for rank, view in views.items() if is_tie or view.collective != groups[0][0]]
+    return sorted(different)
 
 
 def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:

@@ -163,6 +163,11 @@ def waits_in(frames: list[Frame], cpu: float, *, is_recorded: bool = False) -> s
         is_recorded: whether the flight recorder tells that no collective waits. In the backward pass the main thread
             then waits for a thread of autograd's, and that one for nobody else.
     """
-    if not frames or ((cpu > 0.2 or is_recorded) and frames[0].path.endswith("/torch/autograd/graph.py")):
+    if not frames or ((cpu > 0.2 or is_recorded) and is_in_backward(frames)):
         return ""
     return waits_for(frames[0].path)
+
+
+def is_in_backward(frames: list[Frame]) -> bool:
+    """Return whether autograd has been called last: it computes, or waits for its threads, one a GPU."""
+    return bool(frames) and frames[0].path.endswith("/torch/autograd/graph.py")

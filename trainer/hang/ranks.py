@@ -23,6 +23,7 @@ from trainer.hang.looks import (
     children_cpu_s,
     compiles,
     is_debugged,
+    is_in_backward,
     look,
     main_frames,
     read_stacks,
@@ -156,7 +157,8 @@ class LocalRank:
             return replace(view, excuse="debugger")
         if compiles(all_frames(stacks)):  # of a backward pass on a GPU, autograd's thread does
             return replace(view, excuse="compiles")
-        is_at_work = view.phase == SAVING or saves(frames) or self._works() or self._children_work
+        is_at_work = view.phase == SAVING or saves(frames) or is_in_backward(frames)
+        is_at_work = is_at_work or self._works() or self._children_work
         return replace(view, excuse=WORKS if is_at_work and not view.waits else "")
 
     def _with_wait(self, view: View, frames: list[Frame]) -> View:

@@ -77,19 +77,32 @@ def first_that_waits(trace: Any) -> dict[str, Any]:
     Raises:
         LookupError, TypeError, ValueError: it has another format.
     """
-    for entry in sorted(trace.get("entries", ()), key=lambda one: int(one["record_id"])):
-        if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
+    entries = sorted(trace.get("entries", ()), key=lambda one: int(one["record_id"]))
+    completed: dict[str, int] = {}
+    for entry in entries:
+        if _is_completed(entry) and not entry["is_p2p"]:
+            completed[str(entry["pg_id"])] = int(entry["collective_seq_id"])
+    for entry in entries:
+        is_p2p, number = bool(entry["is_p2p"]), int(entry["collective_seq_id"])
+        # Of a coalesced collective only the last entry is marked. A group's collectives are completed in their order.
+        if _is_completed(entry) or (not is_p2p and number <= completed.get(str(entry["pg_id"]), 0)):
             continue
         backend, _, name = str(entry["profiling_name"]).rpartition(":")
         is_gradient = str(entry.get("thread_name", "")).startswith(_BACKWARD_THREADS)
+        group = f"{_BACKENDS.get(backend, backend)} {entry['process_group'][0]}"
         return {
-            "number": int(entry["collective_seq_id"]),
+            "number": int(entry["p2p_seq_id"]) if is_p2p else number,
             "elements": sum(math.prod(map(int, shape)) for shape in entry["input_sizes"]) * (name in _SAME_LENGTH),
             "steps": steps_before(int(entry["time_created_ns"])),
             "what": "gradients" if is_gradient else _NAMES.get(name, name),
-            "group": f"{_BACKENDS.get(backend, backend)} {entry['process_group'][0]}",
+            # Messages between two ranks do not compare with what all of a group take part in.
+            "group": f"{group}, {name}" if is_p2p else group,
         }
     return {}
+
+
+def _is_completed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 class Reader(threading.Thread):
@@ -117,8 +130,9 @@ class Reader(threading.Thread):
         counts = counts_of(json.loads(self._recorder(includeCollectives=False)))
         if counts != self._counts:
             self._counts, self._since, self._first = counts, now, None
-        is_waiting = any(enqueued > completed for enqueued, completed in counts.values())
-        if is_waiting and self._first is None and now - self._since >= _SETTLED_S:
+        # Also where all that is counted is completed: a collective is counted when its call has returned, and recorded
+        # when it begins.
+        if counts and self._first is None and now - self._since >= _SETTLED_S:
             self._first = first_that_waits(json.loads(self._recorder(includeCollectives=True)))
         enqueued, completed = (sum(numbers) for numbers in zip(*counts.values(), strict=True)) if counts else (0, 0)
         # With the time before the reading: what was read is at least as new.

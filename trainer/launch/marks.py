@@ -82,7 +82,8 @@ class _Record:
 
     def recorded(self, found: Recorded) -> None:
         counts = (found.read_at, found.enqueued, found.completed, found.number, found.elements, found.steps)
-        RECORDED.pack_into(self._file, AT_RECORDED, *counts, found.what.encode(), found.group.encode())
+        # In one piece: `pack_into` writes zeros first, which a watcher would take for progress.
+        self._file[AT_RECORDED:] = RECORDED.pack(*counts, found.what.encode(), found.group.encode())
 
 
 _record: _Record | None = None
