@@ -266,7 +266,7 @@ def predict(
     window = rank.window * slowdown if overlaps else 0.0
     exposed = max(exchange / messages, exchange - window) / rank.accumulate
     exchange /= rank.accumulate
-    if together is not None:
+    if together is not None and not overlaps:  # there, both were measured one after the other
         exposed = min(exposed, max(0.0, together - compute))
         waiting = max(0.0, together - compute - exposed)
     else:

@@ -85,7 +85,7 @@ class Results:
         """Return the seconds of a core between two exchanges of a run whose ranks share cores; None for any other."""
         timing = run.timing
         rank = self._rank(run.batch, timing["threads"]) if timing else None
-        if timing is None or rank is None:
+        if timing is None or rank is None or timing["threads"] > 1:  # the measurement computes with one
             return None
         on_cpu = run.shape.ranks * timing["threads"] / (timing["cores"] * timing["machines"])
         return (rank.input + rank.compute) * rank.accumulate if self._threads_per_core(on_cpu) > 1 else None

@@ -12,22 +12,16 @@ from typing import Any
 import pytest
 import scaling_test
 from scaling.advice import Known, Measured, advise, summarize
-from scaling.jobs import Host, JobError, Plan, parse_hosts, parse_shapes
+from scaling.jobs import parse_hosts, parse_shapes
 from scaling.low_rank import LowRank, measure_low_rank
-from scaling.models import MODELS, Link, Network, Shape, model_of
+from scaling.models import MODELS, Network, Shape, model_of
 from scaling.report import draw, render_text, tables, write_json, write_page
 from scaling.results import Results
 from scaling.runs import Run, Trial
 from tqdm import tqdm
 
+from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
 from trainer.errors import ConfigError
-
-SLOW, FAST = (  # 100 Mbit/s, 80 Gbit/s
-    Link(((0, 1e-3), (10**9, 1e-3 + 80))),
-    Link(((0, 1e-5), (10**9, 1e-5 + 0.1))),
-)
-PAIR, FOUR = Shape(hosts=2, per_host=1), Shape(hosts=2, per_host=2)
-SIZE = 25_000_000
 
 
 def measured(**changes: Any) -> Measured:
@@ -91,37 +85,9 @@ def test_oversubscribed_cores_are_named() -> None:
     assert "8 threads share 4 cores, which limits the efficiency to 50%" in text
 
 
-def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
-    values = {
-        "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
-        "gradient_bytes": SIZE, "gradient_shapes": [[2500, 2500]],
-        "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
-        "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
-        "window": 0.0, "own": [0.1], "ranks": [],
-    }  # fmt: skip
-    return {**values, **changes}
-
-
 @pytest.fixture
 def results() -> Results:
-    alone = Run(shape=Shape(hosts=1, per_host=1), strategy="single", scaling="alone", round=1, batch=100)
-    hosts = [Host(name="a", slots=2), Host(name="<b>", slots=2)]
-    plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
-    made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
-    rounds = ((0.1, [0.05, 0.15]), (0.4, [0.0, 0.9]), (0.1, [0.05, 0.15]))
-    made.alone[100, 1] = [
-        replace(alone, round=number, timing=timing(step, 100, own=own)) for number, (step, own) in enumerate(rounds, 1)
-    ]
-    made.networks["horovod"] = Network(local=FAST, remote=SLOW)
-    for number, step in enumerate((2.0, 2.2, 9.0), 1):
-        run = Run(shape=FOUR, strategy="horovod", scaling="weak", round=number, batch=100)
-        made.runs += [
-            Run(shape=alone.shape, strategy="single", scaling="both", round=number, batch=100).ended(
-                timing=timing(0.08, 100)
-            ),
-            run.ended(timing=timing(step, 400, threads=1)),
-        ]
-    return made
+    return make_results()
 
 
 def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) -> None:
@@ -142,57 +108,6 @@ def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) ->
     assert four.error == pytest.approx(four.predicted_samples_per_s / (400 / 2.2) - 1)
     assert one.predicted is None
     assert {predicted.shape.ranks for _, predicted, _ in results.larger()} == {8, 16, 64}
-
-
-def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def time_beside_compute(plan: Plan, shape: Shape, strategy: str, size: int, compute_s: float) -> float:
-        asked.append((shape, strategy, size, compute_s))
-        return (2.0, 3.0, 2.5)[len(asked) - 1]
-
-    monkeypatch.setattr(scaling_test, "time_beside_compute", time_beside_compute)
-    for run in results.runs:
-        scaling_test._measure_beside_compute(results, run, tqdm(disable=True))
-    assert [one[:3] for one in asked] == [(FOUR, "horovod", SIZE)] * 3  # four ranks on two cores, and not 1x1
-    assert [one[3] for one in asked] == pytest.approx([0.1] * 3)
-    (_, four) = results.rows()
-    assert four.predicted is not None
-    assert four.predicted.step == pytest.approx(2.5)
-    assert four.predicted_samples_per_s == pytest.approx(400 / 2.5)
-
-
-def test_accumulated_steps_are_computed_between_two_exchanges(results: Results) -> None:
-    for run in results.alone[100, 1]:
-        assert run.timing is not None
-        run.timing["updates"] = 5  # in 10 steps
-    results.beside_compute[FOUR, "horovod", 100] = [3.0]
-    assert results.computed_between(results.runs[1]) == pytest.approx(0.2)
-    (_, four) = results.rows()
-    assert four.predicted is not None
-    assert four.predicted.step == pytest.approx(1.5)
-
-
-def test_ranks_with_a_core_each_need_no_exchange_beside_computing(results: Results) -> None:
-    run = next(run for run in results.runs if run.shape == FOUR)
-    assert run.timing is not None
-    assert results.computed_between(run.ended(timing={**run.timing, "machines": 2})) is None
-
-
-def test_what_fails_beside_computing_leaves_the_prediction_from_parts(
-    results: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results.rows()
-
-    def fail(*_: object) -> float:
-        raise JobError("no route")
-
-    monkeypatch.setattr(scaling_test, "time_beside_compute", fail)
-    scaling_test._measure_beside_compute(results, results.runs[1], tqdm(disable=True))
-    assert "cannot be measured: no route" in capsys.readouterr().err
-    assert results.rows() == before
 
 
 def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:

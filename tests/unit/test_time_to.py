@@ -70,7 +70,8 @@ def test_results_are_read_as_they_were_written() -> None:
 
 
 def test_a_file_that_holds_something_else_is_told() -> None:
-    for text in ("no JSON", '{"rows": []}', '[{"training": {}, "result": {}}]'):
+    strange = write({_training(link="isdn"): _result()})
+    for text in ("no JSON", '{"rows": []}', '[{"training": {}, "result": {}}]', strange):
         with pytest.raises(TrainerError, match="has no results of"):
             read(text)
 
@@ -101,6 +102,7 @@ def test_targets_are_the_networks_own_unless_named() -> None:
         (["--networks", "resnet"], "--networks has 'resnet'; valid are mnist, language_model"),
         (["--to", "resnet=9"], "--to has 'resnet'; valid are mnist, language_model"),
         (["--to", "mnist"], "--to has 'mnist'; it is a network and a score, as in mnist=97"),
+        (["--limit", "0"], "--limit is 0; it must be at least 1"),
         (["--settings", "fp16"], "has no setting 'fp16'"),
         (["--settings", "compression=zip"], "compression is 'zip'"),
     ],
