@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,17 @@ def check_links(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def shaped(link: Link) -> Iterator[None]:
-    """Shape the link between the nodes, and restore it at the end."""
+def shaped(link: Link) -> Iterator[Callable[[], None]]:
+    """Shape the link between the nodes, and restore it at the end.
+
+    Yields a function that raises `TrainerError` where the link has not stayed as it was made, after a measurement.
+    """
     line = None
+
+    def check() -> None:
+        if line is not None and line.poll() is not None:
+            raise TrainerError("delay_line.py ended before the measurement did, so the results are not valid")
+
     try:
         for node in NODES if link.rate else ():
             # Up to 20 ms of data may wait, as in a switch with a large buffer; more is dropped.
@@ -56,9 +64,8 @@ def shaped(link: Link) -> Iterator[None]:
             )  # fmt: skip
             if line.stdout is None or not line.stdout.readline():
                 raise TrainerError("delay_line.py does not start")
-        yield
-        if line is not None and line.poll() is not None:
-            raise TrainerError("delay_line.py ended before the measurement did, so the results are not valid")
+        yield check
+        check()
     finally:
         if line is not None:
             line.terminate()

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,15 +59,18 @@ def main() -> int:
     interrupt_on(*INTERRUPTS)
     options = _parse_args()
     check_writable(options.json)
-    results = read(options.json.read_text()) if options.json.exists() else {}
+    results = read(options.json.read_text()) if options.json.exists() and options.limit is None else {}
     _prepare_nodes(options.networks)
     for link in options.only:
-        with shaped(LINKS[link]):
+        with shaped(LINKS[link]) as check:
             for one in _trainings(link, options):
                 print(f"{time.strftime('%H:%M:%S')} {one}", file=sys.stderr, flush=True)
-                results[one] = launch(one, options)
-                print(f"{one}: {results[one]}", file=sys.stderr, flush=True)
-                write_atomically(options.json, write(results))
+                result = launch(one, options)
+                check()
+                results[one] = result
+                print(f"{one}: {result}", file=sys.stderr, flush=True)
+                if options.limit is None:
+                    write_atomically(options.json, write(results))
     print(", ".join(f"{name} {fact}" for name, fact in describe_machine().items()))
     print(render(results))
     return 0
@@ -75,9 +79,12 @@ def main() -> int:
 def read(text: str) -> Results:
     """Return the results that `write` has written; raise `TrainerError` for another text."""
     try:
-        return {Training(**one["training"]): Result(**one["result"]) for one in json.loads(text)}
+        results = {Training(**one["training"]): Result(**one["result"]) for one in json.loads(text)}
+        if strange := [one for one in results if one.link not in LINKS or one.network not in TASKS]:
+            raise ValueError(strange[0])
     except (ValueError, TypeError, KeyError) as error:
         raise TrainerError(f"the file of --json has no results of time_to.py ({error}); name another one") from None
+    return results
 
 
 def write(results: Results) -> str:
@@ -131,7 +138,8 @@ def launch(one: Training, options: argparse.Namespace) -> Result:
             timeout=options.timeout,
         )  # fmt: skip
     except (KeyboardInterrupt, subprocess.TimeoutExpired) as error:  # which end only the client
-        output(*ON_A, "pkill", "horovodrun")
+        with suppress(TrainerError):  # where it has ended meanwhile
+            output(*ON_A, "pkill", "horovodrun")
         if isinstance(error, KeyboardInterrupt):
             raise
         raise TrainerError(f"{one}: has not ended after {options.timeout:g} s") from None
@@ -179,11 +187,13 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0], metavar="N", help="default: 0")
     defaults = " ".join(f"{name}={task.target:g}" for name, task in TASKS.items())
     add("--to", nargs="+", default=[], metavar="NAME=SCORE", help=f"targets (default: {defaults})")
-    add("--limit", type=int, metavar="N", help="end each training after so many updates (default: the network's)")
+    add("--limit", type=int, metavar="N", help="for a trial: end each training after so many updates; nothing is kept")
     add("--timeout", type=float, default=1800.0, metavar="S", help="of one training (default: %(default)s)")
     add("--json", type=Path, default=Path("time-to.json"), metavar="FILE", help="default: %(default)s")
     options = parser.parse_args(arguments)
     check_links(options.only)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit is {options.limit}; it must be at least 1")
     for name in options.networks:
         _check_network("--networks", name)
     for setting in options.settings:

@@ -183,6 +183,8 @@ def train(
         clock.stop(number)
         handle.average_weights()
         score = evaluate(task, handle, network, tested, test_loader)
+        if reached is None and task.reached(score, target):
+            reached = number
     return Result(updates=number, reached=reached, seconds=clock.seconds, score=score, per_s=clock.per_s)
 
 
