@@ -153,7 +153,7 @@ ON_NODE_A = {
         is_slow=True,
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server --scaling weak "
-    "--steps all --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(
+    "--steps 150 --repeats 3 examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(
         is_slow=True
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ring --scaling strong --steps 200 --repeats 2 "
@@ -267,7 +267,7 @@ UNTESTED = {
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_updates_to.py"
     ),
-    "python benchmarks/time_to.py": "an hour and a half; slows the network down; tests/distributed/test_time_to.py",
+    "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_time_to.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--strategy ddp --network large --epochs 1 --output none --lr 0.001 --compression powersgd:8": (
