@@ -46,7 +46,7 @@ def shaped(link: Link) -> Iterator[Callable[[], None]]:
 
     Yields a function that raises `TrainerError` where the link has not stayed as it was made, after a measurement.
     """
-    line = None
+    line: subprocess.Popen[str] | None = None
 
     def check() -> None:
         if line is not None and line.poll() is not None:
