@@ -129,7 +129,6 @@ ON_NODE_A = {
     "trainer doctor -H a:2,b:2 python train.py": Run(
         replace=("train.py", "examples/mnist.py"), prints="trainer doctor: ok: "
     ),
-    "OMP_NUM_THREADS=1 python examples/mnist.py": _MNIST,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": _BENCH,
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
