@@ -160,15 +160,10 @@ def train(
     # Only sync_every lets the ranks' weights differ; the mean of 25 MB takes seconds on a slow link.
     tested = copy.deepcopy(network) if handle.config.sync_every > 1 else network
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    clock, reached = Clock(handle, task.batch * handle.world_size * task.items[0]), None
-    number = 0
-    for inputs, targets in itertools.islice(batches, min(limit or task.updates, task.updates)):
+    clock, reached, number = Clock(handle, task.batch * handle.world_size * task.items[0]), None, 0
+    for batch in itertools.islice(batches, min(limit or task.updates, task.updates)):
         number += 1
-        optimizer.zero_grad()
-        handle.backward(_loss(model(inputs), targets))
-        if task.clip_norm is not None:
-            handle.clip_grad_norm_(model, task.clip_norm)
-        optimizer.step()
+        _update(task, handle, model, optimizer, batch)
         schedule.step()
         if number % EVERY == 0:
             clock.stop(number)
@@ -186,6 +181,15 @@ def train(
         if reached is None and task.reached(score, target):
             reached = number
     return Result(updates=number, reached=reached, seconds=clock.seconds, score=score, per_s=clock.per_s)
+
+
+def _update(task: Task, handle: trainer.Run, model: nn.Module, optimizer: Optimizer, batch: Sequence[Tensor]) -> None:
+    inputs, targets = batch
+    optimizer.zero_grad()
+    handle.backward(_loss(model(inputs), targets))
+    if task.clip_norm is not None:
+        handle.clip_grad_norm_(model, task.clip_norm)
+    optimizer.step()
 
 
 class Clock:
