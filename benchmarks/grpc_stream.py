@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 benchmarks/grpc_stream.py
 
 Each rank sends a tensor and gets as many bytes back: the sum of all ranks' from the parameter server, and its own from
-a server that returns each message as it comes, in messages of 1 MB. That server has no arithmetic, no copy and no order
+a server that echoes each message at once, in messages of 1 MB. That server has no arithmetic, no copy and no order
 between ranks; it is measured with gRPC's asyncio, which the parameter server uses, and with its threads. All of them
 take turns, and a round's time is the slowest rank's.
 """
