@@ -259,14 +259,12 @@ def predict(
     exchange = 0.0
     if shape.ranks > 1:
         exchange = MODELS[model](rank.gradient_bytes, shape, network.loaded(rank.gradient_bytes, slowdown))
-    # A single message is sent after the last gradient, so it cannot overlap with compute.
-    messages = max(1, math.ceil(rank.gradient_bytes / BUCKET_BYTES))
-    # A network-bound exchange leaves the cores to compute. One that needs cores overlaps only where a core is free.
-    overlaps = messages > 1 and (threads_per_core < 1 or is_network_bound(network, rank.gradient_bytes))
+    messages = _messages(rank.gradient_bytes)
+    overlaps = hides_exchange(network, rank.gradient_bytes, threads_per_core)
     window = rank.window * slowdown if overlaps else 0.0
     exposed = max(exchange / messages, exchange - window) / rank.accumulate
     exchange /= rank.accumulate
-    if together is not None and not overlaps:  # there, both were measured one after the other
+    if together is not None:
         exposed = min(exposed, max(0.0, together - compute))
         waiting = max(0.0, together - compute - exposed)
     else:
@@ -274,6 +272,17 @@ def predict(
         # variations add up like independent noise. Time spent waiting for a time slice is not modelled.
         waiting = math.sqrt(slowdown) * rank.expected_wait(max(1, round(shape.ranks / slowdown)))
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
+
+
+def hides_exchange(network: Network, size: int, threads_per_core: float) -> bool:
+    """Return whether the backward pass hides a part of an exchange of so many bytes."""
+    # A single message is sent after the last gradient, so it cannot overlap with compute. A network-bound exchange
+    # leaves the cores to compute. One that needs cores overlaps only where a core is free.
+    return _messages(size) > 1 and (threads_per_core < 1 or is_network_bound(network, size))
+
+
+def _messages(size: int) -> int:
+    return max(1, math.ceil(size / BUCKET_BYTES))
 
 
 def is_network_bound(network: Network, size: float) -> bool:

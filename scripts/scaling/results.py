@@ -11,7 +11,18 @@ from typing import Any
 from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.jobs import Plan
 from scaling.low_rank import LowRank
-from scaling.models import MODELS, Link, Network, Prediction, Rank, Shape, is_network_bound, model_of, predict
+from scaling.models import (
+    MODELS,
+    Link,
+    Network,
+    Prediction,
+    Rank,
+    Shape,
+    hides_exchange,
+    is_network_bound,
+    model_of,
+    predict,
+)
 from scaling.runs import Row, Run, Trial
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
@@ -82,13 +93,19 @@ class Results:
         return self.networks.get(strategy, Network())
 
     def computed_between(self, run: Run) -> float | None:
-        """Return the seconds of a core between two exchanges of a run whose ranks share cores; None for any other."""
+        """Return the seconds of a core between two exchanges that are measured beside computing; None where none is.
+
+        It is where ranks share cores. The measurement computes with one thread, and then all-reduces: so it is for
+        ranks with one thread each, and not where the backward pass hides a part of the exchange.
+        """
         timing = run.timing
         rank = self._rank(run.batch, timing["threads"]) if timing else None
-        if timing is None or rank is None or timing["threads"] > 1:  # the measurement computes with one
+        if timing is None or rank is None or timing["threads"] > 1:
             return None
-        on_cpu = run.shape.ranks * timing["threads"] / (timing["cores"] * timing["machines"])
-        return (rank.input + rank.compute) * rank.accumulate if self._threads_per_core(on_cpu) > 1 else None
+        on_cpu = self._threads_per_core(run.shape.ranks / (timing["cores"] * timing["machines"]))
+        if on_cpu <= 1 or hides_exchange(self.network(run.strategy), rank.gradient_bytes, on_cpu):
+            return None
+        return (rank.input + rank.compute) * rank.accumulate
 
     def strategies(self) -> list[str]:
         """Return the strategies that have been run on several ranks."""
@@ -168,10 +185,8 @@ class Results:
         network = self.network(strategy)
         if rank is None or shape.ranks == 1 or (network.local is None and network.remote is None):
             return None
-        model, beside = (
-            model_of(strategy, rank.gradient_bytes, shape),
-            self.beside_compute.get((shape, strategy, batch)),
-        )
+        model = model_of(strategy, rank.gradient_bytes, shape)
+        beside = self.beside_compute.get((shape, strategy, batch))
         return predict(
             rank, shape, network, model, threads_per_core=self._threads_per_core(threads_per_core),
             together=statistics.median(beside) / rank.accumulate if beside else None,

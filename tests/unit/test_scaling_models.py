@@ -11,6 +11,7 @@ from scaling.models import (
     Network,
     Rank,
     Shape,
+    hides_exchange,
     hierarchical,
     link_from_ring,
     model_of,
@@ -145,8 +146,12 @@ def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None
 
 
 def test_a_single_message_does_not_overlap() -> None:
+    network = Network(local=FAST, remote=SLOW)  # the link limits the exchange, and leaves the cores to compute
+    assert hides_exchange(network, SIZE, 2)
+    assert not hides_exchange(network, 1_000_000, 2)
+    assert not hides_exchange(network, 1_000_000, 0.5)
     rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
-    predicted = predict(rank, PAIR, Network(remote=SLOW), "ring")
+    predicted = predict(rank, PAIR, network, "ring")
     assert predicted.exposed == predicted.exchange == pytest.approx(SLOW.seconds(1_000_000))
 
 
