@@ -1,14 +1,14 @@
-"""Loop over Hugging Face Accelerate: trains the tutorial network on batches cut from memory.
+"""Loop over Hugging Face Accelerate: trains a workload on batches cut from memory.
 
 .venv-peers/bin/python -m torch.distributed.run --nproc-per-node 2 benchmarks/accelerate_loop.py --data-dir data
 """
 
 from __future__ import annotations
 
-import torch
 from accelerate import Accelerator
 
 from benchmarks import common
+from benchmarks.workloads import WORKLOADS
 from trainer.launch.failure import report_failures
 
 
@@ -16,10 +16,9 @@ def main() -> None:
     report_failures()
     args = common.loop_parser(__doc__).parse_args()
     accelerator = Accelerator(cpu=True)
-    network = common.make_network(args.seed)
-    model, optimizer = accelerator.prepare(
-        network, torch.optim.SGD(network.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
-    )
+    workload = WORKLOADS[args.network]
+    network = workload.make(args.seed)
+    model, optimizer = accelerator.prepare(network, workload.optimizer(network))
     rank_info = common.RankInfo(accelerator.process_index, accelerator.num_processes)
     common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, accelerator.backward)
     common.end_with_gloo()

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import mnist_folder
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
+from benchmarks.workloads import mnist_folder
 from trainer.files import check_writable
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 import trainer
 from benchmarks.checkpoint_savers import SAVERS, Saver, Setting
-from benchmarks.common import BATCH_SIZE, REPORT_PREFIX
+from benchmarks.common import REPORT_PREFIX
+from benchmarks.workloads import BATCH_SIZE
 from examples.datasets import DATASETS, load_dataset
 from examples.mnist import NETWORKS
 from trainer.data.base import Loader

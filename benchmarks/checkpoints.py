@@ -27,9 +27,10 @@ from pathlib import Path
 
 from benchmarks.checkpoint_loop import Block, add_options
 from benchmarks.checkpoint_savers import COPY, NONE, SAVERS
-from benchmarks.common import BATCH_SIZE, REPORT_PREFIX
+from benchmarks.common import REPORT_PREFIX
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine, load
+from benchmarks.workloads import BATCH_SIZE
 from trainer.errors import TrainerError
 from trainer.files import check_writable, write_atomically
 from trainer.launch.failure import report_failures

@@ -1,8 +1,7 @@
-"""Shared code of the hand-written loops: settings, data in memory, the loop, and the report line.
+"""Shared code of the hand-written loops: data in memory, the loop, and the report line.
 
-The file of a loop holds only what differs: how its ranks connect, and what is wrapped around the optimizer. The
-settings are those of every contestant. 60,000 images are a whole number of steps of 100 per rank on one rank and on
-two, so the loop needs no weights for an uneven tail.
+The file of a loop holds only what differs: how its ranks connect, and what is wrapped around the optimizer. What they
+train is one of workloads.py, the same for every contestant.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,24 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from examples.datasets.mnist import find_mnist, normalize, read_mnist
-from examples.mnist import TutorialNetwork
+from benchmarks.workloads import TUTORIAL, WORKLOADS, Workload
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import ShardPlan, mix_seeds, permutation
-from trainer.errors import DataError
 
-BATCH_SIZE = 100
-"""Samples per rank and step."""
-LEARNING_RATE = 0.01
-"""For one rank."""
-MOMENTUM = 0.5
-EVAL_BATCH_SIZE = 1000
 REPORT_PREFIX = "benchmark-report: "
 
 Batch = tuple[Tensor, Tensor]
 SumOverRanks = Callable[[Tensor], Tensor]
 Backward = Callable[[Tensor], object]
 """Computes the gradients of a loss, which are the mean over the ranks at the optimizer's step."""
+MakeLoader = Callable[[InMemory, int], Iterable[Batch]]
+"""Returns this rank's batches of so many samples, another epoch's each time that it is iterated."""
 
 
 class RankInfo(NamedTuple):
@@ -60,10 +53,10 @@ class Report:
     """Mean training loss of each epoch."""
     samples: list[int]
     """Trained on in each epoch, over all ranks."""
-    accuracy: float
-    """Correct share of the test set after the last epoch, 0 to 1."""
+    score: float
+    """On the test set after the last epoch: the workload's, a mean over samples or bytes."""
     evaluated: int
-    """Test samples behind `accuracy`, over all ranks."""
+    """Test samples behind `score`, over all ranks."""
 
 
 def sum_over_group(tensor: Tensor) -> Tensor:
@@ -90,62 +83,46 @@ def loop_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--network", choices=WORKLOADS, default=TUTORIAL, help="(default: %(default)s)")
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of MNIST (default: %(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     return parser
 
 
-def mnist_folder(data_dir: Path) -> Path:
-    """Return the folder that holds MNIST's files; raise `DataError` where there is none."""
-    folder = find_mnist(data_dir)
-    if folder is None:
-        raise DataError(f"MNIST is not in {data_dir}; name the folder that holds MNIST/raw with --data-dir")
-    return folder
-
-
-def make_network(seed: int) -> nn.Module:
-    """Return the tutorial network with weights from `seed`."""
-    torch.manual_seed(seed)
-    return TutorialNetwork()
-
-
-def train_batches(data: InMemory, *, epoch: int, seed: int, rank_info: RankInfo) -> Iterator[Batch]:
+def train_batches(workload: Workload, data: InMemory, *, epoch: int, seed: int, rank_info: RankInfo) -> Iterator[Batch]:
     """Yield this rank's batches of an epoch (from 0), in the library's order."""
     order = permutation(len(data), epoch=epoch, seed=seed)
-    plan = ShardPlan(samples=len(data), world_size=rank_info.size, batch_size=BATCH_SIZE)
+    plan = ShardPlan(samples=len(data), world_size=rank_info.size, batch_size=workload.batch_size)
     for step in range(plan.steps):
         index = order[plan.shard(step, rank_info.rank)]
-        yield normalize(data.inputs.index_select(0, index)), data.targets.index_select(0, index)
-
-
-def learning_rate(update: int, updates_per_epoch: int, size: int) -> float:
-    """Return the rate for an update: scaled with the ranks, warmed up over the first epoch (Goyal et al. 2017)."""
-    return LEARNING_RATE * (1 + (size - 1) * min(update + 1, updates_per_epoch) / updates_per_epoch)
+        yield data.inputs.index_select(0, index), data.targets.index_select(0, index)
 
 
 def train_epoch(
+    workload: Workload,
     model: nn.Module,
     optimizer: Optimizer,
-    data: InMemory,
+    batches: Iterable[Batch],
     *,
-    epoch: int,
-    seed: int,
+    first_update: int,
+    updates: int,
     rank_info: RankInfo,
     backward: Backward = Tensor.backward,
 ) -> Tensor:
-    """Train on this rank's samples once; return their summed loss and their number: float64, shape (2,)."""
-    updates = len(data) // (BATCH_SIZE * rank_info.size)
+    """Train on an epoch's batches; return their summed loss and their samples: float64, shape (2,)."""
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for step, (images, labels) in enumerate(train_batches(data, epoch=epoch, seed=seed, rank_info=rank_info)):
+    for update, (inputs, targets) in enumerate(batches, first_update):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(epoch * updates + step, updates, rank_info.size)
+            group["lr"] = workload.learning_rate(update, updates, rank_info.size)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
+        loss = F.cross_entropy(model(workload.prepare(inputs)).flatten(0, -2), targets.flatten())
         backward(loss)
         optimizer.step()
-        total += loss.detach().double() * len(labels)
-        count += len(labels)
+        total += loss.detach().double() * len(targets)
+        count += len(targets)
     return torch.stack([total, torch.tensor(float(count), dtype=torch.float64)])
 
 
@@ -156,36 +133,48 @@ def train_and_report(
     rank_info: RankInfo,
     sum_over_ranks: SumOverRanks,
     backward: Backward = Tensor.backward,
+    make_loader: MakeLoader | None = None,
 ) -> None:
-    """Train for `args.epochs` epochs, test once, and print the report on rank 0. Collective."""
-    train, test = read_mnist(mnist_folder(args.data_dir))
+    """Train for `args.epochs` epochs, test once, and print the report on rank 0. Collective.
+
+    Args:
+        make_loader: of a library that has a loader of its own, in place of `train_batches`.
+    """
+    workload = WORKLOADS[args.network]
+    train, test = workload.data(args.data_dir)
+    loader = make_loader(train, workload.batch_size) if make_loader else None
+    updates = len(train) // (workload.batch_size * rank_info.size)
     torch.manual_seed(mix_seeds(args.seed, rank_info.rank))  # dropout differs between ranks
     seconds, losses, samples = [], [], []
     for epoch in range(args.epochs):
         started = time.perf_counter()
         totals = train_epoch(
-            model, optimizer, train, epoch=epoch, seed=args.seed, rank_info=rank_info, backward=backward
-        )
+            workload, model, optimizer,
+            loader or train_batches(workload, train, epoch=epoch, seed=args.seed, rank_info=rank_info),
+            first_update=epoch * updates, updates=updates, rank_info=rank_info, backward=backward,
+        )  # fmt: skip
         loss, count = sum_over_ranks(totals).tolist()
         seconds.append(time.perf_counter() - started)
         losses.append(loss / count)
         samples.append(round(count))
-    correct, evaluated = sum_over_ranks(count_correct(model, test, rank_info)).tolist()
+    score, evaluated = sum_over_ranks(evaluate(workload, model, test, rank_info)).tolist()
     if rank_info.rank == 0:
         report = Report(
-            seconds=seconds, losses=losses, samples=samples, accuracy=correct / evaluated, evaluated=round(evaluated)
+            seconds=seconds, losses=losses, samples=samples, score=score / evaluated, evaluated=round(evaluated)
         )
         print(REPORT_PREFIX + json.dumps(asdict(report)), flush=True)
 
 
-def count_correct(model: nn.Module, test: InMemory, rank_info: RankInfo) -> Tensor:
-    """Return this rank's correct predictions and tested samples: float64, shape (2,), to be summed over ranks."""
+def evaluate(workload: Workload, model: nn.Module, test: InMemory, rank_info: RankInfo) -> Tensor:
+    """Return this rank's summed scores and its test samples: float64, shape (2,), to be summed over ranks."""
     model.eval()
-    counts = torch.zeros(2, dtype=torch.float64)
+    size = workload.eval_batch_size
+    sums = torch.zeros(2, dtype=torch.float64)
     with torch.inference_mode():
-        for start in range(rank_info.rank * EVAL_BATCH_SIZE, len(test), rank_info.size * EVAL_BATCH_SIZE):
-            images = normalize(test.inputs[start : start + EVAL_BATCH_SIZE])
-            labels = test.targets[start : start + EVAL_BATCH_SIZE]
-            counts += torch.tensor([int((model(images).argmax(dim=1) == labels).sum()), len(labels)])
+        for start in range(rank_info.rank * size, len(test), rank_info.size * size):
+            targets = test.targets[start : start + size]
+            logits = model(workload.prepare(test.inputs[start : start + size])).flatten(0, -2)
+            score = workload.score(logits, targets.flatten()).double() / targets[0].numel()
+            sums += torch.stack([score, torch.tensor(float(len(targets)), dtype=torch.float64)])
     model.train()
-    return counts
+    return sums

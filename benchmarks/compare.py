@@ -2,11 +2,12 @@
 
 python benchmarks/compare.py --data-dir data
 
-All contestants train the tutorial network on MNIST: batch 100 per rank, SGD with learning rate 0.01 and momentum 0.5,
-one thread per rank; on one rank, bound to one core, and on two. They take turns in rounds; every other round runs in
-reverse order. The first epoch of each run is discarded. Evaluation is not counted.
+All contestants train the tutorial network on MNIST (batch 100 per rank, SGD with learning rate 0.01 and momentum 0.5),
+and a transformer of 1.1 million parameters on Python's own standard library (4 × 128 bytes per rank, AdamW). They do so
+on one rank, bound to one core, and on two (4 and 8 by an option), with one thread per rank. They take turns in rounds;
+every other round runs in reverse order. The first epoch of each run is discarded. Evaluation is not counted.
 
-The limit on two ranks is the same loop without the exchange of gradients: two ranks that compute side by side. Targets
+The limit on several ranks is the same loop without the exchange of gradients: ranks that compute side by side. Targets
 (see results.py) are: ours reaches 95 % of the limit, is not behind any peer, and our layer costs at most 20 µs a step.
 Ours is behind a peer when the whole interquartile range of the rounds' ratios (our seconds / its seconds) is above 1;
 fewer than three rounds are not judged.
@@ -24,28 +25,23 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks import results, tables
-from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, mnist_folder
+from benchmarks.common import REPORT_PREFIX
 from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, differing_losses, start
 from benchmarks.launching import has_peers, launch, on_one_core, run
 from benchmarks.machine import describe_machine, load
 from benchmarks.overhead import Overhead
+from benchmarks.workloads import TUTORIAL, WORKLOADS, mnist_folder
 from examples.datasets.mnist import FILES
 from trainer.files import check_writable
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 
-SETTINGS = {
-    "network": "tutorial",
-    "batch per rank": BATCH_SIZE,
-    "learning rate": LEARNING_RATE,
-    "momentum": MOMENTUM,
-    "threads per rank": 1,
-}
 MOST_LOAD = 0.5
 """Above this load average the machine counts as busy."""
 
@@ -65,10 +61,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="results and raw runs (default: %(default)s)",
     )
-    parser.add_argument(
-        "--only", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS), help="(default: all)"
-    )
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], choices=[1, 2], help="(default: 1 2)")
+    names = list(dict.fromkeys(name for named in CONTESTANTS.values() for name in named))
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="(default: all)")
+    networks = list(CONTESTANTS)
+    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: both)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], choices=[1, 2, 4, 8], help="(default: 1 2)")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of our layer per step")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="of one run, seconds (default: %(default)s)"
@@ -81,8 +78,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         args.only = [name for name in args.only if name not in ON_DDP]
         if left_out:
             _say(f"without {' and '.join(left_out)}, which `make bench` or scripts/install/peers.py installs")
-        if not args.only:
-            parser.error("no contestant is left")
+    args.networks = [
+        name for name in networks if name in args.networks and not CONTESTANTS[name].keys().isdisjoint(args.only)
+    ]
+    if not args.networks:
+        parser.error("no contestant is left")
     if args.epochs < 2:
         parser.error(f"--epochs is {args.epochs}; it must be at least 2, because the first one is discarded")
     return args
@@ -102,16 +102,22 @@ def decompress_mnist(folder: Path, root: Path) -> None:
 
 def run_rounds(args: argparse.Namespace, settings: RunSettings) -> list[Run]:
     """Run every contestant once a round, every other round in reverse; print a line on stderr for each run."""
-    order = [(name, ranks) for ranks in dict.fromkeys(args.ranks) for name in dict.fromkeys(args.only)]
+    order = [
+        (network, name, ranks)
+        for network in args.networks
+        for ranks in dict.fromkeys(args.ranks)
+        for name in CONTESTANTS[network]
+        if name in args.only
+    ]
     runs: list[Run] = []
     for number in range(args.repeats):
-        for name, ranks in order if number % 2 == 0 else order[::-1]:
+        for network, name, ranks in order if number % 2 == 0 else order[::-1]:
             started = time.monotonic()
-            found = start(name, ranks, number, settings)
+            found = start(network, name, ranks, number, settings)
             runs.append(found)
             result = found.problem or f"{results.epoch_seconds(found):.2f} s/epoch"
             _say(
-                f"[{len(runs)}/{len(order) * args.repeats}] {name} on {ranks}: {result} "
+                f"[{len(runs)}/{len(order) * args.repeats}] {network}: {name} on {ranks}: {result} "
                 f"(run {time.monotonic() - started:.0f} s, load {load():.1f})"
             )
     return runs
@@ -137,7 +143,12 @@ def describe_settings(args: argparse.Namespace) -> dict[str, object]:
     before = load()
     if before > MOST_LOAD:
         _say(f"WARNING: this machine is busy (load {before:.1f}); the figures will be unreliable")
-    return {**SETTINGS, "rounds": args.repeats, "epochs in a run": args.epochs, "load before": round(before, 1)}
+    return {
+        "threads per rank": 1,
+        "rounds": args.repeats,
+        "epochs in a run": args.epochs,
+        "load before": round(before, 1),
+    }
 
 
 def summarise(
@@ -148,33 +159,52 @@ def summarise(
     problems: list[str],
 ) -> str:
     """Write the JSON; return the tables as text."""
-    cores = len(os.sched_getaffinity(0))
-    rows, limits = results.make_rows(runs), results.make_limits(runs)
-    targets = results.make_targets(runs, overheads, cores)
-    facts = results.make_facts(runs, overheads, BATCH_SIZE)
     machine = describe_machine()
-    content = {
+    content: dict[str, Any] = {
         "machine": machine,
         "settings": settings,
-        "table": [asdict(row) for row in rows],
-        "limits": [asdict(limit) for limit in limits],
-        "targets": [asdict(target) for target in targets],
-        "information": [asdict(fact) for fact in facts],
+        "networks": {},
         "overhead": [asdict(overhead) for overhead in overheads],
         "problems": problems,
         "runs": [asdict(one) for one in runs],
     }
-    args.json.write_text(json.dumps(content, indent=2) + "\n")
-    head = [", ".join(f"{name} {value}" for name, value in named.items()) for named in (machine, settings)]
-    parts = ["\n".join(head), tables.render_rows(rows), *(tables.render_limit(limit) for limit in limits)]
+    parts = [f"{_in_words(machine)}\n{_in_words(settings)}"]
+    for network in args.networks:
+        found, text = summarise_network(network, [one for one in runs if one.network == network], overheads)
+        content["networks"][network] = found
+        parts.append(text)
     parts += [tables.render_overhead(overhead) for overhead in overheads]
+    args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return "\n\n".join(parts)
+
+
+def summarise_network(network: str, runs: list[Run], overheads: list[Overhead]) -> tuple[dict[str, Any], str]:
+    """Return a network's tables for the JSON, and as text."""
+    workload = WORKLOADS[network]
+    rows, limits = results.make_rows(runs), results.make_limits(runs)
+    # The overhead has a network of its own, and is judged once.
+    targets = results.make_targets(runs, overheads if network == TUTORIAL else [], len(os.sched_getaffinity(0)))
+    facts = results.make_facts(runs, overheads)
+    found: dict[str, Any] = {"settings": workload.settings}
+    for name, values in (("table", rows), ("limits", limits), ("targets", targets), ("information", facts)):
+        found[name] = [asdict(value) for value in values]
+    parts = [f"{network} network: {_in_words(workload.settings)}", tables.render_rows(rows, workload.items[1])]
+    parts += [tables.render_limit(limit) for limit in limits]
     parts += [tables.render_targets(targets), tables.render_facts(facts)]
-    return "\n\n".join(part for part in parts if part)
+    return found, "\n\n".join(part for part in parts if part)
+
+
+def _in_words(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def find_problems(runs: list[Run]) -> list[str]:
     """Describe the runs that failed, and those whose losses differ from ours where they must not."""
-    failed = [f"{one.contestant} on {one.ranks}, round {one.round}: {one.problem}" for one in runs if one.problem]
+    failed = [
+        f"{one.network}: {one.contestant} on {one.ranks}, round {one.round}: {one.problem}"
+        for one in runs
+        if one.problem
+    ]
     return failed + [f"WRONG: {difference}" for difference in differing_losses(runs)]
 
 
@@ -182,11 +212,12 @@ def main() -> int:
     report_failures()
     args = parse_args()
     interrupt_on(*INTERRUPTS)
-    folder = mnist_folder(args.data_dir.resolve())
+    folder = mnist_folder(args.data_dir.resolve()) if TUTORIAL in args.networks else None
     check_writable(args.json)
     settings = describe_settings(args)
     with tempfile.TemporaryDirectory(prefix="trainer-bench-") as work:
-        decompress_mnist(folder, Path(work, "plain"))
+        if folder is not None:
+            decompress_mnist(folder, Path(work, "plain"))
         run_settings = RunSettings(
             data_dir=args.data_dir.resolve(),
             plain_data_dir=Path(work, "plain"),

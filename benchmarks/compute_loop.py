@@ -1,4 +1,4 @@
-"""Limit: every rank trains the tutorial network for itself, side by side with the others, without exchange.
+"""Limit: every rank trains a workload for itself, side by side with the others, without exchange.
 
 torchrun --nproc-per-node 2 benchmarks/compute_loop.py --data-dir data
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
+from benchmarks.workloads import WORKLOADS
 from trainer.launch.failure import report_failures
 from trainer.launch.rendezvous import Rendezvous
 from trainer.launch.world import current_world
@@ -25,8 +26,9 @@ def main() -> None:
     world = current_world("cpu")
     tune(world)
     rendezvous = Rendezvous(world)
-    model = common.make_network(args.seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
+    workload = WORKLOADS[args.network]
+    model = workload.make(args.seed)
+    optimizer = workload.optimizer(model)
 
     def sum_over_ranks(tensor: Tensor) -> Tensor:
         texts = rendezvous.all_gather(" ".join(value.hex() for value in tensor.tolist()))

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM, REPORT_PREFIX, Report
+from benchmarks.common import REPORT_PREFIX, Report
 from benchmarks.launching import launch, on_one_core, run
+from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM, TRANSFORMER, TUTORIAL, WORKLOADS, Workload
 from trainer.launch.processes import Finished
 
-TRAIN_SAMPLES, TEST_SAMPLES = 60_000, 10_000
-LEAST_ACCURACY = 0.90
-"""Test accuracy after two epochs. The tutorial network reaches 0.954 to 0.960 on one rank and on two."""
 OURS, LIMIT = "ours", "limit"
 DDP, ON_DDP = "ddp", ("fabric", "accelerate")
 """The loop on PyTorch's own DDP, and libraries that wrap it."""
 PEERS = ("tuned", "horovod", DDP, *ON_DDP, "plain")
 
-_RECIPE = ("--network", "tutorial", "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
+_RECIPE = ("--network", TUTORIAL, "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
 _EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
 _EPOCH_LINE = re.compile(
     r"^epoch \d+/\d+: loss (?P<loss>[\d.]+),.* accuracy (?P<accuracy>[\d.]+) %, evaluated (?P<evaluated>\d+)/\d+, "
@@ -31,7 +29,7 @@ _EPOCH_LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One way of training the same network on the same images."""
+    """One way of training the same network on the same data."""
 
     title: str
     script: str
@@ -39,41 +37,70 @@ class Contestant:
     launcher: str = "horovodrun"
     same_losses: bool = True
     """Its batches, dropout and gradients are ours, so its losses must equal ours to the last bit."""
+    record: bool = False
+    """It reports by a run's record, as `--output` of `examples/mnist.py`."""
     rounded: bool = False
     """It reports by epoch lines, whose rounded rate and seconds give the samples only roughly."""
 
 
-CONTESTANTS: Mapping[str, Contestant] = {
-    OURS: Contestant(
-        title="trainer (ours)", script="examples/mnist.py", options=(*_EXAMPLE, "--decay", "none", "--dataset", "mnist")
-    ),
-    "tuned": Contestant(
-        title="hand-written Horovod loop, tuned settings", script="benchmarks/horovod_loop.py", options=("--tuned",)
-    ),
-    "horovod": Contestant(title="hand-written Horovod loop, default settings", script="benchmarks/horovod_loop.py"),
-    DDP: Contestant(title="hand-written DDP loop, Gloo", script="benchmarks/ddp_loop.py", launcher="torchrun"),
-    "fabric": Contestant(title="Lightning Fabric, ddp", script="benchmarks/fabric_loop.py", launcher="peers"),
-    "accelerate": Contestant(title="Accelerate", script="benchmarks/accelerate_loop.py", launcher="peers"),
-    "plain": Contestant(
-        title="plain Horovod example, DataLoader",
-        script="examples/mnist_plain.py",
-        options=_EXAMPLE,
-        same_losses=False,
-        rounded=True,
-    ),
-    LIMIT: Contestant(
-        title="limit: compute without exchange",
-        script="benchmarks/compute_loop.py",
-        launcher="torchrun",
-        same_losses=False,
-    ),
+def _loops(network: str) -> dict[str, Contestant]:
+    """Return the loops that train any network: benchmarks/*_loop.py."""
+    options = ("--network", network)
+    horovod, torchrun, peers = "horovodrun", "torchrun", "peers"
+    of = {
+        "tuned": ("hand-written Horovod loop, tuned settings", "horovod_loop", horovod),
+        "horovod": ("hand-written Horovod loop, default settings", "horovod_loop", horovod),
+        DDP: ("hand-written DDP loop, Gloo", "ddp_loop", torchrun),
+        "fabric": ("Lightning Fabric, ddp", "fabric_loop", peers),
+        "accelerate": ("Accelerate", "accelerate_loop", peers),
+        LIMIT: ("limit: compute without exchange", "compute_loop", torchrun),
+    }
+    return {
+        name: Contestant(
+            title=title,
+            script=f"benchmarks/{script}.py",
+            options=(*options, "--tuned") if name == "tuned" else options,
+            launcher=launcher,
+            same_losses=name != LIMIT,
+        )
+        for name, (title, script, launcher) in of.items()
+    }
+
+
+CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
+    TUTORIAL: {
+        OURS: Contestant(
+            title="trainer (ours)",
+            script="examples/mnist.py",
+            options=(*_EXAMPLE, "--decay", "none", "--dataset", "mnist"),
+            record=True,
+        ),
+        "plain": Contestant(
+            title="plain Horovod example, DataLoader",
+            script="examples/mnist_plain.py",
+            options=_EXAMPLE,
+            same_losses=False,
+            rounded=True,
+        ),
+        **_loops(TUTORIAL),
+    },
+    TRANSFORMER: {
+        OURS: Contestant(
+            title="loop on the trainer's handle (ours)",
+            script="benchmarks/handle_loop.py",
+            options=("--network", TRANSFORMER),
+        ),
+        **_loops(TRANSFORMER),
+    },
 }
+"""By network and name. The tutorial network is trained by `Trainer` and by the plain example that it is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One start of one contestant."""
 
+    network: str = TUTORIAL
     contestant: str
     ranks: int
     round: int
@@ -92,21 +119,21 @@ class RunSettings:
     data_dir: Path
     """The user's folder, with the four files plain or as .gz."""
     plain_data_dir: Path
-    """With the files decompressed, as torchvision requires."""
+    """With the files decompressed, as torchvision requires; for the plain example."""
     work_dir: Path
     """Holds the runs' records."""
     epochs: int
     timeout_s: float
 
 
-def start(name: str, ranks: int, round: int, settings: RunSettings) -> Run:
+def start(network: str, name: str, ranks: int, round: int, settings: RunSettings) -> Run:
     """Run a contestant once and read its report. A single rank is bound to one core."""
-    contestant = CONTESTANTS[name]
+    contestant = CONTESTANTS[network][name]
     data_dir = settings.plain_data_dir if name == "plain" else settings.data_dir
     command = launch(contestant.script, ranks, contestant.launcher)
     command += [*contestant.options, "--epochs", str(settings.epochs), "--data-dir", str(data_dir)]
     record = settings.work_dir / f"{name}-{ranks}-{round}"
-    if name == "ours":
+    if contestant.record:
         command += ["--output", str(record)]
     if ranks == 1:
         command = on_one_core(command)
@@ -114,8 +141,9 @@ def start(name: str, ranks: int, round: int, settings: RunSettings) -> Run:
     report, problem = None, finished.problem
     if problem is None:
         report = read_report(finished, record)
-        problem = check(report, settings.epochs, rounded=contestant.rounded)
+        problem = check(report, WORKLOADS[network], settings.epochs, rounded=contestant.rounded)
     return Run(
+        network=network,
         contestant=name,
         ranks=ranks,
         round=round,
@@ -136,34 +164,41 @@ def read_report(finished: Finished, record: Path) -> Report | None:
     return _from_epoch_lines(finished.stdout)
 
 
-def check(report: Report | None, epochs: int, *, rounded: bool = False) -> str | None:
+def check(report: Report | None, workload: Workload, epochs: int, *, rounded: bool = False) -> str | None:
     """Return what is wrong with a report, in one line; None for a report that counts."""
-    slack = TRAIN_SAMPLES // 100 if rounded else 0
+    slack = workload.samples // 100 if rounded else 0
     if report is None or len(report.seconds) != epochs:
         return f"WRONG: it did not report {epochs} epochs"
-    if any(abs(samples - TRAIN_SAMPLES) > slack for samples in report.samples):
-        return f"WRONG: it trained on {report.samples} samples instead of {TRAIN_SAMPLES} in each epoch"
-    if report.evaluated != TEST_SAMPLES:
-        return f"WRONG: it was tested on {report.evaluated} samples instead of {TEST_SAMPLES}"
-    if not report.accuracy >= LEAST_ACCURACY:
-        return f"WRONG: test accuracy {report.accuracy:.2%} is below {LEAST_ACCURACY:.0%}"
+    if any(abs(samples - workload.samples) > slack for samples in report.samples):
+        return f"WRONG: it trained on {report.samples} samples instead of {workload.samples} in each epoch"
+    if report.evaluated != workload.test_samples:
+        return f"WRONG: it was tested on {report.evaluated} samples instead of {workload.test_samples}"
+    if not workload.is_good(report.score):
+        score, worst = (workload.score_format.format(one) for one in (report.score, workload.worst_score))
+        return f"WRONG: {score} is worse than {worst}"
     return None
 
 
-def differing_losses(runs: list[Run]) -> list[str]:
-    """Describe the runs whose training losses differ from the first run's, among contestants that must agree exactly.
+def differing_losses(runs: Sequence[Run]) -> list[str]:
+    """Describe the runs of a network whose losses differ from its first run's, where they must be the same.
 
     The sum of two ranks' gradients does not depend on their order, so MPI and Gloo give the same bits.
     """
     found = []
-    for ranks in sorted({one.ranks for one in runs}):
-        exact = [one for one in runs if one.ranks == ranks and one.report and CONTESTANTS[one.contestant].same_losses]
+    for network, ranks in sorted({(one.network, one.ranks) for one in runs}):
+        exact = [
+            one
+            for one in runs
+            if (one.network, one.ranks) == (network, ranks)
+            and one.report
+            and CONTESTANTS[network][one.contestant].same_losses
+        ]
         for other in exact[1:]:
             assert exact[0].report is not None
             assert other.report is not None
             if other.report.losses != exact[0].report.losses:
                 found.append(
-                    f"{other.contestant} and {exact[0].contestant} on {ranks} ranks (round {other.round}): "
+                    f"{network}: {other.contestant} and {exact[0].contestant} on {ranks} ranks (round {other.round}): "
                     f"training losses {other.report.losses} and {exact[0].report.losses}"
                 )
     return found
@@ -176,7 +211,7 @@ def _from_record(text: str) -> Report:
         seconds=[epoch["seconds"] for epoch in epochs],
         losses=[epoch["train_loss"] for epoch in epochs],
         samples=[epoch["samples"] for epoch in epochs],
-        accuracy=last["metrics"]["accuracy"],
+        score=last["metrics"]["accuracy"],
         evaluated=last["evaluated"],
     )
 
@@ -191,6 +226,6 @@ def _from_epoch_lines(text: str) -> Report | None:
         seconds=seconds,
         losses=[float(line["loss"]) for line in lines],
         samples=[round(rate * time_s) for rate, time_s in zip(rates, seconds, strict=True)],
-        accuracy=float(lines[-1]["accuracy"]) / 100,
+        score=float(lines[-1]["accuracy"]) / 100,
         evaluated=int(lines[-1]["evaluated"]),
     )

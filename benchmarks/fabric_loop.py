@@ -1,4 +1,4 @@
-"""Loop over Lightning Fabric's strategy ddp: trains the tutorial network on batches cut from memory.
+"""Loop over Lightning Fabric's strategy ddp: trains a workload on batches cut from memory.
 
 .venv-peers/bin/python -m torch.distributed.run --nproc-per-node 2 benchmarks/fabric_loop.py --data-dir data
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-import torch
 from lightning_fabric import Fabric
 
 from benchmarks import common
+from benchmarks.workloads import WORKLOADS
 from trainer.launch.failure import report_failures
 
 
@@ -19,10 +19,9 @@ def main() -> None:
     args = common.loop_parser(__doc__).parse_args()
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     fabric.launch()
-    network = common.make_network(args.seed)
-    model, optimizer = fabric.setup(
-        network, torch.optim.SGD(network.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
-    )
+    workload = WORKLOADS[args.network]
+    network = workload.make(args.seed)
+    model, optimizer = fabric.setup(network, workload.optimizer(network))
     rank_info = common.RankInfo(fabric.global_rank, fabric.world_size)
     common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, fabric.backward)
     common.end_with_gloo()

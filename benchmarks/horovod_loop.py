@@ -1,4 +1,4 @@
-"""Hand-written Horovod loop: trains the tutorial network on batches cut from memory.
+"""Hand-written Horovod loop: trains a workload on batches cut from memory.
 
 python benchmarks/horovod_loop.py --data-dir data
 horovodrun -np 2 python benchmarks/horovod_loop.py --data-dir data
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks import common
+from benchmarks.workloads import WORKLOADS
 from trainer.launch.failure import report_failures
 from trainer.launch.mpi import locate_open_mpi
 from trainer.launch.world import current_world
@@ -30,10 +30,12 @@ def main() -> None:
     import horovod.torch as hvd
 
     hvd.init()
-    model = common.make_network(args.seed)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=common.LEARNING_RATE, momentum=common.MOMENTUM)
+    workload = WORKLOADS[args.network]
+    model = workload.make(args.seed)
+    optimizer: Any = workload.optimizer(model)
+    # A new optimizer has no state to broadcast. Horovod would make one by a step without gradients, in which AdamW
+    # decays the weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), groups=1 if args.tuned else None
     )

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import trainer
-from benchmarks.common import LEARNING_RATE, MOMENTUM, REPORT_PREFIX
+from benchmarks.common import REPORT_PREFIX
+from benchmarks.workloads import LEARNING_RATE, MOMENTUM
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.tuning.horovod import gradient_groups

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import trainer
-from benchmarks.common import BATCH_SIZE, LEARNING_RATE, MOMENTUM
+from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from examples.datasets.mnist import normalize
 from examples.mnist import TutorialNetwork
 

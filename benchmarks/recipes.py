@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trainer
-from benchmarks.common import mnist_folder
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
+from benchmarks.workloads import mnist_folder
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from benchmarks.contestants import CONTESTANTS, DDP, LIMIT, ON_DDP, OURS, PEERS, TRAIN_SAMPLES, Run
+from benchmarks.contestants import CONTESTANTS, DDP, LIMIT, ON_DDP, OURS, PEERS, Run
 from benchmarks.overhead import Overhead
+from benchmarks.workloads import WORKLOADS
 
 BEHIND_RULE = (
     "ours is behind a peer when the whole interquartile range of the rounds' ratios (our seconds / its seconds) is "
@@ -28,12 +29,12 @@ BEHIND_RULE = (
 LEAST_PERCENT_OF_LIMIT = 95.0
 MOST_OVERHEAD_US = 20.0
 _LEAST_ROUNDS = 3
-# What the ratio says, whose seconds are divided, and by whose (each on so many ranks).
+# What the ratio says, whose seconds are divided (None for those on one rank), and by whose.
 _RATIOS = (
-    ("2 ranks: plain Horovod example / ours, seconds", ("plain", 2), (OURS, 2)),
-    ("2 ranks: DDP loop / ours, seconds", ("ddp", 2), (OURS, 2)),
-    ("2 ranks: Horovod loop with default settings / ours, seconds", ("horovod", 2), (OURS, 2)),
-    ("2 ranks / 1 rank on 1 core, ours, images/s", (OURS, 1), (OURS, 2)),
+    ("{}: plain Horovod example / ours, seconds", "plain", OURS),
+    ("{}: DDP loop / ours, seconds", DDP, OURS),
+    ("{}: Horovod loop with default settings / ours, seconds", "horovod", OURS),
+    ("{} / 1 rank on 1 core, ours, throughput", None, OURS),
 )
 
 
@@ -54,6 +55,7 @@ class Row:
     """One contestant on so many ranks, over all rounds."""
 
     contestant: str
+    title: str
     ranks: int
     runs: int
     """Runs that count; the others failed."""
@@ -61,8 +63,8 @@ class Row:
     """Per epoch, the first epoch of each run discarded."""
     least_s: float
     most_s: float
-    images_per_s: float
-    """At the median."""
+    per_s: float
+    """Images or bytes, at the median."""
     percent_of_limit: Spread | None
     """100 × the limit's seconds / this contestant's seconds, paired by round; None without the limit."""
     times_ours: float | None
@@ -136,10 +138,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def make_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each contestant and number of ranks that has a run which counts."""
+    """Return a row for each contestant and number of ranks that has a run which counts; all runs are of a network."""
     rows = []
     for ranks in sorted({one.ranks for one in runs}):
-        for name in CONTESTANTS:
+        for name in CONTESTANTS[runs[0].network]:
             if seconds := list(_by_round(runs, name, ranks).values()):
                 rows.append(_row(runs, name, ranks, seconds))
     return rows
@@ -147,14 +149,16 @@ def make_rows(runs: Sequence[Run]) -> list[Row]:
 
 def _row(runs: Sequence[Run], name: str, ranks: int, seconds: list[float]) -> Row:
     to_ours = spread(paired_ratios(runs, (name, ranks), (OURS, ranks)))
+    network = runs[0].network
     return Row(
         contestant=name,
+        title=CONTESTANTS[network][name].title,
         ranks=ranks,
         runs=len(seconds),
         median_s=statistics.median(seconds),
         least_s=min(seconds),
         most_s=max(seconds),
-        images_per_s=TRAIN_SAMPLES / statistics.median(seconds),
+        per_s=WORKLOADS[network].samples * WORKLOADS[network].items[0] / statistics.median(seconds),
         percent_of_limit=_percent(runs, (LIMIT, ranks), (name, ranks)),
         times_ours=to_ours.median if to_ours else None,
     )
@@ -184,43 +188,50 @@ def make_targets(runs: Sequence[Run], overheads: Sequence[Overhead], cores: int)
         cores: that the ranks may use.
     """
     targets = []
-    found = _percent(runs, (LIMIT, 2), (OURS, 2))
-    if found is not None:
-        targets.append(_limit_target(found, cores))
+    for ranks in sorted({one.ranks for one in runs} - {1}):
+        found = _percent(runs, (LIMIT, ranks), (OURS, ranks))
+        if found is not None:
+            targets.append(_limit_target(found, ranks, cores))
     for ranks in sorted({one.ranks for one in runs}):
         for name in PEERS:
             ratio = spread(paired_ratios(runs, (OURS, ranks), (name, ranks)))
             if ratio is not None:
-                targets.append(_peer_target(name, ranks, ratio))
+                targets.append(_peer_target(CONTESTANTS[runs[0].network][name].title, ranks, ratio))
     # On two ranks the exchange makes the blocks too uneven to judge; our layer is the same code there.
     return targets + [_overhead_target(one) for one in overheads if one.ranks == 1]
 
 
-def make_facts(runs: Sequence[Run], overheads: Sequence[Overhead], batch_size: int) -> list[Fact]:
+def make_facts(runs: Sequence[Run], overheads: Sequence[Overhead]) -> list[Fact]:
     """Return the ratios to the peers, and what layers cost a step, for which there are measurements."""
     facts = []
-    for text, over, under in _RATIOS:
-        if ratio := spread(paired_ratios(runs, over, under)):
-            facts.append(Fact(text=text, value=ratio.median, unit="×"))
+    network = runs[0].network
+    steps_of_one = WORKLOADS[network].samples / WORKLOADS[network].batch_size
+    several = sorted({one.ranks for one in runs} - {1})
+    for ranks, (text, over, under) in product(several, _RATIOS):
+        pair = (over, ranks) if over else (under, 1)
+        if ratio := spread(paired_ratios(runs, pair, (under, ranks))):
+            facts.append(Fact(text=text.format(in_words(ranks)), value=ratio.median, unit="×"))
     # On one rank Accelerate leaves DDP out, which the other two loops have there as well.
-    for ranks, name in product(sorted({one.ranks for one in runs} - {1}), ON_DDP):
+    for ranks, name in product(several, ON_DDP):
         wrapped, plain = _by_round(runs, name, ranks), _by_round(runs, DDP, ranks)
-        steps = TRAIN_SAMPLES / batch_size / ranks
-        if costs := [(wrapped[one] - plain[one]) / steps * 1e6 for one in sorted(wrapped.keys() & plain.keys())]:
-            text = f"{in_words(ranks)}: {CONTESTANTS[name].title} beside the DDP loop, per step"
+        if costs := [
+            (wrapped[one] - plain[one]) / steps_of_one * ranks * 1e6 for one in sorted(wrapped.keys() & plain.keys())
+        ]:
+            text = f"{in_words(ranks)}: {CONTESTANTS[network][name].title} beside the DDP loop, per step"
             facts.append(Fact(text=text, value=statistics.median(costs), unit=" µs"))
     seconds = list(_by_round(runs, OURS, 1).values())
     for overhead in (one for one in overheads if one.ranks == 1 and seconds):
-        step_us = statistics.median(seconds) / (TRAIN_SAMPLES / batch_size) * 1e6
-        text = "1 rank: our layer's share of the tutorial network's step"
+        step_us = statistics.median(seconds) / steps_of_one * 1e6
+        text = f"1 rank: our layer's share of the {network} network's step"
         facts.append(Fact(text=text, value=100 * overhead.median_us / step_us, unit=" %"))
     return facts
 
 
-def _limit_target(found: Spread, cores: int) -> Target:
-    reason = _too_few(found) or ("" if cores >= 2 else "2 ranks share 1 core")
+def _limit_target(found: Spread, ranks: int, cores: int) -> Target:
+    shared = f"{in_words(ranks)} share {cores} core{'s' * (cores > 1)}"
+    reason = _too_few(found) or (shared if cores < ranks else "")
     return Target(
-        text="2 ranks: ours, of the limit",
+        text=f"{in_words(ranks)}: ours, of the limit",
         value=found.median,
         wanted=LEAST_PERCENT_OF_LIMIT,
         unit=" %",
@@ -231,10 +242,10 @@ def _limit_target(found: Spread, cores: int) -> Target:
     )
 
 
-def _peer_target(name: str, ranks: int, ratio: Spread) -> Target:
+def _peer_target(title: str, ranks: int, ratio: Spread) -> Target:
     reason = _too_few(ratio)
     return Target(
-        text=f"{in_words(ranks)}: not behind {CONTESTANTS[name].title}",
+        text=f"{in_words(ranks)}: not behind {title}",
         value=ratio.median,
         wanted=1.0,
         unit="×",

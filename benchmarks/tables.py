@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.contestants import CONTESTANTS
 from benchmarks.overhead import Overhead
 from benchmarks.results import BEHIND_RULE, Fact, Limit, Row, Target, in_words
 
 
-def render_rows(rows: Sequence[Row]) -> str:
-    """Return the table of contestants."""
-    head = ("contestant", "ranks", "s/epoch", "min-max", "images/s", "% of limit", "quartiles", "× ours' time")
+def render_rows(rows: Sequence[Row], unit: str) -> str:
+    """Return the table of contestants, whose throughput has this unit."""
+    head = ("contestant", "ranks", "s/epoch", "min-max", unit, "% of limit", "quartiles", "× ours' time")
     body = [_cells(row) for row in rows]
     widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
     lines = [
@@ -24,11 +23,11 @@ def render_rows(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     part = row.percent_of_limit
     return (
-        CONTESTANTS[row.contestant].title,
+        row.title,
         str(row.ranks),
         f"{row.median_s:.2f}",
         f"{row.least_s:.2f}-{row.most_s:.2f}",
-        f"{row.images_per_s:,.0f}",
+        f"{row.per_s:,.0f}",
         f"{part.median:.1f}" if part else "",
         f"{part.low:.1f}-{part.high:.1f}" if part else "",
         "" if row.times_ours is None else f"{row.times_ours:.2f}",

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from benchmarks.common import mnist_folder
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
 from benchmarks.time_to_job import TASKS, parse_settings, train
+from benchmarks.workloads import mnist_folder
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
 

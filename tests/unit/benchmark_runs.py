@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from benchmarks.common import Report
 from benchmarks.contestants import Run
+from benchmarks.workloads import TUTORIAL
 
-GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], accuracy=0.95, evaluated=10000)
+GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], score=0.95, evaluated=10000)
 
 
 def report(**changes: object) -> Report:
     return Report(**{**vars(GOOD), **changes})
 
 
-def make_run(contestant: str, ranks: int, round: int, *epochs_s: float, problem: str | None = None) -> Run:
+def make_run(
+    contestant: str, ranks: int, round: int, *epochs_s: float, problem: str | None = None, network: str = TUTORIAL
+) -> Run:
     return Run(
+        network=network,
         contestant=contestant,
         ranks=ranks,
         round=round,

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import results, tables
 from benchmarks.overhead import Overhead
+from benchmarks.workloads import TRANSFORMER
 from tests.unit.benchmark_runs import make_rounds, make_run
 
 
@@ -40,18 +41,32 @@ def test_a_spread_holds_median_and_quartiles() -> None:
 def test_a_row_holds_median_range_rate_and_distance_to_the_limit() -> None:
     runs = make_rounds(ours_2=[5.0, 4.0, 10.0], limit_2=[4.0, 3.6, 9.5])
     ours, limit = results.make_rows(runs)
-    assert (ours.median_s, ours.least_s, ours.most_s, ours.images_per_s, ours.times_ours) == (5, 4, 10, 12000, 1)
+    assert (ours.median_s, ours.least_s, ours.most_s, ours.per_s, ours.times_ours) == (5, 4, 10, 12000, 1)
     assert ours.percent_of_limit == results.Spread(median=90.0, low=80.0, high=95.0, rounds=3)
     assert limit.percent_of_limit == results.Spread(median=100.0, low=100.0, high=100.0, rounds=3)
-    table = tables.render_rows([ours]).splitlines()
+    table = tables.render_rows([ours], "images/s").splitlines()
     assert len({len(line) for line in table}) == 1
     assert table[2].split()[-7:] == ["2", "5.00", "4.00-10.00", "12,000", "90.0", "80.0-95.0", "1.00"]
+
+
+def test_a_networks_rows_have_its_contestants_and_its_throughput() -> None:
+    runs = [make_run(name, 1, 0, 4.0, network=TRANSFORMER) for name in ("ours", "fabric")]
+    rows = results.make_rows(runs)
+    assert [row.title for row in rows] == ["loop on the trainer's handle (ours)", "Lightning Fabric, ddp"]
+    assert {row.per_s for row in rows} == {320 * 128 / 4}
+    runs = [make_run(name, 2, 0, seconds, network=TRANSFORMER) for name, seconds in (("ddp", 2.0), ("fabric", 2.4))]
+    (fact,) = results.make_facts(runs, [])
+    assert fact.value == pytest.approx(10_000)  # µs a step: 0.4 s in 40 steps
+    alone = [make_run("ours", 1, 0, 4.0, network=TRANSFORMER)]
+    (share,) = results.make_facts(alone, [overhead(15.0)])
+    assert share.text == "1 rank: our layer's share of the transformer network's step"
+    assert share.value == pytest.approx(0.03)  # %: 15 µs of 50 ms
 
 
 def test_without_the_limit_a_row_has_no_distance_to_it() -> None:
     (row,) = results.make_rows(make_rounds(ours_2=[5.0]))
     assert row.percent_of_limit is None
-    assert tables.render_rows([row]).splitlines()[2].split()[-2:] == ["12,000", "1.00"]
+    assert tables.render_rows([row], "images/s").splitlines()[2].split()[-2:] == ["12,000", "1.00"]
 
 
 def test_the_limit_is_that_of_ranks_side_by_side() -> None:
@@ -106,6 +121,18 @@ def test_ours_is_behind_a_peer_only_beyond_the_noise(ours: list[float], met: boo
     assert "behind a peer when the whole interquartile range" in lines[1]
 
 
+def test_each_number_of_ranks_is_compared_with_its_own_limit_and_peers() -> None:
+    runs = make_rounds(limit_4=[1.0] * 3, ours_4=[1.25] * 3, ours_1=[4.0] * 3, ddp_4=[1.5] * 3)
+    targets = results.make_targets(runs, [], cores=4)
+    assert [(target.text, target.value, target.met) for target in targets[:1]] == [
+        ("4 ranks: ours, of the limit", 80.0, False)
+    ]
+    assert results.make_targets(runs, [], cores=2)[0].reason == "4 ranks share 2 cores"
+    facts = {fact.text: fact.value for fact in results.make_facts(runs, [])}
+    assert facts["4 ranks: DDP loop / ours, seconds"] == pytest.approx(1.2)
+    assert facts["4 ranks / 1 rank on 1 core, ours, throughput"] == pytest.approx(3.2)
+
+
 def test_the_cost_of_our_layer_has_a_target_on_one_rank() -> None:
     two_ranks = Overhead(**{**vars(overhead(15.0)), "ranks": 2})
     targets = results.make_targets([], [overhead(20.0), overhead(20.1), two_ranks], cores=2)
@@ -114,7 +141,7 @@ def test_the_cost_of_our_layer_has_a_target_on_one_rank() -> None:
 
 def test_old_ratios_are_information() -> None:
     runs = make_rounds(ours_1=[6.0], ours_2=[3.0], ddp_2=[3.3])
-    facts = results.make_facts(runs, [overhead(15.0)], batch_size=100)
+    facts = results.make_facts(runs, [overhead(15.0)])
     assert [(round(fact.value, 3), fact.unit) for fact in facts] == [(1.1, "×"), (2.0, "×"), (0.15, " %")]
     assert tables.render_facts([]) == ""
     assert tables.render_facts(facts).startswith("For information:\n2 ranks: DDP loop / ours, seconds")
@@ -122,6 +149,6 @@ def test_old_ratios_are_information() -> None:
 
 def test_what_a_library_costs_beside_ddp_is_information() -> None:
     runs = make_rounds(ddp_2=[3.0, 3.0, 4.0], fabric_2=[3.03, 3.06, 4.09], ddp_1=[4.0], accelerate_1=[5.0])
-    (fact,) = results.make_facts(runs, [], batch_size=100)  # one rank is left out
+    (fact,) = results.make_facts(runs, [])  # one rank is left out
     assert fact.text == "2 ranks: Lightning Fabric, ddp beside the DDP loop, per step"
     assert (round(fact.value, 6), fact.unit) == (200.0, " µs")  # 0.06 s in 300 steps

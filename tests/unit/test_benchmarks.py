@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import accuracy, compare, launching
-from benchmarks.common import REPORT_PREFIX, learning_rate, mnist_folder
+from benchmarks.common import REPORT_PREFIX
 from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, check, differing_losses, read_report, start
+from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS, mnist_folder, scaled_learning_rate
 from examples.datasets.mnist import FILES
 from tests.unit.benchmark_runs import GOOD, make_run, report
 from trainer.config import TrainerConfig
@@ -31,30 +32,56 @@ def finished(stdout: str) -> Finished:
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"accuracy": 0.5}, "accuracy 50.00% is below 90%"),
-        ({"accuracy": float("nan")}, "accuracy nan% is below"),
+        ({"score": 0.5}, "test accuracy 50.00% is worse than test accuracy 90.00%"),
+        ({"score": float("nan")}, "accuracy nan% is worse"),
         ({"samples": [60000, 59900]}, "trained on"),
         ({"evaluated": 5000}, "tested on 5000"),
         ({"seconds": [9.0]}, "did not report 2 epochs"),
     ],
 )
 def test_a_wrong_result_is_named(wrong: dict[str, object], word: str) -> None:
-    problem = check(report(**wrong), epochs=2)
+    problem = check(report(**wrong), WORKLOADS[TUTORIAL], epochs=2)
     assert problem is not None
     assert problem.startswith("WRONG")
     assert word in problem
-    assert check(GOOD, epochs=2) is None
+    assert check(GOOD, WORKLOADS[TUTORIAL], epochs=2) is None
+
+
+@pytest.mark.parametrize(("score", "good"), [(3.0, True), (8.0, False), (float("nan"), False)])
+def test_a_transformers_score_is_a_loss(score: float, good: bool) -> None:
+    workload = WORKLOADS[TRANSFORMER]
+    found = report(score=score, samples=[workload.samples] * 2, evaluated=workload.test_samples)
+    problem = check(found, workload, epochs=2)
+    assert (problem is None) == good
+    assert good or problem == f"WRONG: test loss {score:.2f} bits per byte is worse than test loss 4.50 bits per byte"
+
+
+@pytest.mark.parametrize("network", WORKLOADS)
+def test_an_epoch_is_a_whole_number_of_steps_on_up_to_eight_ranks(network: str) -> None:
+    assert WORKLOADS[network].samples % (8 * WORKLOADS[network].batch_size) == 0
+
+
+def test_the_transformers_text_is_as_long_as_an_epoch() -> None:
+    workload = WORKLOADS[TRANSFORMER]
+    train, test = workload.data(Path("unused"))
+    assert (len(train), len(test)) == (workload.samples, workload.test_samples)
+    targets = train.targets[:2]
+    logits = workload.make(seed=0)(workload.prepare(train.inputs[:2])).detach()
+    assert logits.shape == (*targets.shape, 256)
+    score = workload.score(logits.flatten(0, 1), targets.flatten()).item() / targets.numel()
+    assert score == pytest.approx(8, abs=0.5)  # bits per byte of a network that knows nothing
 
 
 def test_rounded_reports_may_be_off_by_a_percent() -> None:
     roughly = report(samples=[60000, 59500])
-    assert check(roughly, epochs=2, rounded=True) is None
-    assert check(roughly, epochs=2) is not None
+    assert check(roughly, WORKLOADS[TUTORIAL], epochs=2, rounded=True) is None
+    assert check(roughly, WORKLOADS[TUTORIAL], epochs=2) is not None
 
 
 def test_only_the_plain_example_and_the_limit_may_have_other_losses() -> None:
-    assert [name for name, one in CONTESTANTS.items() if not one.same_losses] == ["plain", "limit"]
-    assert [name for name, one in CONTESTANTS.items() if one.rounded] == ["plain"]
+    assert [name for name, one in CONTESTANTS[TUTORIAL].items() if not one.same_losses] == ["plain", "limit"]
+    assert [name for name, one in CONTESTANTS[TRANSFORMER].items() if not one.same_losses] == ["limit"]
+    assert [name for named in CONTESTANTS.values() for name, one in named.items() if one.rounded] == ["plain"]
 
 
 def test_exact_contestants_must_share_their_losses() -> None:
@@ -64,6 +91,11 @@ def test_exact_contestants_must_share_their_losses() -> None:
     )
     (difference,) = differing_losses([make_run("ours", 2, 0, 1.0), other])
     assert "tuned and ours on 2 ranks" in difference
+    elsewhere = Run(
+        network=TRANSFORMER, contestant="tuned", ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]),
+        problem=None,
+    )  # fmt: skip
+    assert differing_losses([make_run("ours", 2, 0, 1.0), elsewhere]) == []
     for name in ("plain", "limit"):
         free = Run(contestant=name, ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
         assert differing_losses([make_run("ours", 2, 0, 1.0), free]) == []
@@ -92,7 +124,7 @@ def test_the_loops_learning_rate_is_the_librarys() -> None:
     config = TrainerConfig(decay="none")
     schedule = make_schedule(config, world_size=2, updates_per_epoch=300, epochs=2)
     rates = [0.01 * schedule.factor(update) for update in range(600)]
-    assert rates == [learning_rate(update, 300, 2) for update in range(600)]
+    assert rates == [scaled_learning_rate(update, 300, 2) for update in range(600)]
 
 
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -146,7 +178,13 @@ def test_peers_that_are_not_installed_are_left_out(
         compare.parse_args(["--only", "fabric"])
     assert "no contestant is left" in capsys.readouterr().err
     monkeypatch.setattr(compare, "has_peers", lambda: True)
-    assert compare.parse_args([]).only == list(CONTESTANTS)
+    everything = compare.parse_args([])
+    assert set(everything.only) == CONTESTANTS[TUTORIAL].keys()
+    assert everything.networks == list(CONTESTANTS)
+    assert compare.parse_args(["--only", "plain"]).networks == [TUTORIAL]
+    with pytest.raises(SystemExit):
+        compare.parse_args(["--only", "plain", "--networks", TRANSFORMER])
+    assert "no contestant is left" in capsys.readouterr().err
 
 
 def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +203,7 @@ def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ("ours", "tuned", "limit"),
         pytest.param(("ddp", "fabric", "accelerate"), marks=pytest.mark.needs("peers")),
-        pytest.param(tuple(name for name in CONTESTANTS if name not in ON_DDP), marks=pytest.mark.slow),
+        pytest.param(tuple(name for name in CONTESTANTS[TUTORIAL] if name not in ON_DDP), marks=pytest.mark.slow),
     ],
 )
 def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
@@ -184,11 +222,13 @@ def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) 
     plain = tmp_path / "plain"
     compare.decompress_mnist(raw, plain)
     settings = RunSettings(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
-    runs = [start(name, 2, 0, settings) for name in names]
+    runs = [start(TUTORIAL, name, 2, 0, settings) for name in names]
     for one in runs:
         assert one.report is not None, one.problem
         # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.
-        rounding = 1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005) if CONTESTANTS[one.contestant].rounded else 0
+        rounding = (
+            1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005) if CONTESTANTS[TUTORIAL][one.contestant].rounded else 0
+        )
         assert one.report.samples[-1] == pytest.approx(800, abs=rounding)
         assert one.report.evaluated == 200
         assert one.problem is not None, "so few samples are not MNIST, and must not count"
@@ -196,3 +236,26 @@ def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) 
     losses = {one.contestant: one.report.losses for one in runs if one.report is not None}
     if "limit" in names:
         assert losses["limit"] != losses["tuned"], "the limit exchanged its gradients"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ours", "ddp"),
+        pytest.param(("ours", "fabric", "accelerate"), marks=[pytest.mark.needs("peers"), pytest.mark.slow]),
+        pytest.param(tuple(name for name in CONTESTANTS[TRANSFORMER] if name not in ON_DDP), marks=pytest.mark.slow),
+    ],
+)
+def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
+    settings = RunSettings(data_dir=tmp_path, plain_data_dir=tmp_path, work_dir=tmp_path, epochs=1, timeout_s=120)
+    runs = [start(TRANSFORMER, name, 2, 0, settings) for name in names]
+    workload = WORKLOADS[TRANSFORMER]
+    losses = {}
+    for one in runs:
+        assert one.report is not None, one.problem
+        assert (one.report.samples, one.report.evaluated) == ([workload.samples], workload.test_samples)
+        losses[one.contestant] = one.report.losses
+    assert differing_losses(runs) == []
+    if "limit" in names:
+        assert losses["limit"] != losses["ours"], "the limit exchanged its gradients"
