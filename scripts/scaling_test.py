@@ -8,10 +8,10 @@
 Any script that trains through Trainer or trainer.init can be measured; its own arguments follow its name. Every
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
 and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
-(trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted from a single rank
-and the network, or, where ranks share cores, from an exchange beside ranks that compute; the predictions are compared
-with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page with everything. After an
-interruption they contain the runs until then.
+(trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted: on GPUs from a
+single rank and the network, on CPUs from ranks that compute side by side and an exchange beside computing. The
+predictions are compared with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page with
+everything. After an interruption they contain the runs until then.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespa
             # The efficiency compares with a single rank that has the same number of threads.
             for batch in dict.fromkeys((done.batch, options.batch_size)):
                 _measure_single_rank(results, done.round, batch, done.timing["threads"], bar)
+            _measure_side_by_side(results, done, done.timing, options.strategies[0], bar)
             _measure_beside_compute(results, done, bar)
         write_json(file, results)
     for run, trial in results.trials() if options.try_advice else ():
@@ -112,8 +113,21 @@ def _measure_network(results: Results, timing: dict[str, Any], strategies: Seque
         _print_line(bar, f"the network cannot be measured: {error}")
 
 
+def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any], strategy: str, bar: Any) -> None:
+    """Measure ranks that compute side by side and exchange nothing, as many as a run has on a machine's cores."""
+    threads, count = timing["threads"], results.neighbours(timing)
+    # On hosts that are one machine, the ranks of a shape may be more than a host's slots.
+    shape = Shape(hosts=1, per_host=count) if results.plan.hosts[0].slots >= count else run.shape
+    done = results.side_by_side.setdefault((run.batch, threads, count), [])
+    if count == 1 or shape.ranks != count or any(one.round == run.round for one in done):
+        return
+    measured = Run(shape=shape, strategy=strategy, scaling="side by side", round=run.round, batch=run.batch)
+    done.append(_run_once(measured, results.plan, threads, exchanges=False))
+    _report_run(bar, done[-1], is_planned=False)
+
+
 def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
-    """Measure an exchange beside as much computing as a step of the run has, if its ranks share cores."""
+    """Measure an exchange beside as much computing as a step of the run has."""
     compute_s = results.computed_between(run)
     if compute_s is None:
         return
@@ -121,7 +135,7 @@ def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
     try:
         seconds = time_beside_compute(results.plan, run.shape, run.strategy, size, compute_s)
     except JobError as error:
-        _print_line(bar, f"{run}: its ranks share cores, and the exchange beside computing cannot be measured: {error}")
+        _print_line(bar, f"{run}: its exchange beside computing cannot be measured: {error}")
     else:
         results.beside_compute.setdefault((run.shape, run.strategy, run.batch), []).append(seconds)
 
@@ -136,9 +150,11 @@ def _measure_single_rank(results: Results, number: int, batch: int, threads: int
     return done[-1]
 
 
-def _run_once(run: Run, plan: Plan, threads: int | None = None) -> Run:
+def _run_once(run: Run, plan: Plan, threads: int | None = None, *, exchanges: bool = True) -> Run:
     try:
-        timing = time_steps(plan, run.shape, run.strategy, run.batch, threads=threads, options=run.options)
+        timing = time_steps(
+            plan, run.shape, run.strategy, run.batch, threads=threads, options=run.options, exchanges=exchanges
+        )
     except JobError as error:
         return run.ended(problem=str(error))
     return run.ended(timing=timing)

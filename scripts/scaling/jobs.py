@@ -61,7 +61,14 @@ class Plan:
 
 
 def time_steps(
-    plan: Plan, shape: Shape, strategy: str, batch: int, *, threads: int | None = None, options: Sequence[str] = ()
+    plan: Plan,
+    shape: Shape,
+    strategy: str,
+    batch: int,
+    *,
+    threads: int | None = None,
+    options: Sequence[str] = (),
+    exchanges: bool = True,
 ) -> dict[str, Any]:
     """Run the script once and return the timing of its last epoch: the fields of `EpochTiming` (trainer/profiling).
 
@@ -69,6 +76,7 @@ def time_steps(
         batch: samples per rank and step.
         threads: PyTorch threads per rank; None for the default.
         options: further options of the script.
+        exchanges: whether the ranks all-reduce their gradients.
 
     Raises:
         JobError: the script failed, timed out, or wrote no timing.
@@ -79,7 +87,7 @@ def time_steps(
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "timing.jsonl")
         env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": str(plan.steps or "")}
-        env["TRAINER_STRATEGY"] = strategy
+        env["TRAINER_STRATEGY"], env["TRAINER_TIMING_EXCHANGE"] = strategy, "yes" if exchanges else "no"
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         done = _run(plan.launch(shape, command), env, plan.timeout_s)

@@ -48,6 +48,14 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         ("Measured (medians)", _RUN_HEAD, [_run_cells(row) for row in rows]),
         ("Phases of a step (ms, mean over ranks)", _STEP_HEAD, [_step_cells(row) for row in rows]),
         (
+            "Ranks that compute side by side on one machine, and exchange nothing (medians)",
+            ("ranks", "threads each", "batch", "samples/s"),
+            [
+                (str(count), str(threads), str(batch), f"{rate:,.0f}")
+                for (batch, threads, count), rate in results.side_by_side_rates().items()
+            ],
+        ),
+        (
             "Network (measured with an all-reduce between two ranks)",
             ("ranks", "strategy", "small message ms", "Gbit/s each way"),
             [
@@ -60,7 +68,7 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
             ],
         ),
         (
-            "Predicted from a single rank and the network, compared with the measurement",
+            "Predictions, compared with the measurement",
             _PREDICTION_HEAD,
             [_prediction_cells(row) for row in rows if row.predicted],
         ),
@@ -106,6 +114,7 @@ def write_json(path: Path, results: Results) -> None:
         ],
         "low_rank": asdict(results.low_rank) if results.low_rank else None,
         "alone": [_entry(run) for run in results.single_rank_runs()],
+        "side_by_side": [_entry(run) for run in results.side_by_side_runs()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [

@@ -42,6 +42,8 @@ class Results:
     command: Sequence[str]
     alone: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
     """Runs of a single rank, one per round, by batch and PyTorch threads."""
+    side_by_side: dict[tuple[int, int, int], list[Run]] = field(default_factory=dict)
+    """Runs of ranks that exchange nothing, one per round, by batch, PyTorch threads and number of ranks."""
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
@@ -63,6 +65,15 @@ class Results:
         """Return all runs of a single rank."""
         return [run for runs in self.alone.values() for run in runs]
 
+    def side_by_side_rates(self) -> dict[tuple[int, int, int], float]:
+        """Return the median samples/s of ranks that exchange nothing, by batch, threads and number of ranks."""
+        rates = {key: [run.samples_per_s for run in runs if run.timing] for key, runs in self.side_by_side.items()}
+        return {key: statistics.median(found) for key, found in rates.items() if found}
+
+    def side_by_side_runs(self) -> list[Run]:
+        """Return all runs of ranks that exchange nothing."""
+        return [run for runs in self.side_by_side.values() for run in runs]
+
     def facts(self) -> dict[str, str]:
         """Describe the hosts, the device and the job."""
         timing = self.first()
@@ -78,7 +89,7 @@ class Results:
 
     def problems(self) -> list[str]:
         """Return one line for each failure."""
-        runs = [*self.single_rank_runs(), *self.runs, *(run for run, _ in self.tried)]
+        runs = [*self.single_rank_runs(), *self.side_by_side_runs(), *self.runs, *(run for run, _ in self.tried)]
         failed = [f"{run}: {run.problem}" for run in runs if run.problem]
         return [*failed, f"the network cannot be measured: {self.no_network}"] if self.no_network else failed
 
@@ -92,18 +103,28 @@ class Results:
         """Return the links measured with a strategy's transport."""
         return self.networks.get(strategy, Network())
 
+    def neighbours(self, timing: dict[str, Any]) -> int:
+        """Return how many ranks of a run compute at once on a machine's cores, each with a core or more of its own.
+
+        Ranks on CPUs share memory and clock, so that each takes longer than one by itself. GPUs share neither.
+        """
+        if timing["device"] != "cpu":
+            return 1
+        of_machine, with_cores = timing["world_size"] // timing["machines"], timing["cores"] // timing["threads"]
+        return int(max(1, min(of_machine, with_cores)))
+
     def computed_between(self, run: Run) -> float | None:
         """Return the seconds of a core between two exchanges that are measured beside computing; None where none is.
 
-        It is where ranks share cores. The measurement computes with one thread, and then all-reduces: so it is for
-        ranks with one thread each, and not where the backward pass hides a part of the exchange.
+        The measurement computes with one thread, and then all-reduces: so it is for ranks with one thread each, and not
+        where the backward pass hides a part of the exchange.
         """
         timing = run.timing
-        rank = self._rank(run.batch, timing["threads"]) if timing else None
-        if timing is None or rank is None or timing["threads"] > 1:
+        rank = self._rank(run.batch, timing["threads"], self.neighbours(timing)) if timing else None
+        if timing is None or rank is None or timing["device"] != "cpu" or timing["threads"] > 1:
             return None
-        on_cpu = self._threads_per_core(run.shape.ranks / (timing["cores"] * timing["machines"]))
-        if on_cpu <= 1 or hides_exchange(self.network(run.strategy), rank.gradient_bytes, on_cpu):
+        on_cpu = run.shape.ranks / (timing["cores"] * timing["machines"])
+        if hides_exchange(self.network(run.strategy), rank.gradient_bytes, on_cpu):
             return None
         return (rank.input + rank.compute) * rank.accumulate
 
@@ -117,22 +138,25 @@ class Results:
         Returns:
             The strategy whose links the model uses, the prediction, and the efficiency, for each.
         """
-        rank, found = self._rank(self.batch, self.first()["threads"]), []
+        first, found = self.first(), []
+        alone = self._rank(self.batch, first["threads"])
         slots = min(host.slots for host in self.plan.hosts)
-        if rank is None:
+        if alone is None:
             return []
         # Links within a host do not predict links between hosts.
         measured = [name for name in self.strategies() if self.network(name).remote is not None]
         for model in MODELS if measured else ():
             four = Shape(hosts=2, per_host=2)
-            fitting = [name for name in measured if model_of(name, rank.gradient_bytes, four) == model]
+            fitting = [name for name in measured if model_of(name, alone.gradient_bytes, four) == model]
             strategy = (fitting or measured)[0]
             for ranks in LARGER_RANKS:
                 per_host = max(count for count in range(1, min(slots, ranks) + 1) if ranks % count == 0)
                 shape = Shape(hosts=ranks // per_host, per_host=per_host)
+                neighbours = self.neighbours({**first, "world_size": per_host})
+                rank = self._rank(self.batch, first["threads"], neighbours) or alone
                 threads_per_core = self._threads_per_core(1.0)
                 predicted = predict(rank, shape, self.network(strategy), model, threads_per_core=threads_per_core)
-                found.append((strategy, predicted, (rank.input + rank.compute) / predicted.step))
+                found.append((strategy, predicted, (alone.input + alone.compute) / predicted.step))
         return found
 
     def advice(self) -> list[tuple[Row, list[Advice], str]]:
@@ -170,7 +194,7 @@ class Results:
             gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
         )  # fmt: skip
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
-        rank = self._rank(runs[0].batch, timings[0]["threads"])
+        rank = self._rank(runs[0].batch, timings[0]["threads"], self.neighbours(timings[0]))
         predicted = self._predict(rank, shape, strategy, threads / cores, runs[0].batch)
         return Row(
             shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
@@ -203,16 +227,18 @@ class Results:
         alone = [run.samples_per_s for run in self.alone.get((self.batch, threads), ()) if run.timing]
         return rate / (shape.ranks * statistics.median(alone)) if alone else None
 
-    def _rank(self, batch: int, threads: int) -> Rank | None:
-        """Return the medians of a single rank; None where it was not measured."""
-        timings = [run.timing for run in self.alone.get((batch, threads), ()) if run.timing]
-        if not timings:
+    def _rank(self, batch: int, threads: int, neighbours: int = 1) -> Rank | None:
+        """Return the medians of a rank beside others that compute, or else of a single one; None without either."""
+        measured = (self.side_by_side.get((batch, threads, neighbours), ()), self.alone.get((batch, threads), ()))
+        found_in = ([run.timing for run in runs if run.timing] for runs in measured)
+        timings = next(filter(None, found_in), None)
+        if timings is None:
             return None
         # Not strict, because a run of fewer than 100 updates has fewer groups.
         rounds = zip(*(timing["own"] for timing in timings), strict=False)
         found = {name: statistics.median(timing[name] for timing in timings) for name in (*_PHASES, "window")}
         return Rank(
-            input=found["input"], compute=found["compute"] + found["exchange"], window=found["window"],
+            input=found["input"], compute=sum(found[name] for name in _PHASES[1:]), window=found["window"],
             gradient_bytes=timings[0]["gradient_bytes"],
             step_groups=tuple(map(statistics.median, rounds)),
             accumulate=_steps_per_update(timings[0]),

@@ -16,7 +16,8 @@ class Run:
     shape: Shape
     strategy: str
     scaling: str
-    """weak or strong; both for 1x1; alone for a single rank with its share of the cores, the baseline of efficiency."""
+    """weak or strong; both for 1x1; alone for a single rank with its share of the cores, the baseline of efficiency;
+    side by side for ranks of a host that exchange nothing."""
     round: int
     batch: int
     """Samples per rank and step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from tests.distributed.checks_fsdp import make_transformer
 from tests.distributed.reference import make_model, sgd
 from trainer import ConfigError, FsdpConfig, TrainerError, init
+from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy
 
 
@@ -19,6 +21,16 @@ def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) 
         model = make_model()
         with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
             init(strategy).prepare(model, kind(model.parameters()))
+
+
+def check_a_timing_without_exchange_is_refused(strategy: Strategy) -> None:
+    model = make_model()
+    step_timer.cache_clear()
+    with mock.patch.dict("os.environ", TRAINER_TIMING="unused.jsonl", TRAINER_TIMING_EXCHANGE="no"):
+        run = init(strategy)
+        with pytest.raises(ConfigError, match=r"^TRAINER_TIMING_EXCHANGE is 'no', and under fsdp no rank has whole"):
+            run.prepare(model, sgd(model))
+    step_timer.cache_clear()
 
 
 def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,11 +18,12 @@ from trainer.strategies.horovod import HorovodStrategy
 SLOW_S, INPUT_S = 0.03, 0.01
 
 
-def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
+def time_training(strategy: Strategy, **environment: str) -> dict[str, Any]:
+    """Train 20 steps, in which rank 1 is slow, and return what the timer wrote."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(strategy.broadcast_object(folder), "timing.jsonl")
         step_timer.cache_clear()
-        with mock.patch.dict("os.environ", TRAINER_TIMING=str(file), TRAINER_TIMING_STEPS="20"):
+        with mock.patch.dict("os.environ", TRAINER_TIMING=str(file), TRAINER_TIMING_STEPS="20", **environment):
             try:
                 train(strategy, SLOW_S, INPUT_S)
             finally:
@@ -29,6 +31,11 @@ def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
         strategy.barrier()  # rank 0 has written
         (timing,) = map(json.loads, file.read_text().splitlines())
         strategy.barrier()  # all ranks have read
+    return dict(timing)
+
+
+def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
+    timing = time_training(strategy)
     assert (timing["world_size"], timing["steps"], timing["updates"], timing["samples"]) == (2, 20, 20, 400)
     assert timing["samples_in_epoch"] == 4000
     assert timing["gradient_bytes"] == (8 * 4 + 4) * 4
@@ -40,3 +47,10 @@ def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
     assert timing["waiting"] > 0.4 * SLOW_S
     # Horovod's own threads exchange; it does not tell how long they take.
     assert (timing["hidden"] is None) == isinstance(strategy, HorovodStrategy)
+
+
+def check_ranks_that_exchange_nothing_wait_for_nobody(strategy: Strategy) -> None:
+    timing = time_training(strategy, TRAINER_TIMING_EXCHANGE="no")
+    quick, slow = timing["ranks"]
+    assert slow["compute"] - quick["compute"] > 0.8 * SLOW_S
+    assert quick["blocked"] < 0.2 * SLOW_S

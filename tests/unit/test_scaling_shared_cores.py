@@ -1,15 +1,19 @@
-"""The scaling test: ranks that share cores are predicted from an exchange beside computing ranks."""
+"""The scaling test: ranks that share a machine are predicted from ranks that compute beside one another."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import scaling_test
-from scaling.jobs import JobError, Plan
+from scaling.jobs import Host, JobError, Plan
 from scaling.models import Network, Shape
+from scaling.report import render_text
 from scaling.results import Results
+from scaling.runs import Run
 from tqdm import tqdm
 
-from tests.unit.scaling_results import FAST, FOUR, SIZE, SLOW, make_results
+from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
 
 
 @pytest.fixture
@@ -50,13 +54,78 @@ def test_accumulated_steps_are_computed_between_two_exchanges(results: Results) 
     assert four.predicted.step == pytest.approx(1.5)
 
 
-def test_ranks_with_a_core_each_need_no_exchange_beside_computing(results: Results) -> None:
+def test_gpus_and_several_threads_are_not_measured_beside_computing(results: Results) -> None:
     run = next(run for run in results.runs if run.shape == FOUR)
     assert run.timing is not None
-    assert results.computed_between(run.ended(timing={**run.timing, "machines": 2})) is None
-    # Nor is there one for ranks with several threads, as the measurement computes with one.
-    results.alone[100, 2] = results.alone[100, 1]
+    assert results.computed_between(run.ended(timing={**run.timing, "device": "cuda"})) is None
+    results.alone[100, 2] = results.alone[100, 1]  # the measurement computes with one thread
     assert results.computed_between(run.ended(timing={**run.timing, "threads": 2})) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "neighbours"),
+    [
+        ({"world_size": 2}, 2),
+        ({"world_size": 4}, 2),  # on two cores
+        ({"world_size": 4, "cores": 8}, 4),
+        ({"world_size": 4, "cores": 8, "machines": 2}, 2),
+        ({"world_size": 4, "cores": 8, "threads": 4}, 2),
+        ({"world_size": 4, "cores": 2, "threads": 4}, 1),
+        ({"world_size": 4, "cores": 8, "device": "cuda"}, 1),
+    ],
+)
+def test_ranks_of_a_machine_with_a_core_each_compute_at_once(
+    results: Results, changes: dict[str, object], neighbours: int
+) -> None:
+    assert results.neighbours(timing(1.0, 100, **changes)) == neighbours
+
+
+def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def time_steps(plan: Plan, shape: Shape, strategy: str, batch: int, **options: object) -> dict[str, object]:
+        asked.append((shape, strategy, batch, options["threads"], options["exchanges"]))
+        return timing(0.14, 100, world_size=2, compute=0.12, exchange=0.01, waiting=0.01)
+
+    monkeypatch.setattr(scaling_test, "time_steps", time_steps)
+    (_, before) = results.rows()
+    for run in results.runs:
+        if run.shape == FOUR and run.timing is not None:
+            for _ in range(2):  # two strategies of a round
+                run_timing = {**run.timing, "world_size": 4}
+                scaling_test._measure_side_by_side(results, run, run_timing, "horovod", tqdm(disable=True))
+    assert asked == [(Shape(hosts=1, per_host=2), "horovod", 100, 1, False)] * 3  # once a round
+    for run in results.runs:
+        if run.shape == FOUR and run.timing is not None:
+            run.timing["world_size"] = 4
+    (_, after) = results.rows()
+    assert before.predicted is not None
+    assert after.predicted is not None
+    assert before.predicted.compute == pytest.approx(2 * 0.1)
+    assert after.predicted.compute == pytest.approx(2 * 0.14)  # what is not all-reduced is computed, too
+    assert after.measured.efficiency == before.measured.efficiency  # relative to single ranks
+    assert [run.scaling for run in results.side_by_side_runs()] == ["side by side"] * 3
+    assert "| 2     | 1            | 100   |       714 |" in render_text(results)  # 1000 samples in 1.4 s
+
+
+def test_hosts_that_are_one_machine_are_measured_in_their_own_places(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+
+    def run_once(run: Run, *_: object, **__: object) -> Run:
+        shapes.append(run.shape)
+        return run.ended(problem="not run")
+
+    monkeypatch.setattr(scaling_test, "_run_once", run_once)
+    results.plan = replace(results.plan, hosts=[Host(name="a", slots=1), Host(name="b", slots=1)])
+    run = Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100)
+    for machines in (1, 2):
+        found = timing(0.2, 200, world_size=2, machines=machines)
+        scaling_test._measure_side_by_side(results, run.ended(timing=found), found, "ring", tqdm(disable=True))
+    assert shapes == [PAIR]  # not on two machines, where each rank has one for itself
 
 
 def test_an_exchange_that_a_backward_pass_hides_is_predicted_from_its_parts(results: Results) -> None:

@@ -75,9 +75,12 @@ def test_the_window_is_weighed_by_bytes() -> None:
 
 def test_nothing_is_timed_unless_the_environment_says_so() -> None:
     assert timing_settings({}) is None
-    assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": ""}) == (Path("t"), None)
+    assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": ""}) == (Path("t"), None, True)
+    assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_EXCHANGE": "no"}) == (Path("t"), None, False)
     with pytest.raises(ConfigError, match="TRAINER_TIMING_STEPS is 'few'; valid is a positive number of steps"):
         timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": "few"})
+    with pytest.raises(ConfigError, match="TRAINER_TIMING_EXCHANGE is '0'; valid are yes and no"):
+        timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_EXCHANGE": "0"})
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ All ranks leave an all-reduce together, so the rank that is blocked for the shor
 that of the exchange, and what the others are blocked for beyond it is waiting. On GPUs the moments are CUDA events in
 the stream that computes, on CPUs those of the clock.
 
-With TRAINER_TIMING_STEPS=n an epoch ends after n steps: such a run measures, and does not train to the end.
+With TRAINER_TIMING_STEPS=n an epoch ends after n steps: such a run measures, and does not train to the end. With
+TRAINER_TIMING_EXCHANGE=no the ranks do not all-reduce their gradients, and so show what they compute side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import asdict
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,18 +77,32 @@ def step_timer() -> StepTimer | None:
     return StepTimer(*settings) if settings else None
 
 
-def timing_settings(environ: Mapping[str, str] = os.environ) -> tuple[Path, int | None] | None:
-    """Return the file that steps are timed for, and the steps after which an epoch ends; None where it is not set.
+class TimingSettings(NamedTuple):
+    """What the environment asks for."""
+
+    file: Path
+    """Where an epoch's timing is appended."""
+    steps: int | None
+    """After which an epoch ends; None for all of them."""
+    exchanges: bool
+    """Whether gradients are all-reduced."""
+
+
+def timing_settings(environ: Mapping[str, str] = os.environ) -> TimingSettings | None:
+    """Return what TRAINER_TIMING, TRAINER_TIMING_STEPS and TRAINER_TIMING_EXCHANGE say; None without the first.
 
     Raises:
-        ConfigError: TRAINER_TIMING_STEPS is not valid.
+        ConfigError: one of the others is not valid.
     """
     file, steps = environ.get("TRAINER_TIMING"), environ.get("TRAINER_TIMING_STEPS")
+    exchange = environ.get("TRAINER_TIMING_EXCHANGE") or "yes"
     if not file:
         return None
     if steps and (not steps.isdecimal() or int(steps) < 1):
         raise ConfigError(f"TRAINER_TIMING_STEPS is {steps!r}; valid is a positive number of steps")
-    return Path(file), int(steps) if steps else None
+    if exchange not in ("yes", "no"):
+        raise ConfigError(f"TRAINER_TIMING_EXCHANGE is {exchange!r}; valid are yes and no")
+    return TimingSettings(Path(file), int(steps) if steps else None, exchange == "yes")
 
 
 class StepTimer:
@@ -96,10 +111,12 @@ class StepTimer:
     Args:
         file: gets an `EpochTiming` a line; appended to where it exists.
         steps: after which an epoch ends; None for all of them.
+        exchanges: whether gradients are all-reduced.
     """
 
-    def __init__(self, file: Path, steps: int | None) -> None:
+    def __init__(self, file: Path, steps: int | None, exchanges: bool = True) -> None:
         self._file, self._steps = file, steps
+        self.exchanges = exchanges
         self._strategy: TimedStrategy | None = None
         self._gradient_bytes = 0
         self._gradient_shapes: list[list[int]] = []
