@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
@@ -15,12 +15,13 @@ from trainer.launch.failure import report_failures
 def main() -> None:
     report_failures()
     args = common.loop_parser(__doc__).parse_args()
-    accelerator = Accelerator(cpu=True)
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)  # the transformer's are constants
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ddp])
     workload = WORKLOADS[args.network]
     network = workload.make(args.seed)
     model, optimizer = accelerator.prepare(network, workload.optimizer(network))
     rank_info = common.RankInfo(accelerator.process_index, accelerator.num_processes)
-    common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, accelerator.backward)
+    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group, accelerator.backward)
     common.end_with_gloo()
 
 

@@ -127,6 +127,7 @@ def train_epoch(
 
 
 def train_and_report(
+    network: nn.Module,
     model: nn.Module,
     optimizer: Optimizer,
     args: argparse.Namespace,
@@ -138,6 +139,8 @@ def train_and_report(
     """Train for `args.epochs` epochs, test once, and print the report on rank 0. Collective.
 
     Args:
+        network: the same without a wrapper, whose forward pass may be every rank's; it is tested.
+        model: to be trained.
         make_loader: of a library that has a loader of its own, in place of `train_batches`.
     """
     workload = WORKLOADS[args.network]
@@ -157,7 +160,7 @@ def train_and_report(
         seconds.append(time.perf_counter() - started)
         losses.append(loss / count)
         samples.append(round(count))
-    score, evaluated = sum_over_ranks(evaluate(workload, model, test, rank_info)).tolist()
+    score, evaluated = sum_over_ranks(evaluate(workload, network, test, rank_info)).tolist()
     if rank_info.rank == 0:
         report = Report(
             seconds=seconds, losses=losses, samples=samples, score=score / evaluated, evaluated=round(evaluated)
@@ -165,16 +168,16 @@ def train_and_report(
         print(REPORT_PREFIX + json.dumps(asdict(report)), flush=True)
 
 
-def evaluate(workload: Workload, model: nn.Module, test: InMemory, rank_info: RankInfo) -> Tensor:
+def evaluate(workload: Workload, network: nn.Module, test: InMemory, rank_info: RankInfo) -> Tensor:
     """Return this rank's summed scores and its test samples: float64, shape (2,), to be summed over ranks."""
-    model.eval()
+    network.eval()
     size = workload.eval_batch_size
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.inference_mode():
         for start in range(rank_info.rank * size, len(test), rank_info.size * size):
             targets = test.targets[start : start + size]
-            logits = model(workload.prepare(test.inputs[start : start + size])).flatten(0, -2)
+            logits = network(workload.prepare(test.inputs[start : start + size])).flatten(0, -2)
             score = workload.score(logits, targets.flatten()).double() / targets[0].numel()
             sums += torch.stack([score, torch.tensor(float(len(targets)), dtype=torch.float64)])
-    model.train()
+    network.train()
     return sums

@@ -170,7 +170,8 @@ def summarise(
     }
     parts = [f"{_in_words(machine)}\n{_in_words(settings)}"]
     for network in args.networks:
-        found, text = summarise_network(network, [one for one in runs if one.network == network], overheads)
+        of_network = [one for one in runs if one.network == network]
+        found, text = summarise_network(network, of_network, overheads, judged=network == args.networks[0])
         content["networks"][network] = found
         parts.append(text)
     parts += [tables.render_overhead(overhead) for overhead in overheads]
@@ -178,12 +179,17 @@ def summarise(
     return "\n\n".join(parts)
 
 
-def summarise_network(network: str, runs: list[Run], overheads: list[Overhead]) -> tuple[dict[str, Any], str]:
-    """Return a network's tables for the JSON, and as text."""
+def summarise_network(
+    network: str, runs: list[Run], overheads: list[Overhead], *, judged: bool
+) -> tuple[dict[str, Any], str]:
+    """Return a network's tables for the JSON, and as text.
+
+    Args:
+        judged: whether the overhead, which has a network of its own, is among the targets here.
+    """
     workload = WORKLOADS[network]
     rows, limits = results.make_rows(runs), results.make_limits(runs)
-    # The overhead has a network of its own, and is judged once.
-    targets = results.make_targets(runs, overheads if network == TUTORIAL else [], len(os.sched_getaffinity(0)))
+    targets = results.make_targets(runs, overheads if judged else [], len(os.sched_getaffinity(0)))
     facts = results.make_facts(runs, overheads)
     found: dict[str, Any] = {"settings": workload.settings}
     for name, values in (("table", rows), ("limits", limits), ("targets", targets), ("information", facts)):

@@ -18,10 +18,11 @@ def main() -> None:
     args = common.loop_parser(__doc__).parse_args()
     dist.init_process_group("gloo")
     workload = WORKLOADS[args.network]
-    model = DistributedDataParallel(workload.make(args.seed))
-    optimizer = workload.optimizer(model)
+    network = workload.make(args.seed)
+    model = DistributedDataParallel(network, broadcast_buffers=False)  # the transformer's are constants
+    optimizer = workload.optimizer(network)
     rank_info = common.RankInfo(dist.get_rank(), dist.get_world_size())
-    common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group)
+    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group)
     common.end_with_gloo()
 
 

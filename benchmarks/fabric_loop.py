@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
@@ -17,13 +18,14 @@ from trainer.launch.failure import report_failures
 def main() -> None:
     report_failures()
     args = common.loop_parser(__doc__).parse_args()
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    strategy = DDPStrategy(broadcast_buffers=False)  # the transformer's are constants
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     fabric.launch()
     workload = WORKLOADS[args.network]
     network = workload.make(args.seed)
     model, optimizer = fabric.setup(network, workload.optimizer(network))
     rank_info = common.RankInfo(fabric.global_rank, fabric.world_size)
-    common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, fabric.backward)
+    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group, fabric.backward)
     common.end_with_gloo()
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     network = workload.make(args.seed)
     model, optimizer = handle.prepare(network, workload.optimizer(network))
     common.train_and_report(
-        model, optimizer, args, common.RankInfo(handle.rank, handle.world_size),
+        network, model, optimizer, args, common.RankInfo(handle.rank, handle.world_size),
         sum_over_ranks=lambda tensor: handle.all_reduce(tensor, "sum"), backward=handle.backward,
         make_loader=handle.loader,
     )  # fmt: skip

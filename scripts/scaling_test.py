@@ -9,9 +9,9 @@ Any script that trains through Trainer or trainer.init can be measured; its own 
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
 and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
 (trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted: on GPUs from a
-single rank and the network, on CPUs from ranks that compute side by side and an exchange beside computing. The
-predictions are compared with the measurement. The results are scaling.json, scaling.svg, and scaling.html, a page with
-everything. After an interruption they contain the runs until then.
+single rank and the network, on CPUs from ranks of one machine that compute side by side and, where nothing hides it, an
+exchange beside computing. The predictions are compared with the measurement. The results are scaling.json, scaling.svg,
+and scaling.html, a page with everything. After an interruption they contain the runs until then.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scaling.baselines import place, ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
 from scaling.models import Shape
@@ -95,7 +97,7 @@ def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespa
             # The efficiency compares with a single rank that has the same number of threads.
             for batch in dict.fromkeys((done.batch, options.batch_size)):
                 _measure_single_rank(results, done.round, batch, done.timing["threads"], bar)
-            _measure_side_by_side(results, done, done.timing, options.strategies[0], bar)
+                _measure_side_by_side(results, replace(done, batch=batch), done.timing, bar)
             _measure_beside_compute(results, done, bar)
         write_json(file, results)
     for run, trial in results.trials() if options.try_advice else ():
@@ -113,15 +115,20 @@ def _measure_network(results: Results, timing: dict[str, Any], strategies: Seque
         _print_line(bar, f"the network cannot be measured: {error}")
 
 
-def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any], strategy: str, bar: Any) -> None:
-    """Measure ranks that compute side by side and exchange nothing, as many as a run has on a machine's cores."""
-    threads, count = timing["threads"], results.neighbours(timing)
-    # On hosts that are one machine, the ranks of a shape may be more than a host's slots.
-    shape = Shape(hosts=1, per_host=count) if results.plan.hosts[0].slots >= count else run.shape
-    done = results.side_by_side.setdefault((run.batch, threads, count), [])
-    if count == 1 or shape.ranks != count or any(one.round == run.round for one in done):
+def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any], bar: Any) -> None:
+    """Measure ranks that compute at once and exchange nothing, as many as a machine of a run does; once in each round.
+
+    Args:
+        timing: of the run.
+    """
+    threads, count = timing["threads"], ranks_at_once(timing)
+    shape = place(results.plan.hosts, count, timing["machines"])
+    if count == 1 or shape is None:
         return
-    measured = Run(shape=shape, strategy=strategy, scaling="side by side", round=run.round, batch=run.batch)
+    done = results.baselines.side_by_side.setdefault((run.batch, threads, count), [])
+    if any(one.round == run.round for one in done):
+        return
+    measured = Run(shape=shape, strategy=run.strategy, scaling="side by side", round=run.round, batch=run.batch)
     done.append(_run_once(measured, results.plan, threads, exchanges=False))
     _report_run(bar, done[-1], is_planned=False)
 
@@ -142,7 +149,7 @@ def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
 
 def _measure_single_rank(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:
     """Run a single rank with so many threads, once in each round, and return the run of the latest round."""
-    done = results.alone.setdefault((batch, threads), [])
+    done = results.baselines.alone.setdefault((batch, threads), [])
     if not any(run.round == number for run in done):
         run = Run(shape=_SINGLE, strategy="single", scaling="alone", round=number, batch=batch)
         done.append(_run_once(run, results.plan, threads))

@@ -190,7 +190,7 @@ def model_of(strategy: str, size: float, shape: Shape) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A single rank on its share of the cores: mean seconds of a step."""
+    """A rank on its share of the cores, without an exchange: mean seconds of a step."""
 
     input: float
     compute: float
@@ -246,13 +246,14 @@ def predict(
     threads_per_core: float = 1.0,
     together: float | None = None,
 ) -> Prediction:
-    """Predict a step on `shape` from a single rank and the network.
+    """Predict a step on `shape` from a rank without an exchange, and the network.
 
     Args:
+        rank: by itself, or beside as many others as a machine of the shape computes with at once.
         threads_per_core: computing threads per core. Above 1 the cores are oversubscribed, and each thread takes that
             much longer. Below 1 there are free cores.
-        together: measured seconds of a step's computing and its exchange on ranks that share cores. What it has beyond
-            the two is waiting: for the slowest rank, and for time slices.
+        together: measured seconds of a step's computing and its exchange, one after the other, on this shape. What it
+            has beyond the two is waiting: for the slowest rank, and for time slices.
     """
     slowdown = max(1.0, threads_per_core)
     compute = (rank.input + rank.compute) * slowdown

@@ -16,9 +16,9 @@ from scaling.runs import Row
 from trainer.files import write_atomically
 
 TEMPLATE = Path(__file__).resolve().with_name("page.html")
-PHASES = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
+_COLORS = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
-_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute")
+_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute")
 _PREDICTION_HEAD = (
     "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
             ("ranks", "threads each", "batch", "samples/s"),
             [
                 (str(count), str(threads), str(batch), f"{rate:,.0f}")
-                for (batch, threads, count), rate in results.side_by_side_rates().items()
+                for (batch, threads, count), rate in results.baselines.side_by_side_rates().items()
             ],
         ),
         (
@@ -113,8 +113,8 @@ def write_json(path: Path, results: Results) -> None:
             for (shape, strategy, batch), seconds in results.beside_compute.items()
         ],
         "low_rank": asdict(results.low_rank) if results.low_rank else None,
-        "alone": [_entry(run) for run in results.single_rank_runs()],
-        "side_by_side": [_entry(run) for run in results.side_by_side_runs()],
+        "alone": [_entry(run) for run in results.baselines.single_rank_runs()],
+        "side_by_side": [_entry(run) for run in results.baselines.side_by_side_runs()],
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
@@ -192,7 +192,7 @@ def _bars(results: Results) -> Any:
     figure, axes = _pyplot().subplots(figsize=(12, 1.2 + 0.36 * len(rows)), layout="constrained")
     names = [f"{row.shape} {row.strategy}, {row.scaling}" for row in rows]
     left = [0.0] * len(rows)
-    for phase, color in PHASES.items():
+    for phase, color in _COLORS.items():
         # Per sample, so that steps with different batches can be compared.
         widths = [getattr(row.measured, phase) * 1e6 / row.batch for row in rows]
         axes.barh(names, widths, left=left, color=color, label=phase)

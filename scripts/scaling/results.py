@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scaling.advice import Advice, Known, Measured, advise, summarize
+from scaling.baselines import Baselines, ranks_at_once, steps_per_update
 from scaling.jobs import Plan
 from scaling.low_rank import LowRank
 from scaling.models import (
@@ -23,13 +24,12 @@ from scaling.models import (
     model_of,
     predict,
 )
-from scaling.runs import Row, Run, Trial
+from scaling.runs import PHASES, Row, Run, Trial
 from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)
 """Numbers of ranks that are predicted, on more hosts of the same kind."""
-_PHASES = ("input", "compute", "exchange", "waiting")
 
 
 @dataclass
@@ -40,16 +40,13 @@ class Results:
     batch: int
     """Samples per rank and step on 1x1."""
     command: Sequence[str]
-    alone: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
-    """Runs of a single rank, one per round, by batch and PyTorch threads."""
-    side_by_side: dict[tuple[int, int, int], list[Run]] = field(default_factory=dict)
-    """Runs of ranks that exchange nothing, one per round, by batch, PyTorch threads and number of ranks."""
+    baselines: Baselines = field(default_factory=Baselines)
     runs: list[Run] = field(default_factory=list)
     networks: dict[str, Network] = field(default_factory=dict)
     """By strategy."""
     beside_compute: dict[tuple[Shape, str, int], list[float]] = field(default_factory=dict)
-    """Seconds of a step's computing and its exchange, one per round, by shape, strategy and batch; only of shapes whose
-    ranks share cores."""
+    """Seconds of a step's computing and its exchange, one per round, by shape, strategy and batch; only of ranks on
+    CPUs."""
     low_rank: LowRank | None = None
     """None where no shape has several ranks."""
     tried: list[tuple[Run, Trial]] = field(default_factory=list)
@@ -59,20 +56,7 @@ class Results:
 
     def first(self) -> dict[str, Any]:
         """Return the timing of the first single rank."""
-        return next(run.timing for run in self.single_rank_runs() if run.timing)
-
-    def single_rank_runs(self) -> list[Run]:
-        """Return all runs of a single rank."""
-        return [run for runs in self.alone.values() for run in runs]
-
-    def side_by_side_rates(self) -> dict[tuple[int, int, int], float]:
-        """Return the median samples/s of ranks that exchange nothing, by batch, threads and number of ranks."""
-        rates = {key: [run.samples_per_s for run in runs if run.timing] for key, runs in self.side_by_side.items()}
-        return {key: statistics.median(found) for key, found in rates.items() if found}
-
-    def side_by_side_runs(self) -> list[Run]:
-        """Return all runs of ranks that exchange nothing."""
-        return [run for runs in self.side_by_side.values() for run in runs]
+        return next(run.timing for run in self.baselines.single_rank_runs() if run.timing)
 
     def facts(self) -> dict[str, str]:
         """Describe the hosts, the device and the job."""
@@ -89,7 +73,8 @@ class Results:
 
     def problems(self) -> list[str]:
         """Return one line for each failure."""
-        runs = [*self.single_rank_runs(), *self.side_by_side_runs(), *self.runs, *(run for run, _ in self.tried)]
+        baselines = [*self.baselines.single_rank_runs(), *self.baselines.side_by_side_runs()]
+        runs = [*baselines, *self.runs, *(run for run, _ in self.tried)]
         failed = [f"{run}: {run.problem}" for run in runs if run.problem]
         return [*failed, f"the network cannot be measured: {self.no_network}"] if self.no_network else failed
 
@@ -103,16 +88,6 @@ class Results:
         """Return the links measured with a strategy's transport."""
         return self.networks.get(strategy, Network())
 
-    def neighbours(self, timing: dict[str, Any]) -> int:
-        """Return how many ranks of a run compute at once on a machine's cores, each with a core or more of its own.
-
-        Ranks on CPUs share memory and clock, so that each takes longer than one by itself. GPUs share neither.
-        """
-        if timing["device"] != "cpu":
-            return 1
-        of_machine, with_cores = timing["world_size"] // timing["machines"], timing["cores"] // timing["threads"]
-        return int(max(1, min(of_machine, with_cores)))
-
     def computed_between(self, run: Run) -> float | None:
         """Return the seconds of a core between two exchanges that are measured beside computing; None where none is.
 
@@ -120,8 +95,12 @@ class Results:
         where the backward pass hides a part of the exchange.
         """
         timing = run.timing
-        rank = self._rank(run.batch, timing["threads"], self.neighbours(timing)) if timing else None
-        if timing is None or rank is None or timing["device"] != "cpu" or timing["threads"] > 1:
+        if timing is None or timing["device"] != "cpu" or timing["threads"] > 1:
+            return None
+        kind = (run.batch, timing["threads"], ranks_at_once(timing))
+        rank = self.baselines.rank(*kind)
+        # In all rounds it is the computing of the same baseline.
+        if rank is None or not self.baselines.is_measured(*kind):
             return None
         on_cpu = run.shape.ranks / (timing["cores"] * timing["machines"])
         if hides_exchange(self.network(run.strategy), rank.gradient_bytes, on_cpu):
@@ -139,7 +118,7 @@ class Results:
             The strategy whose links the model uses, the prediction, and the efficiency, for each.
         """
         first, found = self.first(), []
-        alone = self._rank(self.batch, first["threads"])
+        alone = self.baselines.rank(self.batch, first["threads"])
         slots = min(host.slots for host in self.plan.hosts)
         if alone is None:
             return []
@@ -152,8 +131,8 @@ class Results:
             for ranks in LARGER_RANKS:
                 per_host = max(count for count in range(1, min(slots, ranks) + 1) if ranks % count == 0)
                 shape = Shape(hosts=ranks // per_host, per_host=per_host)
-                neighbours = self.neighbours({**first, "world_size": per_host})
-                rank = self._rank(self.batch, first["threads"], neighbours) or alone
+                at_once = ranks_at_once({**first, "world_size": per_host})
+                rank = self.baselines.rank(self.batch, first["threads"], at_once) or alone
                 threads_per_core = self._threads_per_core(1.0)
                 predicted = predict(rank, shape, self.network(strategy), model, threads_per_core=threads_per_core)
                 found.append((strategy, predicted, (alone.input + alone.compute) / predicted.step))
@@ -194,12 +173,12 @@ class Results:
             gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
         )  # fmt: skip
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
-        rank = self._rank(runs[0].batch, timings[0]["threads"], self.neighbours(timings[0]))
+        rank = self.baselines.rank(runs[0].batch, timings[0]["threads"], ranks_at_once(timings[0]))
         predicted = self._predict(rank, shape, strategy, threads / cores, runs[0].batch)
         return Row(
             shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
             least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
-            accumulate=_steps_per_update(timings[0]), speedup=rate / base if base else None, predicted=predicted,
+            accumulate=steps_per_update(timings[0]), speedup=rate / base if base else None, predicted=predicted,
             predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
         )  # fmt: skip
 
@@ -224,25 +203,8 @@ class Results:
         """Return samples/s relative to as many single ranks, each with the whole batch and the same threads."""
         if shape.ranks == 1:
             return 1.0
-        alone = [run.samples_per_s for run in self.alone.get((self.batch, threads), ()) if run.timing]
+        alone = [run.samples_per_s for run in self.baselines.alone.get((self.batch, threads), ()) if run.timing]
         return rate / (shape.ranks * statistics.median(alone)) if alone else None
-
-    def _rank(self, batch: int, threads: int, neighbours: int = 1) -> Rank | None:
-        """Return the medians of a rank beside others that compute, or else of a single one; None without either."""
-        measured = (self.side_by_side.get((batch, threads, neighbours), ()), self.alone.get((batch, threads), ()))
-        found_in = ([run.timing for run in runs if run.timing] for runs in measured)
-        timings = next(filter(None, found_in), None)
-        if timings is None:
-            return None
-        # Not strict, because a run of fewer than 100 updates has fewer groups.
-        rounds = zip(*(timing["own"] for timing in timings), strict=False)
-        found = {name: statistics.median(timing[name] for timing in timings) for name in (*_PHASES, "window")}
-        return Rank(
-            input=found["input"], compute=sum(found[name] for name in _PHASES[1:]), window=found["window"],
-            gradient_bytes=timings[0]["gradient_bytes"],
-            step_groups=tuple(map(statistics.median, rounds)),
-            accumulate=_steps_per_update(timings[0]),
-        )  # fmt: skip
 
     def _known(self, row: Row) -> Known:
         """Return what the advice for a shape takes beside its measurement."""
@@ -275,12 +237,8 @@ class Results:
         return across if row.shape.hosts > 1 else network.local
 
 
-def _steps_per_update(timing: dict[str, Any]) -> float:
-    return float(timing["steps"] / max(1, timing["updates"]))
-
-
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
-    found = {name: statistics.median(timing[name] for timing in timings) for name in _PHASES}
+    found = {name: statistics.median(timing[name] for timing in timings) for name in PHASES}
     seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
     # Horovod does not report overlap. With several messages and a long exchange, assume that it fills the window.
     fills = timings[0]["gradient_bytes"] > BUCKET_BYTES and found["exchange"] > 0.1 * found["compute"]

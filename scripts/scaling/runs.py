@@ -8,6 +8,9 @@ from typing import Any
 from scaling.advice import Advice, Measured
 from scaling.models import Prediction, Shape
 
+PHASES = ("input", "compute", "exchange", "waiting")
+"""Of a step, in the timing of a run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -36,7 +36,7 @@ def make_results() -> Results:
     plan = Plan(hosts=hosts, script=["x.py"], batch_flag="-b", steps=10, timeout_s=9)
     made = Results(plan=plan, batch=100, command=["scripts/scaling_test.py", "--hosts", "a:2,<b>:2"])
     rounds = ((0.1, [0.05, 0.15]), (0.4, [0.0, 0.9]), (0.1, [0.05, 0.15]))
-    made.alone[100, 1] = [
+    made.baselines.alone[100, 1] = [
         replace(alone, round=number, timing=timing(step, 100, own=own)) for number, (step, own) in enumerate(rounds, 1)
     ]
     made.networks["horovod"] = Network(local=FAST, remote=SLOW)

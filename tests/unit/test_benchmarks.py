@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -40,18 +41,18 @@ def finished(stdout: str) -> Finished:
     ],
 )
 def test_a_wrong_result_is_named(wrong: dict[str, object], word: str) -> None:
-    problem = check(report(**wrong), WORKLOADS[TUTORIAL], epochs=2)
+    problem = check(report(**wrong), WORKLOADS[TUTORIAL], 2, 2)
     assert problem is not None
     assert problem.startswith("WRONG")
     assert word in problem
-    assert check(GOOD, WORKLOADS[TUTORIAL], epochs=2) is None
+    assert check(GOOD, WORKLOADS[TUTORIAL], 2, 2) is None
 
 
 @pytest.mark.parametrize(("score", "good"), [(3.0, True), (8.0, False), (float("nan"), False)])
 def test_a_transformers_score_is_a_loss(score: float, good: bool) -> None:
     workload = WORKLOADS[TRANSFORMER]
     found = report(score=score, samples=[workload.samples] * 2, evaluated=workload.test_samples)
-    problem = check(found, workload, epochs=2)
+    problem = check(found, workload, 2, 2)
     assert (problem is None) == good
     assert good or problem == f"WRONG: test loss {score:.2f} bits per byte is worse than test loss 4.50 bits per byte"
 
@@ -72,10 +73,18 @@ def test_the_transformers_text_is_as_long_as_an_epoch() -> None:
     assert score == pytest.approx(8, abs=0.5)  # bits per byte of a network that knows nothing
 
 
+def test_more_ranks_take_too_few_updates_for_the_score() -> None:
+    poor = {"score": 7.0, "samples": [WORKLOADS[TRANSFORMER].samples] * 2, "evaluated": 64}
+    assert check(report(**poor), WORKLOADS[TRANSFORMER], 2, 2) is not None
+    assert check(report(**poor), WORKLOADS[TRANSFORMER], 2, 8) is None
+    problem = check(report(**poor, losses=[1.0, float("nan")]), WORKLOADS[TRANSFORMER], 2, 8)
+    assert problem == "WRONG: the training losses are [1.0, nan], and do not fall"
+
+
 def test_rounded_reports_may_be_off_by_a_percent() -> None:
     roughly = report(samples=[60000, 59500])
-    assert check(roughly, WORKLOADS[TUTORIAL], epochs=2, rounded=True) is None
-    assert check(roughly, WORKLOADS[TUTORIAL], epochs=2) is not None
+    assert check(roughly, WORKLOADS[TUTORIAL], 2, 2, rounded=True) is None
+    assert check(roughly, WORKLOADS[TUTORIAL], 2, 2) is not None
 
 
 def test_only_the_plain_example_and_the_limit_may_have_other_losses() -> None:
@@ -96,6 +105,10 @@ def test_exact_contestants_must_share_their_losses() -> None:
         problem=None,
     )  # fmt: skip
     assert differing_losses([make_run("ours", 2, 0, 1.0), elsewhere]) == []
+    four = [make_run("ours", 4, 0, 1.0), replace(make_run("ddp", 4, 0, 1.0), report=report(losses=[1.0, 0.5002]))]
+    assert differing_losses(four) == []  # of sums in another order
+    (difference,) = differing_losses([four[0], replace(four[1], report=report(losses=[1.0, 0.51]))])
+    assert "ddp and ours on 4 ranks" in difference
     for name in ("plain", "limit"):
         free = Run(contestant=name, ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
         assert differing_losses([make_run("ours", 2, 0, 1.0), free]) == []
@@ -103,7 +116,7 @@ def test_exact_contestants_must_share_their_losses() -> None:
 
 def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp_path: Path) -> None:
     line = f"noise\n{REPORT_PREFIX}{json.dumps(vars(GOOD))}\n"
-    assert read_report(finished(line), tmp_path) == GOOD
+    assert read_report(finished(line), None) == GOOD
 
     epochs = (
         "epoch 1/2: loss 1.1276, validation loss 0.2337, accuracy 93.08 %, evaluated 10000/10000, "
@@ -111,13 +124,14 @@ def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp
         "epoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, "
         "4.00 s (15,000 samples/s)"
     )
-    assert read_report(finished(epochs), tmp_path) == report(seconds=[12.0, 4.0], losses=[1.1276, 0.5])
+    assert read_report(finished(epochs), None) == report(seconds=[12.0, 4.0], losses=[1.1276, 0.5])
 
     validation = {"metrics": {"accuracy": 0.95, "loss": 0.1}, "evaluated": 10000, "samples": 10000}
     entries = [{"seconds": 9.0, "train_loss": 1.0}, {"seconds": 4.0, "train_loss": 0.5}]
     lines = [json.dumps({**entry, "samples": 60000, "validation": validation}) for entry in entries]
     (tmp_path / "epochs.jsonl").write_text("\n".join(lines) + "\n")
     assert read_report(finished(""), tmp_path) == GOOD
+    assert read_report(finished(line), tmp_path / "nothing") is None  # of one that writes a record
 
 
 def test_the_loops_learning_rate_is_the_librarys() -> None:

@@ -112,10 +112,10 @@ def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) ->
 
 def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_test, "_run_once", lambda run, *_: run.ended(problem="exit code 1"))
-    results.alone.clear()
+    results.baselines.alone.clear()
     for number in (1, 1, 2):
         scaling_test._measure_single_rank(results, number, 100, 1, tqdm(disable=True))
-    assert [run.round for run in results.alone[100, 1]] == [1, 2]
+    assert [run.round for run in results.baselines.alone[100, 1]] == [1, 2]
     assert len([problem for problem in results.problems() if "exit code 1" in problem]) == 2
 
 
@@ -148,7 +148,7 @@ def test_halves_are_not_advised_where_cores_limit_the_exchange(
 ) -> None:
     results.networks["horovod"] = network
     results.runs = [replace(run, shape=shape) for run in results.runs if run.strategy == "horovod"]
-    for run in results.alone[100, 1]:
+    for run in results.baselines.alone[100, 1]:
         assert run.timing
         run.timing["device"] = device
     assert (("--compression", "fp16") in [run.options for run, _ in results.trials()]) is advised
@@ -172,7 +172,7 @@ def partial_results(results: Results) -> Results:
     )
     results.tried.append((run.ended(problem="connection lost"), trial))
     results.no_network = "no route"
-    results.alone[50, 1] = []  # interrupted before the first run
+    results.baselines.alone[50, 1] = []  # interrupted before the first run
     results.interrupted = True
     return results
 

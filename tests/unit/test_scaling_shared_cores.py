@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import scaling_test
+from scaling.baselines import place, ranks_at_once
 from scaling.jobs import Host, JobError, Plan
 from scaling.models import Network, Shape
 from scaling.report import render_text
@@ -44,7 +45,7 @@ def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
 
 
 def test_accumulated_steps_are_computed_between_two_exchanges(results: Results) -> None:
-    for run in results.alone[100, 1]:
+    for run in results.baselines.alone[100, 1]:
         assert run.timing is not None
         run.timing["updates"] = 5  # in 10 steps
     results.beside_compute[FOUR, "horovod", 100] = [3.0]
@@ -58,12 +59,12 @@ def test_gpus_and_several_threads_are_not_measured_beside_computing(results: Res
     run = next(run for run in results.runs if run.shape == FOUR)
     assert run.timing is not None
     assert results.computed_between(run.ended(timing={**run.timing, "device": "cuda"})) is None
-    results.alone[100, 2] = results.alone[100, 1]  # the measurement computes with one thread
+    results.baselines.alone[100, 2] = results.baselines.alone[100, 1]  # the measurement computes with one thread
     assert results.computed_between(run.ended(timing={**run.timing, "threads": 2})) is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "neighbours"),
+    ("changes", "at_once"),
     [
         ({"world_size": 2}, 2),
         ({"world_size": 4}, 2),  # on two cores
@@ -75,9 +76,9 @@ def test_gpus_and_several_threads_are_not_measured_beside_computing(results: Res
     ],
 )
 def test_ranks_of_a_machine_with_a_core_each_compute_at_once(
-    results: Results, changes: dict[str, object], neighbours: int
+    results: Results, changes: dict[str, object], at_once: int
 ) -> None:
-    assert results.neighbours(timing(1.0, 100, **changes)) == neighbours
+    assert ranks_at_once(timing(1.0, 100, **changes)) == at_once
 
 
 def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
@@ -95,7 +96,7 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
         if run.shape == FOUR and run.timing is not None:
             for _ in range(2):  # two strategies of a round
                 run_timing = {**run.timing, "world_size": 4}
-                scaling_test._measure_side_by_side(results, run, run_timing, "horovod", tqdm(disable=True))
+                scaling_test._measure_side_by_side(results, run, run_timing, tqdm(disable=True))
     assert asked == [(Shape(hosts=1, per_host=2), "horovod", 100, 1, False)] * 3  # once a round
     for run in results.runs:
         if run.shape == FOUR and run.timing is not None:
@@ -106,8 +107,60 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
     assert before.predicted.compute == pytest.approx(2 * 0.1)
     assert after.predicted.compute == pytest.approx(2 * 0.14)  # what is not all-reduced is computed, too
     assert after.measured.efficiency == before.measured.efficiency  # relative to single ranks
-    assert [run.scaling for run in results.side_by_side_runs()] == ["side by side"] * 3
+    assert [run.scaling for run in results.baselines.side_by_side_runs()] == ["side by side"] * 3
     assert "| 2     | 1            | 100   |       714 |" in render_text(results)  # 1000 samples in 1.4 s
+
+
+def test_a_failed_run_side_by_side_leaves_the_prediction_from_parts(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = next(run for run in results.runs if run.shape == FOUR)
+    assert run.timing is not None
+    shared = run.ended(timing={**run.timing, "world_size": 4})
+    before = results.rows()
+
+    def fail(*_: object, **__: object) -> dict[str, object]:
+        raise JobError("no room")
+
+    monkeypatch.setattr(scaling_test, "time_steps", fail)
+    scaling_test._measure_side_by_side(results, shared, shared.timing or {}, tqdm(disable=True))
+    assert results.computed_between(shared) is None  # it would be that of a single rank, and later of another baseline
+    assert results.rows() == before
+    assert results.problems() == ["1x2 horovod side by side batch 100, round 1: no room"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "machines", "shape"),
+    [
+        ([4, 4], 3, 2, (1, 3)),
+        ([1, 1], 2, 1, (2, 1)),
+        ([1, 1], 2, 2, None),
+        ([1, 1, 1, 1], 2, 1, (2, 1)),
+        ([2, 2, 2, 2], 4, 1, (2, 2)),
+        ([3, 3, 3, 3], 4, 1, (2, 2)),
+        ([2, 1], 3, 1, None),
+    ],
+)
+def test_a_machine_is_found_for_ranks_that_compute_at_once(
+    slots: list[int], ranks: int, machines: int, shape: tuple[int, int] | None
+) -> None:
+    hosts = [Host(name=f"host{number}", slots=count) for number, count in enumerate(slots)]
+    found = place(hosts, ranks, machines)
+    assert found == (Shape(hosts=shape[0], per_host=shape[1]) if shape else None)
+
+
+def test_more_hosts_are_predicted_from_the_nearest_number_of_ranks_side_by_side(results: Results) -> None:
+    run = results.baselines.alone[100, 1][0]
+    for count, compute in ((2, 0.2), (6, 0.6)):
+        beside = run.ended(timing=timing(compute, 100, compute=compute, exchange=0.0))
+        results.baselines.side_by_side[100, 1, count] = [beside, run.ended(problem="killed")]
+    seconds = [results.baselines.rank(100, 1, count).compute for count in (1, 2, 3, 5, 9)]  # type: ignore[union-attr]
+    assert seconds == pytest.approx([0.1, 0.2, 0.2, 0.6, 0.6])
+    assert results.baselines.rank(50, 1, 2) is None
+    assert not results.baselines.is_measured(100, 1, 3)
+    for _, predicted, efficiency in results.larger():  # two ranks on each host
+        assert predicted.compute == pytest.approx(0.2)
+        assert efficiency == pytest.approx(0.1 / predicted.step)
 
 
 def test_hosts_that_are_one_machine_are_measured_in_their_own_places(
@@ -124,7 +177,7 @@ def test_hosts_that_are_one_machine_are_measured_in_their_own_places(
     run = Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100)
     for machines in (1, 2):
         found = timing(0.2, 200, world_size=2, machines=machines)
-        scaling_test._measure_side_by_side(results, run.ended(timing=found), found, "ring", tqdm(disable=True))
+        scaling_test._measure_side_by_side(results, run.ended(timing=found), found, tqdm(disable=True))
     assert shapes == [PAIR]  # not on two machines, where each rank has one for itself
 
 
