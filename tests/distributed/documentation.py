@@ -247,6 +247,7 @@ UNTESTED = {
     "make check-gpu": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
     "make bench": "the same",
+    'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
     "python benchmarks/compare.py --data-dir /path/to/data --repeats 3 --only ours ddp fabric accelerate limit "
     "--no-overhead": "the same",
     "make accuracy": "trains 20 times; tests/unit/test_benchmarks.py",
