@@ -7,7 +7,7 @@ command needs an entry in exactly one of the tables below. `tests/distributed/te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.distributed.pages import Unit
 
@@ -119,7 +119,7 @@ def _scaling_of_mnist(shape: str = "2x2", *, is_slow: bool = False) -> Run:
 # On node a of the two-node cluster; `docker compose exec a` in front is left out.
 ON_NODE_A = {
     "python examples/mnist.py": _MNIST,
-    "horovodrun -np 2 -H a:2 python examples/mnist.py": _MNIST,
+    "horovodrun -np 2 -H a:2 python examples/mnist.py": replace(_MNIST, is_slow=True),
     "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": _MNIST,
     "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
@@ -130,16 +130,16 @@ ON_NODE_A = {
         replace=("train.py", "examples/mnist.py"), prints="trainer doctor: ok: "
     ),
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
-    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": _BENCH,
+    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": replace(_BENCH, is_slow=True),
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
         append="--repeats 1", prints="ranks: 2"
     ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
-    "--output none": _MNIST,
+    "--output none": replace(_MNIST, is_slow=True),
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=5 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--epochs 1": _TIMED,
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=150 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
-    "--epochs 1 --output none": _TIMED,
+    "--epochs 1 --output none": replace(_TIMED, is_slow=True),
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
         append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY, is_slow=True

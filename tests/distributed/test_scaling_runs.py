@@ -80,6 +80,11 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
     for run in written["runs"]:
         expected = {"single": "Single", "ddp": "DDP"}
         assert run["timing"]["strategy"] == expected[run["strategy"]]
+    batches = {("1x2", 40), ("1x2", 20)}
+    assert {(run["shape"], run["batch"]) for run in written["side_by_side"]} == batches
+    assert all(run["samples_per_s"] > 0 for run in written["side_by_side"])
+    one_thread = {run["timing"]["threads"] for run in written["side_by_side"]} == {1}  # as on two cores
+    assert {(one["shape"], one["batch"]) for one in written["beside_compute"]} == (batches if one_thread else set())
     assert set(written["networks"]) == {"ddp"}
     assert len(written["advice"]) == 1
     assert written["tried"] == []

@@ -71,6 +71,7 @@ def test_the_time_limit(gridengine: GridEngineCluster) -> None:
     assert "going on from checkpoint" in outcome.output
 
 
+@pytest.mark.slow
 def test_ranks_that_have_saved_go_on_in_another_job(gridengine: GridEngineCluster) -> None:
     program = "import os, sys; sys.exit(75 if sys.argv[1] == os.environ['JOB_ID'] else 0)"
     first = int(gridengine.run("ctl", "qsub", "-terse", "-b", "y", "true").output) + 1

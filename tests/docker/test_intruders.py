@@ -148,7 +148,8 @@ def layers(image: str, folder: Path) -> Iterator[tuple[str, tarfile.TarFile]]:
         names = json.load(manifest)[0]["Layers"]
         assert names, "an image without layers"
         for name in names:
-            with tarfile.open(fileobj=archive.extractfile(name), mode="r|*") as layer:
+            # Not as a stream, so that large files are passed over and not read.
+            with tarfile.open(fileobj=archive.extractfile(name), mode="r:*") as layer:
                 yield name, layer
     saved.unlink()
 
