@@ -10,8 +10,8 @@ from scaling.low_rank import RANK
 from scaling.models import Link
 
 _STEPS = (2, 4, 8)
-_LEAST_GAIN = 1.1
-"""A smaller gain could not be told from noise."""
+_LEAST_GAIN, _LEAST_PREDICTED_GAIN = 1.1, 1.2
+"""A smaller gain could not be told from noise, or from what predictions are off by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +65,23 @@ class Advice:
 
 
 def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advice]:
-    """Return the changes with a predicted gain of at least a tenth, the largest gain first.
+    """Return the changes that gain something, the largest gain first.
+
+    What is predicted can be off by a fifth, and changes the weights: so it is to gain a fifth at least, and what was
+    measured a tenth.
 
     Args:
         others: all other measurements with the same batch.
     """
-    found = [
+    predicted = [
         *_accumulate(run, known.full_load_s),
         *_average_weights(run, known.full_load_s),
         *_compress(run, known.half_size_ratio),
         *_approximate(run, known),
-        *_change(run, others),
     ]
-    return sorted((one for one in found if one.gain >= _LEAST_GAIN), key=lambda one: -one.gain)
+    found = [one for one in predicted if one.gain >= _LEAST_PREDICTED_GAIN]
+    found += [one for one in _change(run, others) if one.gain >= _LEAST_GAIN]
+    return sorted(found, key=lambda one: -one.gain)
 
 
 def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
@@ -101,7 +105,7 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
     if run.input > lost and run.input > 0.1 * run.step:
         parts[-1] += f"; input takes {run.input / run.step:.0%} of a step: load with more workers, or from memory"
     if not advice:
-        parts[-1] += "; no known change is predicted to gain a tenth or more."
+        parts[-1] += "; no known change is predicted to gain a fifth, or was measured to gain a tenth."
         return " ".join(parts)
     listed = [f"{one.what} for about {one.gain:.2g} ×" for one in advice[:3]]
     return f"{' '.join(parts)}. Advice: {', or '.join(listed)}."

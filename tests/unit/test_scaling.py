@@ -63,7 +63,19 @@ def test_compression_is_not_advised_where_latency_dominates() -> None:
 def test_small_gains_are_not_advised() -> None:
     efficient = measured(exchange=0.002, waiting=0.002)
     assert advise(efficient, [], Known(half_size_ratio=0.5, low_rank_s=0.001)) == []
-    assert "no known change is predicted to gain a tenth" in summarize(efficient, [], None)
+    assert "no known change is predicted to gain a fifth, or was measured to gain a tenth" in summarize(
+        efficient, [], None
+    )
+
+
+def test_a_predicted_gain_is_to_be_larger_than_a_measured_one() -> None:
+    run = measured(exchange=0.018, waiting=0.0, hidden=0.0)  # accumulation would gain 1.15
+    other = replace(run, strategy="ring", samples_per_s=1.15 * run.samples_per_s)
+    (found,) = advise(run, [other], Known(low_rank_s=0.001))
+    assert found.what == "take strategy ring"
+    assert found.gain == pytest.approx(1.15)
+    more = advise(measured(exchange=0.03, waiting=0.0, hidden=0.0), [], Known(low_rank_s=0.001))
+    assert [one.options[0] for one in more] == ["--compression", "--accumulate", "--sync-every"]
 
 
 def test_accumulation_gains_nothing_where_the_cores_would_be_fully_loaded() -> None:
