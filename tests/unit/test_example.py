@@ -58,22 +58,22 @@ INVALID = {
     "--output file/run": "output folder file/run cannot be written: Not a directory",
     "--strategy nope --precision nope": "precision is 'nope'",
 }
-# Runs the script with one command line after the other, each in a process that is forked when everything has been
-# imported: that takes seconds, and has no part in what is tested. Nothing catches the exception on its way out.
-ONE_BY_ONE = """
+# Runs the script with all command lines at once, each in a process that is forked when everything has been imported:
+# that takes seconds, and has no part in what is tested. Nothing catches the exception on its way out.
+EACH = """
 import json, os, runpy, sys
 from pathlib import Path
 import sklearn.datasets, torch, trainer, trainer.strategies.single
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 script, lines = sys.argv[1], json.loads(sys.argv[2])
-codes = {}
+children = {}
 for number, line in enumerate(lines):
-    child = os.fork()
-    if child == 0:
+    children[line] = os.fork()
+    if children[line] == 0:
         os.dup2(os.open(f"{number}.err", os.O_WRONLY | os.O_CREAT), 2)
         sys.argv = [script, *line.split()]
         runpy.run_path(script, run_name="__main__")
-    codes[line] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+codes = {line: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for line, child in children.items()}
 print(json.dumps({line: [codes[line], Path(f"{number}.err").read_text()] for number, line in enumerate(lines)}))
 """
 
@@ -84,7 +84,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     folder = tmp_path_factory.mktemp("refused")
     (folder / "file").write_text("")
     lines = [f"--dataset digits --device cpu --output none {line}" for line in INVALID]
-    done = run("-c", ONE_BY_ONE, str(SCRIPT), json.dumps(lines), cwd=folder)
+    done = run("-c", EACH, str(SCRIPT), json.dumps(lines), cwd=folder)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     return {line: (results[full][0], results[full][1]) for line, full in zip(INVALID, lines, strict=True)}
