@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import TIMEOUT_MAX, Timer
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainer.backward_check import watch_gradients
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 from trainer.fsdp_config import FsdpConfig
 from trainer.hang import start as hang
 from trainer.launch.failure import end_process, report_failures
@@ -196,13 +196,10 @@ def prepare_model(
     else:
         synchronizer = _without_exchange(strategy, model)
     synchronizer.on_gradient = on_gradient
-    # Before the gradient is added, and so before a strategy's own hooks; the last parameter is usually the first to
-    # get one. The node lives as long as it is kept here. A single rank has nothing on its way, and saves the 5 µs.
+    # The last parameter is usually the first to get a gradient. A single rank, with none on its way, saves the 5 µs.
     watched = named[-1:] if strategy.world.size > 1 and not strategy.shards else []
-    nodes: list[Any] = [parameter.view_as(parameter).grad_fn for _, parameter in watched]
-    nodes = [node.next_functions[0][0] for node in nodes]
-    hooks = [node.register_prehook(lambda _: on_gradient()) for node in nodes]
-    _PREPARED[model] = partial(_retire, synchronizer.retire, hooks, nodes)
+    unwatch = watch_gradients([parameter for _, parameter in watched], on_gradient)
+    _PREPARED[model] = partial(_retire, synchronizer.retire, unwatch)
     return synchronizer
 
 
@@ -221,32 +218,9 @@ def _without_exchange(strategy: Strategy, model: nn.Module) -> Synchronizer:
     return Synchronizer(model)
 
 
-class _Backward(Protocol):
-    """What knows whether a backward pass is the handle's."""
-
-    is_in_backward: bool
-
-
-def foreign_backward_check(updates: _Backward) -> Callable[[], None]:
-    """Return a hook for gradients that raises `TrainerError` in a backward pass which is not the handle's."""
-    # Weakly, because Python cannot collect a cycle that goes through a hook of the autograd graph.
-    own = weakref.ref(updates)
-
-    def check() -> None:
-        updates = own()
-        if updates is not None and not updates.is_in_backward:
-            raise TrainerError(
-                "loss.backward() neither weighs the batch nor waits for gradients that are on their way; call "
-                "run.backward(loss) instead"
-            )
-
-    return check
-
-
-def _retire(retire: Callable[[], object], hooks: Sequence[RemovableHandle], nodes: Sequence[object]) -> None:
+def _retire(retire: Callable[[], object], unwatch: Callable[[], None]) -> None:
     retire()
-    for hook in hooks:
-        hook.remove()
+    unwatch()
 
 
 def check_parameters(strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

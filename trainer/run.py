@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.backward_check import foreign_backward_check
 from trainer.callbacks.loop_report import LoopReport, Settings
 from trainer.callbacks.run_folder import describe_run
 from trainer.checkpoint.checkpoints import Checkpoints
@@ -25,7 +26,7 @@ from trainer.errors import ConfigError
 from trainer.launch.output import print_line
 from trainer.launch.world import RankNames
 from trainer.loaders import Loaders
-from trainer.preparation import check_parameters, foreign_backward_check, join, prepare_model
+from trainer.preparation import check_parameters, join, prepare_model
 from trainer.sharded import gather, whole_state
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
