@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from scaling.models import Link
+from scaling.models import Link, Prediction
 from scaling.results import Results
 from scaling.runs import Row
 from trainer.files import write_atomically
@@ -75,13 +75,7 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         (
             "Predicted for more hosts of the same kind",
             ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
-            [
-                (
-                    str(one.shape.ranks), str(one.shape), one.model, strategy, f"{one.exchange * 1e3:.3g}",
-                    f"{one.waiting * 1e3:.3g}", f"{one.step * 1e3:.3g}", f"{efficiency:.0%}",
-                )
-                for strategy, one, efficiency in results.larger()
-            ],
+            [_larger_cells(*found) for found in results.larger()],
         ),
     ]  # fmt: skip
 
@@ -250,6 +244,11 @@ def _step_cells(row: Row) -> Sequence[str]:
     one = row.measured
     phases = (one.step, one.input, one.compute, one.exchange, one.waiting, one.hidden)
     return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
+
+
+def _larger_cells(strategy: str, one: Prediction, efficiency: float) -> tuple[str, ...]:
+    milliseconds = (f"{seconds * 1e3:.3g}" for seconds in (one.exchange, one.waiting, one.step))
+    return (str(one.shape.ranks), str(one.shape), one.model, strategy, *milliseconds, f"{efficiency:.0%}")
 
 
 def _prediction_cells(row: Row) -> Sequence[str]:
