@@ -160,26 +160,23 @@ def train(
     # Only sync_every lets the ranks' weights differ; the mean of 25 MB takes seconds on a slow link.
     tested = copy.deepcopy(network) if handle.config.sync_every > 1 else network
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    clock, reached, number = Clock(handle, task.batch * handle.world_size * task.items[0]), None, 0
-    for batch in itertools.islice(batches, min(limit or task.updates, task.updates)):
-        number += 1
+    most, reached = min(limit or task.updates, task.updates), None
+    clock = Clock(handle, task.batch * handle.world_size * task.items[0])
+    for number, batch in enumerate(itertools.islice(batches, most), 1):
         _update(task, handle, model, optimizer, batch)
         schedule.step()
-        if number % EVERY == 0:
-            clock.stop(number)
-            score = evaluate(task, handle, network, tested, test_loader)
-            _report(handle, f"{number} updates, {clock.seconds:.1f} s: {score:.2f} {task.score_unit}")
-            if reached is None and task.reached(score, target):
-                reached = number
-                if ends_at_target:
-                    break
-            clock.start()
-    else:
+        if number % EVERY and number < most:
+            continue
         clock.stop(number)
-        handle.average_weights()
+        if number == most:
+            handle.average_weights()
         score = evaluate(task, handle, network, tested, test_loader)
+        _report(handle, f"{number} updates, {clock.seconds:.1f} s: {score:.2f} {task.score_unit}")
         if reached is None and task.reached(score, target):
             reached = number
+            if ends_at_target:
+                break
+        clock.start()
     return Result(updates=number, reached=reached, seconds=clock.seconds, score=score, per_s=clock.per_s)
 
 
