@@ -21,7 +21,9 @@ def main() -> None:
     network = workload.make(args.seed)
     model, optimizer = accelerator.prepare(network, workload.optimizer(network))
     rank_info = common.RankInfo(accelerator.process_index, accelerator.num_processes)
-    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group, accelerator.backward)
+    common.train_and_report(
+        model, optimizer, args, rank_info, common.sum_over_group, accelerator.backward, network=network
+    )
     common.end_with_gloo()
 
 

@@ -127,20 +127,20 @@ def train_epoch(
 
 
 def train_and_report(
-    network: nn.Module,
     model: nn.Module,
     optimizer: Optimizer,
     args: argparse.Namespace,
     rank_info: RankInfo,
     sum_over_ranks: SumOverRanks,
     backward: Backward = Tensor.backward,
+    *,
+    network: nn.Module | None = None,
     make_loader: MakeLoader | None = None,
 ) -> None:
     """Train for `args.epochs` epochs, test once, and print the report on rank 0. Collective.
 
     Args:
-        network: the same without a wrapper, whose forward pass may be every rank's; it is tested.
-        model: to be trained.
+        network: what `model` wraps, where it does; it is tested, as a wrapper's forward pass may be every rank's.
         make_loader: of a library that has a loader of its own, in place of `train_batches`.
     """
     workload = WORKLOADS[args.network]
@@ -160,7 +160,7 @@ def train_and_report(
         seconds.append(time.perf_counter() - started)
         losses.append(loss / count)
         samples.append(round(count))
-    score, evaluated = sum_over_ranks(evaluate(workload, network, test, rank_info)).tolist()
+    score, evaluated = sum_over_ranks(evaluate(workload, network or model, test, rank_info)).tolist()
     if rank_info.rank == 0:
         report = Report(
             seconds=seconds, losses=losses, samples=samples, score=score / evaluated, evaluated=round(evaluated)

@@ -35,7 +35,7 @@ def main() -> None:
         values = [[float.fromhex(value) for value in text.split()] for text in texts]
         return torch.tensor(values, dtype=tensor.dtype).sum(dim=0)
 
-    common.train_and_report(model, model, optimizer, args, common.RankInfo(world.rank, world.size), sum_over_ranks)
+    common.train_and_report(model, optimizer, args, common.RankInfo(world.rank, world.size), sum_over_ranks)
     rendezvous.close()
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     model = DistributedDataParallel(network, broadcast_buffers=False)  # the transformer's are constants
     optimizer = workload.optimizer(network)
     rank_info = common.RankInfo(dist.get_rank(), dist.get_world_size())
-    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group)
+    common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, network=network)
     common.end_with_gloo()
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     network = workload.make(args.seed)
     model, optimizer = fabric.setup(network, workload.optimizer(network))
     rank_info = common.RankInfo(fabric.global_rank, fabric.world_size)
-    common.train_and_report(network, model, optimizer, args, rank_info, common.sum_over_group, fabric.backward)
+    common.train_and_report(model, optimizer, args, rank_info, common.sum_over_group, fabric.backward, network=network)
     common.end_with_gloo()
 
 

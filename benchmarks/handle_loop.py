@@ -20,9 +20,9 @@ def main() -> None:
     network = workload.make(args.seed)
     model, optimizer = handle.prepare(network, workload.optimizer(network))
     common.train_and_report(
-        network, model, optimizer, args, common.RankInfo(handle.rank, handle.world_size),
+        model, optimizer, args, common.RankInfo(handle.rank, handle.world_size),
         sum_over_ranks=lambda tensor: handle.all_reduce(tensor, "sum"), backward=handle.backward,
-        make_loader=handle.loader,
+        network=network, make_loader=handle.loader,
     )  # fmt: skip
     handle.close()
 

@@ -44,7 +44,7 @@ def main() -> None:
         summed: Tensor = hvd.allreduce(tensor, op=hvd.Sum)
         return summed
 
-    common.train_and_report(model, model, optimizer, args, common.RankInfo(hvd.rank(), hvd.size()), sum_over_ranks)
+    common.train_and_report(model, optimizer, args, common.RankInfo(hvd.rank(), hvd.size()), sum_over_ranks)
 
 
 if __name__ == "__main__":
