@@ -2,8 +2,11 @@
 
     docker compose up --build -d
     python benchmarks/shaped_link.py          # as root, with Docker, tc and nsenter; three quarters of an hour
+    python benchmarks/shaped_link.py --networks language_model --strategies ddp             # twenty minutes
 
-For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. One table shows
+For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. The networks are
+that of examples/mnist.py with 25 MB of gradients (0.4 MB on the long link), and the transformer of
+examples/language_model.py with 4.4 MB, in batches small enough that the exchange shows. One table shows
 the errors of the predictions for 2x2 and of the predicted gains of its advice. The exit code is 1 when an error is
 above a fifth, or when something could not be measured. Rates are tc's token buckets on both nodes' eth0. Delays are
 made by delay_line.py, because not every kernel has netem.
@@ -19,10 +22,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.links import LINKS, ON_A, ROOT, check_links, output, shaped
+from trainer.errors import ConfigError
 from trainer.files import check_writable, write_atomically
 from trainer.launch.failure import report_failures
 from trainer.launch.processes import INTERRUPTS, interrupt_on
@@ -34,17 +39,38 @@ TOLERANCE = 0.2
 class Job:
     """What is trained on a link."""
 
-    network: str = "large"
-    """Network of examples/mnist.py."""
     steps: int
+    script: tuple[str, ...]
+    """With its options."""
+    batch: tuple[str, ...] = ()
+    """Options of scaling_test.py."""
+
+
+def _mnist(steps: int, network: str = "large") -> Job:
+    options = ("--network", network, "--epochs", "1", "--output", "none", "--lr", "0.001")
+    return Job(steps=steps, script=("examples/mnist.py", *options))
+
+
+def _language_model(steps: int) -> Job:
+    script = ("examples/language_model.py", "--length", "128", "--bytes", "400000")
+    return Job(steps=steps, script=script, batch=("--batch-size", "4", "--global-batch"))
 
 
 JOBS = {
-    "unlimited": Job(steps=40),
-    "1gbit": Job(steps=40),
-    "100mbit": Job(steps=10),
-    "20ms": Job(network="default", steps=20),
+    "mnist": {
+        "unlimited": _mnist(40),
+        "1gbit": _mnist(40),
+        "100mbit": _mnist(10),
+        "20ms": _mnist(20, network="default"),
+    },
+    "language_model": {
+        "unlimited": _language_model(40),
+        "1gbit": _language_model(40),
+        "100mbit": _language_model(20),
+        "20ms": _language_model(20),
+    },
 }
+"""By network and link."""
 
 
 def main() -> int:
@@ -53,13 +79,14 @@ def main() -> int:
     options = _parse_args()
     check_writable(options.json)
     found: dict[str, Any] = {}
-    for name in options.only:
-        with shaped(LINKS[name]):
-            found[name] = measure(name, JOBS[name], options)
+    for link, network in product(options.only, options.networks):
+        name = f"{link}, {network}"
+        with shaped(LINKS[link]):
+            found[name] = measure(name, JOBS[network][link], options)
         write_atomically(options.json, json.dumps(found, indent=1) + "\n")
     errors = [one for name, result in found.items() for one in compare(name, result)]
-    print("\n".join(["", "| link | strategy | value | predicted | measured | error |", "|---|---|---|---|---|---|"]))
-    print("\n".join(map(str, errors)))
+    head = ["", "| link, network | strategy | value | predicted | measured | error |", "|---|---|---|---|---|---|"]
+    print("\n".join([*head, *map(str, errors)]))
     within = [one for one in errors if abs(one.error) <= TOLERANCE]
     print(f"\n{len(within)} of {len(errors)} within {TOLERANCE:.0%}")
     failed = [f"{name}: {problem}" for name, result in found.items() for problem in result["problems"]]
@@ -69,12 +96,11 @@ def main() -> int:
 
 def measure(name: str, one: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Run the scaling test on node a; return its JSON."""
-    folder = f"runs/shaped-{name}"
+    folder = f"runs/shaped-{name.replace(', ', '-')}"
     command = [
         *["python", "scripts/scaling_test.py", "--hosts", "a:2,b:2", "--shapes", "1x1,2x2", "--scaling", "weak"],
         *["--strategies", options.strategies, "--steps", str(one.steps), "--repeats", str(options.repeats)],
-        *["--try-advice", "--output", folder, "examples/mnist.py", "--network", one.network, "--epochs", "1"],
-        *["--output", "none", "--lr", "0.001"],
+        *[*one.batch, "--try-advice", "--output", folder, *one.script],
     ]
     print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(command)}", file=sys.stderr, flush=True)
     output(*ON_A, "rm", "-rf", folder)  # the results of an earlier run
@@ -93,7 +119,8 @@ def measure(name: str, one: Job, options: argparse.Namespace) -> dict[str, Any]:
 class Prediction:
     """A predicted value and the measured one."""
 
-    link: str
+    where: str
+    """The link and the network."""
     strategy: str
     value: str
     predicted: float
@@ -106,7 +133,7 @@ class Prediction:
 
     def __str__(self) -> str:
         numbers = (f"{self.predicted:,.4g}", f"{self.measured:,.4g}", f"{self.error:+.0%}")
-        cells = (self.link, self.strategy, self.value, *numbers)
+        cells = (self.where, self.strategy, self.value, *numbers)
         return f"| {' | '.join(cells)} |"
 
 
@@ -116,12 +143,12 @@ def compare(name: str, result: dict[str, Any]) -> Iterator[Prediction]:
         if row["error"] is not None:
             guess, seen = row["predicted_samples_per_s"], row["measured"]["samples_per_s"]
             yield Prediction(
-                link=name, strategy=row["strategy"], value="2x2, samples/s", predicted=guess, measured=seen
+                where=name, strategy=row["strategy"], value="2x2, samples/s", predicted=guess, measured=seen
             )
     for tried in result["tried"]:
         gain, option = tried["promised"]["advice"]["gain"], " ".join(tried["options"])
         seen = tried["samples_per_s"] / tried["promised"]["base"]
-        yield Prediction(link=name, strategy=tried["strategy"], value=f"{option}, ×", predicted=gain, measured=seen)
+        yield Prediction(where=name, strategy=tried["strategy"], value=f"{option}, ×", predicted=gain, measured=seen)
 
 
 def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -129,6 +156,7 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--only", nargs="+", default=list(LINKS), metavar="LINK", help=f"of {', '.join(LINKS)}")
+    parser.add_argument("--networks", nargs="+", default=["mnist"], metavar="NAME", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--strategies", default="horovod,ring", metavar="LIST", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -136,6 +164,8 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     check_links(options.only)
+    if strange := [name for name in options.networks if name not in JOBS]:
+        raise ConfigError(f"--networks has {strange[0]!r}; valid are {', '.join(JOBS)}")
     return options
 
 

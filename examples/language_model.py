@@ -6,7 +6,8 @@ horovodrun -np 4 -H a:2,b:2 python examples/language_model.py --checkpoints runs
 torchrun --nproc-per-node 2 examples/language_model.py --text ~/notes --compile
 
 AdamW with two parameter groups, a cosine schedule with warm-up, accumulation, clipping, bfloat16, torch.compile,
-checkpoints, and an evaluation. Any number of ranks ends with the losses of one.
+checkpoints, and an evaluation. Any number of ranks ends with the losses of one, where they send whole gradients in each
+update; for a slow link --compression and --sync-every send less.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 whe
 parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
 parser.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True)
 parser.add_argument("--strategy", default="auto", help="(default: %(default)s, by launcher)")
+parser.add_argument("--compression", default="none", help="fp16 or powersgd:RANK (default: %(default)s)")
+parser.add_argument("--sync-every", type=int, default=1, help="updates of each rank by itself (default: %(default)s)")
 parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from there")
 args = parser.parse_args()
 
 trainer.report_failures()
 precision = "bf16" if args.bf16 else "fp32"
-run = trainer.init(args.strategy, accumulate=args.accumulate, precision=precision, compile=args.compile)
+run = trainer.init(
+    args.strategy, accumulate=args.accumulate, compression=args.compression, sync_every=args.sync_every,
+    precision=precision, compile=args.compile,
+)  # fmt: skip
 torch.manual_seed(0)
 train, test = load_text(args.text, args.length, args.bytes)
 model = Transformer(*SIZES[args.size], args.length)

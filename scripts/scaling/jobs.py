@@ -43,11 +43,17 @@ class Plan:
     script: Sequence[str]
     """The training script and its arguments."""
     batch_flag: str
-    """The script's option for samples per rank and step; empty where it has none."""
+    """The script's option for its batch size; empty where it has none."""
     steps: int | None
     """Measured steps of each run; None for a whole epoch."""
     timeout_s: float
     """Of each run."""
+    global_batch: bool = False
+    """Whether the script's option is for the samples of all ranks per step, and not for those of each."""
+
+    def batch_option(self, batch: int, ranks: int) -> list[str]:
+        """Return the script's option for so many samples per rank and step."""
+        return [self.batch_flag, str(batch * ranks if self.global_batch else batch)] if self.batch_flag else []
 
     def placement(self, shape: Shape) -> str:
         """Return the value of horovodrun's -H for a shape."""
@@ -81,9 +87,7 @@ def time_steps(
     Raises:
         JobError: the script failed, timed out, or wrote no timing.
     """
-    command = [sys.executable, *plan.script, *options]
-    if plan.batch_flag:
-        command += [plan.batch_flag, str(batch)]
+    command = [sys.executable, *plan.script, *options, *plan.batch_option(batch, shape.ranks)]
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "timing.jsonl")
         env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": str(plan.steps or "")}
@@ -102,7 +106,19 @@ def time_steps(
         raise JobError(f"it trained on {timing['world_size']} ranks")
     if timing["strategy"].lower() != strategy.replace("_", ""):
         raise JobError(f"it trained under {timing['strategy']}; leave the script's own choice of strategy at auto")
+    _check_batch(plan, batch, timing)
     return timing
+
+
+def _check_batch(plan: Plan, batch: int, timing: Mapping[str, Any]) -> None:
+    """Raise `JobError` where the script understood its batch size as of all ranks, and not of each, or conversely."""
+    ranks = timing["world_size"]
+    seen = timing["samples"] / timing["steps"] / ranks
+    mistaken = batch * ranks if plan.global_batch else batch / ranks
+    if plan.batch_flag and ranks > 1 and abs(seen - mistaken) < abs(seen - batch):
+        given = " ".join(plan.batch_option(batch, ranks))
+        remedy = "leave --global-batch out" if plan.global_batch else "add --global-batch"
+        raise JobError(f"it took {seen:g} samples per rank and step with {given} on {ranks} ranks; {remedy}")
 
 
 def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) -> dict[str, Network]:

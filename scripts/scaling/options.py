@@ -45,6 +45,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         "--batch-flag", default="--batch-size", metavar="FLAG",
         help="the script's option for samples per rank and step; '' for none (default: %(default)s)",
     )  # fmt: skip
+    add("--global-batch", action="store_true", help="that option is for samples per step of all ranks")
 
 
 def _add_procedure(parser: argparse.ArgumentParser) -> None:
@@ -73,15 +74,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--hosts begins with {hosts[0].name}, and this is {socket.gethostname()}; run this on the first host"
         )
-    if "strong" in options.scaling and options.batch_flag == "":
-        raise ConfigError(
-            "strong scaling needs --batch-flag, the script's option for its batch size; valid without it is weak"
-        )
-    uneven = [shape for shape in options.shapes if options.batch_size % shape.ranks]
-    if "strong" in options.scaling and uneven:
-        raise ConfigError(
-            f"--batch-size is {options.batch_size}, which {uneven[0].ranks} ranks cannot share in strong scaling"
-        )
+    _check_batch(options)
     script = options.script or [str(ROOT / "examples/mnist.py"), "--epochs", "1", "--output", "none"]
     if not Path(script[0]).is_file():
         raise ConfigError(f"there is no script {script[0]}")
@@ -89,6 +82,21 @@ def _check(options: argparse.Namespace) -> None:
         hosts=hosts,
         script=[str(Path(script[0]).resolve()), *script[1:]],
         batch_flag=options.batch_flag,
+        global_batch=options.global_batch,
         steps=None if options.steps == "all" else int(options.steps),
         timeout_s=options.timeout,
     )
+
+
+def _check_batch(options: argparse.Namespace) -> None:
+    if "strong" in options.scaling and options.batch_flag == "":
+        raise ConfigError(
+            "strong scaling needs --batch-flag, the script's option for its batch size; valid without it is weak"
+        )
+    if options.global_batch and options.batch_flag == "":
+        raise ConfigError("--global-batch says what --batch-flag is for, and there is none")
+    uneven = [shape for shape in options.shapes if options.batch_size % shape.ranks]
+    if "strong" in options.scaling and uneven:
+        raise ConfigError(
+            f"--batch-size is {options.batch_size}, which {uneven[0].ranks} ranks cannot share in strong scaling"
+        )

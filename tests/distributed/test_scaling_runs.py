@@ -41,6 +41,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         (["--repeats", "0"], "--repeats is 0; it must be positive"),
         (["--batch-size", "3"], "--batch-size is 3, which 2 ranks cannot share in strong scaling"),
         (["--batch-flag", ""], "strong scaling needs --batch-flag"),
+        (["--scaling", "weak", "--batch-flag", "", "--global-batch"], "--global-batch says what --batch-flag is for"),
         (["nowhere.py"], "there is no script nowhere.py"),
     ],
 )
@@ -105,6 +106,21 @@ def test_the_advice_is_tried(tmp_path: Path) -> None:
     assert [one["options"] for one in written["tried"]] == promised
     assert all(one["samples_per_s"] > 0 for one in written["tried"])
     assert said.count("Tried on 1x2 under ddp: ") == len(promised)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_batch_of_all_ranks(tmp_path: Path) -> None:
+    options = ["--batch-size", "4", "--scaling", "weak", "--strategies", "ddp", "--output", str(tmp_path)]
+    script = ["examples/language_model.py", "--bytes", "40000", "--length", "32"]
+    process = start(*SHORT, *options, "--global-batch", *script)
+    said, progress = process.communicate(timeout=180)
+    assert process.returncode == 0, said + progress
+    assert [row["batch"] for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]] == [4, 4]
+    mistaken = start(*SHORT, *options, *script)
+    _, progress = mistaken.communicate(timeout=180)
+    assert mistaken.returncode == 1
+    assert "it took 2 samples per rank and step with --batch-size 4 on 2 ranks; add --global-batch" in progress
 
 
 @pytest.mark.distributed

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import scaling_test
 from scaling.advice import Known, Measured, advise, summarize
-from scaling.jobs import parse_hosts, parse_shapes
 from scaling.low_rank import LowRank, measure_low_rank
 from scaling.models import MODELS, Network, Shape, model_of
 from scaling.report import draw, render_text, tables, write_json, write_page
@@ -21,7 +20,6 @@ from scaling.runs import Run, Trial
 from tqdm import tqdm
 
 from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
-from trainer.errors import ConfigError
 
 
 def measured(**changes: Any) -> Measured:
@@ -236,17 +234,3 @@ def test_the_plot_has_both_curves(partial_results: Results, tmp_path: Path) -> N
     drawn = (tmp_path / "s.svg").read_text()
     for text in ("Throughput", "Efficiency", "horovod, weak", "2x2"):
         assert re.search(f"<!-- .*{text}", drawn), text
-
-
-def test_hosts_and_shapes() -> None:
-    hosts = parse_hosts("a:2,b:2")
-    assert [str(shape) for shape in parse_shapes(None, hosts)] == ["1x1", "1x2", "2x1", "2x2"]
-    assert [str(shape) for shape in parse_shapes(None, parse_hosts("a:1"))] == ["1x1"]
-    assert [str(shape) for shape in parse_shapes("2×2", hosts)] == ["1x1", "2x2"]
-    for text in ("a", "a:0", "a:2,", "a:two"):
-        with pytest.raises(ConfigError, match="valid is host:ranks"):
-            parse_hosts(text)
-    with pytest.raises(ConfigError, match="--shapes has 3x1, for which --hosts a:2,b:2 has no room"):
-        parse_shapes("3x1", hosts)
-    with pytest.raises(ConfigError, match="--shapes is '2by2'; valid is hosts x ranks on each"):
-        parse_shapes("2by2", hosts)
