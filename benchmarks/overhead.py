@@ -34,7 +34,6 @@ from benchmarks.common import REPORT_PREFIX
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
-from trainer.tuning.horovod import gradient_groups
 
 BATCH_SIZE = 10
 SEED = 0
@@ -78,7 +77,7 @@ class ByHand:
             import horovod.torch as hvd
 
             self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer, named_parameters=self.model.named_parameters(), groups=gradient_groups(self.model)
+                self.optimizer, named_parameters=self.model.named_parameters(), groups=1
             )
 
     def train(self, data: InMemory) -> tuple[float, float]:

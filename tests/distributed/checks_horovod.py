@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import horovod.torch as hvd
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks, make_trainer
-from tests.distributed.reference import fingerprint, make_data, make_model, sgd
+from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, train_alone
 from trainer import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
+from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
 
 BATCH, STEPS = 4, 15
@@ -44,3 +47,16 @@ def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> 
     train_by_hand(by_hand, data, strategy.world.device)
     assert fingerprint(ours) == fingerprint(by_hand)
     assert_same_on_all_ranks(strategy, ours)
+
+
+def check_many_buckets_equal_one_process(strategy: Strategy) -> None:
+    with mock.patch.object(buckets, "BUCKET_BYTES", 64):
+        assert len(buckets.divide(list(make_model().parameters()))) > 2
+        for settings in ({}, {"accumulate": 2}, {"clip_norm": 0.05}):
+            batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)
+            model, data = make_model(), make_data(3 * batch + 2)
+            expected = train_alone(make_model(), data, batch=batch, clip_norm=settings.get("clip_norm"))
+            trainer = make_trainer(strategy, model, batch_size=BATCH, **settings)
+            trainer.fit(data, epochs=1)
+            assert_equal(model, expected, 1e-11)
+            assert_same_on_all_ranks(strategy, model)

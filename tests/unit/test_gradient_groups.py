@@ -1,4 +1,4 @@
-"""In how many groups Horovod sends the gradients of a model."""
+"""Which gradients Horovod sends together."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.tuning.horovod import ONE_GROUP_BYTES, gradient_groups
+from trainer.strategies.buckets import BUCKET_BYTES
+from trainer.strategies.horovod import gradient_groups
+
+FULL = BUCKET_BYTES // 4
 
 
-def model_of(parameters: int, *, frozen: int = 0) -> nn.Module:
-    model = nn.Module()
-    model.register_parameter("trained", nn.Parameter(torch.empty(parameters, device="meta")))
-    model.register_parameter("frozen", nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False))
-    return model
+def floats(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
 
 
-@pytest.mark.parametrize(
-    ("model", "groups"),
-    [
-        (model_of(10), 1),
-        (model_of(ONE_GROUP_BYTES // 4), 1),
-        (model_of(ONE_GROUP_BYTES // 4 + 1), None),
-        (model_of(10, frozen=ONE_GROUP_BYTES), 1),
-        (model_of(ONE_GROUP_BYTES // 4).double(), None),
-        (model_of(ONE_GROUP_BYTES // 2).half(), 1),
-    ],
-    ids=["tiny", "at the limit", "above it", "frozen above it", "float64 above it", "float16 at it"],
-)
-def test_small_models_send_their_gradients_as_one_group(model: nn.Module, groups: int | None) -> None:
-    assert gradient_groups(model) == groups
+@pytest.mark.parametrize("over_nccl", [False, True])
+def test_a_small_model_sends_its_gradients_together(over_nccl: bool) -> None:
+    first, second, third = floats(10, FULL - 30, 20)
+    assert gradient_groups([first, second, third], over_nccl=over_nccl) == [[third, second, first]]
+
+
+def test_a_larger_one_sends_buckets_between_cpus_and_what_is_ready_between_gpus() -> None:
+    first, second, third = floats(10, FULL, 20)
+    assert gradient_groups([first, second, third], over_nccl=False) == [[third, second], [first]]
+    assert gradient_groups([first, second, third], over_nccl=True) is None
+
+
+def test_gradients_of_another_type_are_sent_by_themselves() -> None:
+    (single,), double = floats(10), nn.Parameter(torch.empty(10, dtype=torch.float64, device="meta"))
+    assert gradient_groups([single, double], over_nccl=False) == [[double], [single]]

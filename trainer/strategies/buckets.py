@@ -57,7 +57,12 @@ def _in_order_of(parameter: Tensor, piece: Tensor) -> Tensor:
 
 
 def make_buckets(parameters: Sequence[Tensor], wire_type: torch.dtype | None = None) -> list[Bucket]:
-    """Divide parameters into buckets, in the order in which the backward pass is expected to produce gradients."""
+    """Return buckets for the parts of `divide`."""
+    return [Bucket(part, _smaller(part[0].dtype, wire_type)) for part in divide(parameters)]
+
+
+def divide(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide parameters by type and into parts of `BUCKET_BYTES`, in the order in which gradients are expected."""
     by_type: dict[torch.dtype, list[list[Tensor]]] = {}
     room: dict[torch.dtype, int] = {}
     for parameter in reversed(parameters):
@@ -67,7 +72,7 @@ def make_buckets(parameters: Sequence[Tensor], wire_type: torch.dtype | None = N
             room[parameter.dtype] = BUCKET_BYTES
         lists[-1].append(parameter)
         room[parameter.dtype] -= parameter.numel() * parameter.element_size()
-    return [Bucket(part, _smaller(dtype, wire_type)) for dtype, lists in by_type.items() for part in lists]
+    return [part for lists in by_type.values() for part in lists]
 
 
 def _smaller(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

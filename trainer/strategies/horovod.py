@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
 from trainer.strategies.adasum import AdasumSynchronizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
+from trainer.strategies.buckets import BUCKET_BYTES, divide
 from trainer.strategies.gradient_guard import GradientGuard
 from trainer.tuning import tune
-from trainer.tuning.horovod import gradient_groups
 
 _REDUCIBLE = (torch.float16, torch.float32, torch.float64)
 _NUMBERS = itertools.count()
@@ -96,7 +96,7 @@ class HorovodStrategy(Strategy):
         if not parameters:
             return Synchronizer(model)
         guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
-        return HorovodSynchronizer(hvd, model, parameters, guard, compression, self._groups(model, config))
+        return HorovodSynchronizer(hvd, model, parameters, guard, compression, self._groups(model, parameters, config))
 
     def _check_types(self, parameters: NamedParameters, config: RunConfig) -> None:
         for name, parameter in parameters:
@@ -110,13 +110,13 @@ class HorovodStrategy(Strategy):
                 f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
             )
 
-    def _groups(self, model: nn.Module, config: RunConfig) -> int | None:
+    def _groups(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> list[list[Tensor]] | None:
         # A group is sent when its last gradient is there. It would hang where ranks leave different parameters
         # without a gradient. Sparse gradients support no groups.
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
         if config.dynamic_graph or sparse:
             return None
-        return gradient_groups(model)
+        return gradient_groups([parameter for _, parameter in parameters], over_nccl=self.is_over_nccl)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
@@ -174,7 +174,7 @@ class HorovodSynchronizer(Synchronizer):
     Args:
         parameters: those whose gradients are all-reduced.
         guard: of these parameters.
-        groups: how many messages the gradients are sent as; None sends each by itself.
+        groups: parameters whose gradients are sent together; None sends in each cycle what is ready.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class HorovodSynchronizer(Synchronizer):
         parameters: NamedParameters,
         guard: GradientGuard,
         compression: Any,
-        groups: int | None,
+        groups: list[list[Tensor]] | None,
     ) -> None:
         super().__init__(model)
         self._guard = guard
@@ -230,6 +230,16 @@ class HorovodSynchronizer(Synchronizer):
 
     def reopen(self) -> None:
         self._done = False
+
+
+def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[Tensor]] | None:
+    """Return the parameters whose gradients are sent together; None sends in each cycle what is ready.
+
+    Ranks on CPUs send buckets: to send each gradient once it is ready, all ranks negotiate again and again, in threads
+    that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's own way.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return None if over_nccl and size > BUCKET_BYTES else divide(parameters)
 
 
 class _AnyOrder:

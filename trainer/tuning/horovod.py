@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from trainer.launch.environment import is_gloo_controlled, set_default, user_set
 from trainer.launch.network import choose_nccl_interface
 from trainer.launch.world import World
 
-ONE_GROUP_BYTES = 4 * 1024 * 1024
-"""Up to this size all gradients form one group: overlap with the backward pass would gain less than it costs."""
+FUSION_BYTES = 4 * 1024 * 1024
 CYCLE_TIME_MS = "0.01"
 
 
@@ -25,12 +22,6 @@ def tune_horovod(world: World) -> dict[str, str]:
     if world.device.type == "cpu" and set_default("HOROVOD_CYCLE_TIME", CYCLE_TIME_MS):
         chosen["cycle time"] = f"{CYCLE_TIME_MS} ms (small all-reduces wait for it)"
     in_memory = world.device.type == "cpu" and world.size == world.local_size
-    if in_memory and not is_gloo_controlled() and set_default("HOROVOD_FUSION_THRESHOLD", str(ONE_GROUP_BYTES)):
-        chosen["fusion"] = f"up to {ONE_GROUP_BYTES / 2**20:.0f} MB (ranks share memory, where copying is what costs)"
+    if in_memory and not is_gloo_controlled() and set_default("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES)):
+        chosen["fusion"] = f"up to {FUSION_BYTES / 2**20:.0f} MB (ranks share memory, where copying is what costs)"
     return chosen
-
-
-def gradient_groups(model: nn.Module) -> int | None:
-    """Return the number of groups for Horovod's gradients; None lets it fuse what is ready in each cycle."""
-    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return 1 if size <= ONE_GROUP_BYTES else None
