@@ -6,7 +6,7 @@
 
 For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. The networks are
 that of examples/mnist.py with 25 MB of gradients (0.4 MB on the long link), and the transformer of
-examples/language_model.py with 4.4 MB, in batches small enough that the exchange shows. One table shows
+examples/language_model.py with 4.3 MB, in batches small enough that the exchange shows. One table shows
 the errors of the predictions for 2x2 and of the predicted gains of its advice. The exit code is 1 when an error is
 above a fifth, or when something could not be measured. Rates are tc's token buckets on both nodes' eth0. Delays are
 made by delay_line.py, because not every kernel has netem.

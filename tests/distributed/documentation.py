@@ -157,6 +157,13 @@ ON_NODE_A = {
     ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ring --scaling strong --steps 200 --repeats 2 "
     "examples/mnist.py --dataset mnist --epochs 1 --output none": _scaling_of_mnist(is_slow=True),
+    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server --scaling weak "
+    "--batch-size 4 --global-batch --steps 60 --repeats 2 examples/language_model.py --length 128 --bytes 400000": Run(
+        replace=("horovod,ddp,ring,parameter_server --scaling weak", "horovod --scaling weak --shapes 2x2"),
+        append="--epochs 1",
+        prints=_EFFICIENCY,
+        is_slow=True,
+    ),
     "python scripts/scaling_test.py --hosts localhost:2 --scaling weak --strategies horovod,ddp,ring,parameter_server "
     "--steps 80 examples/mnist.py --network large --dataset mnist --epochs 1 --output none "
     "--lr 0.001": _scaling_of_mnist("1x2", is_slow=True),
