@@ -6,7 +6,7 @@
 
 For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. The networks are
 that of examples/mnist.py with 25 MB of gradients (0.4 MB on the long link), and the transformer of
-examples/language_model.py with 4.3 MB, in batches small enough that the exchange shows. One table shows
+examples/language_model.py with 4.3 MB, in batches of 4 so that the exchange shows. One table shows
 the errors of the predictions for 2x2 and of the predicted gains of its advice. The exit code is 1 when an error is
 above a fifth, or when something could not be measured. Rates are tc's token buckets on both nodes' eth0. Delays are
 made by delay_line.py, because not every kernel has netem.
@@ -42,7 +42,7 @@ class Job:
     steps: int
     script: tuple[str, ...]
     """With its options."""
-    batch: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     """Options of scaling_test.py."""
 
 
@@ -53,7 +53,7 @@ def _mnist(steps: int, network: str = "large") -> Job:
 
 def _language_model(steps: int) -> Job:
     script = ("examples/language_model.py", "--length", "128", "--bytes", "400000")
-    return Job(steps=steps, script=script, batch=("--batch-size", "4", "--global-batch"))
+    return Job(steps=steps, script=script, options=("--batch-size", "4", "--global-batch"))
 
 
 JOBS = {
@@ -100,7 +100,7 @@ def measure(name: str, one: Job, options: argparse.Namespace) -> dict[str, Any]:
     command = [
         *["python", "scripts/scaling_test.py", "--hosts", "a:2,b:2", "--shapes", "1x1,2x2", "--scaling", "weak"],
         *["--strategies", options.strategies, "--steps", str(one.steps), "--repeats", str(options.repeats)],
-        *[*one.batch, "--try-advice", "--output", folder, *one.script],
+        *[*one.options, "--try-advice", "--output", folder, *one.script],
     ]
     print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(command)}", file=sys.stderr, flush=True)
     output(*ON_A, "rm", "-rf", folder)  # the results of an earlier run

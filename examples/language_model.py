@@ -6,8 +6,8 @@ horovodrun -np 4 -H a:2,b:2 python examples/language_model.py --checkpoints runs
 torchrun --nproc-per-node 2 examples/language_model.py --text ~/notes --compile
 
 AdamW with two parameter groups, a cosine schedule with warm-up, accumulation, clipping, bfloat16, torch.compile,
-checkpoints, and an evaluation. Any number of ranks ends with the losses of one, where they send whole gradients in each
-update; for a slow link --compression and --sync-every send less.
+checkpoints, and an evaluation. Any number of ranks ends with the losses of one. For a slow link, --compression and --sync-every
+send less, and end with other losses.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 whe
 parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
 parser.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True)
 parser.add_argument("--strategy", default="auto", help="(default: %(default)s, by launcher)")
-parser.add_argument("--compression", default="none", help="fp16 or powersgd:RANK (default: %(default)s)")
-parser.add_argument("--sync-every", type=int, default=1, help="updates of each rank by itself (default: %(default)s)")
+parser.add_argument("--compression", default="none", help="none, fp16 or powersgd:RANK (default: %(default)s)")
+parser.add_argument("--sync-every", type=int, default=1, help="updates between averages of the weights, if above 1")
 parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from there")
 args = parser.parse_args()
 

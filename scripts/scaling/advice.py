@@ -12,6 +12,8 @@ from scaling.models import Link
 _STEPS = (2, 4, 8)
 _LEAST_GAIN, _LEAST_PREDICTED_GAIN = 1.1, 1.2
 """A smaller gain could not be told from noise, or from what predictions are off by."""
+_LEAST_SHARED_GAIN = 1.5
+"""Of compression powersgd where ranks share cores: its two messages wait for time slices, which is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Advice:
     gain: float
     """Predicted samples/s with the change, divided by those without it."""
     options: tuple[str, ...] = ()
-    """Options of examples/mnist.py for the change; empty where it has none. Other scripts may name them differently."""
+    """Options of the examples for the change; empty where it has none. Other scripts may name them differently."""
 
 
 def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advice]:
@@ -152,7 +154,10 @@ def _approximate(run: Measured, known: Known) -> list[Advice]:
     step = max(known.full_load_s, run.input + run.compute) + known.low_rank_s + run.waiting * shorter
     name = f"powersgd:{RANK}"
     what = f"use compression {name} (approximate gradients)"
-    return [Advice(what=what, gain=run.step / step, options=("--compression", name))]
+    gain = run.step / step
+    if run.threads > run.cores and gain < _LEAST_SHARED_GAIN:
+        return []
+    return [Advice(what=what, gain=gain, options=("--compression", name))]
 
 
 def _compress(run: Measured, half_size_ratio: float | None) -> list[Advice]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from scaling.jobs import Host
 from scaling.models import Rank, Shape
 from scaling.runs import PHASES, Run
+from trainer.strategies.buckets import divide
 
 
 @dataclass
@@ -86,6 +90,18 @@ def steps_per_update(timing: dict[str, Any]) -> float:
     return float(timing["steps"] / max(1, timing["updates"]))
 
 
+def messages_of(timing: dict[str, Any]) -> int:
+    """Return the number of buckets that the gradients are sent as, where all are of one type.
+
+    DDP's own buckets, 1 MB and then 25 MB each, are counted alike.
+    """
+    shapes = timing["gradient_shapes"]
+    sizes = {dtype.itemsize: dtype for dtype in (torch.float16, torch.float64, torch.float32)}
+    element_size = timing["gradient_bytes"] // max(1, sum(map(math.prod, shapes)))
+    dtype = sizes.get(element_size, torch.float32)
+    return max(1, len(divide([torch.empty(shape, dtype=dtype, device="meta") for shape in shapes])))
+
+
 def _timings(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [run.timing for run in runs if run.timing]
 
@@ -97,7 +113,7 @@ def _medians(timings: Sequence[dict[str, Any]]) -> Rank:
     return Rank(
         # Without an exchange, what follows the last gradient is computed as well.
         input=found["input"], compute=sum(found[name] for name in PHASES[1:]), window=found["window"],
-        gradient_bytes=timings[0]["gradient_bytes"],
+        gradient_bytes=timings[0]["gradient_bytes"], messages=messages_of(timings[0]),
         step_groups=tuple(map(statistics.median, rounds)),
         accumulate=steps_per_update(timings[0]),
     )  # fmt: skip

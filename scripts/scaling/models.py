@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.open_mpi import ring_from_bytes
 
 NETWORK_BOUND_RATIO = 3.0
@@ -197,6 +196,8 @@ class Rank:
     window: float
     """Part of the compute time that an exchange in several messages can overlap with."""
     gradient_bytes: int
+    messages: int = 1
+    """Buckets that the gradients are sent as."""
     step_groups: tuple[float, ...] = ()
     """Distribution of the step's seconds: means of groups of equal size, sorted."""
     accumulate: float = 1.0
@@ -260,10 +261,8 @@ def predict(
     exchange = 0.0
     if shape.ranks > 1:
         exchange = MODELS[model](rank.gradient_bytes, shape, network.loaded(rank.gradient_bytes, slowdown))
-    messages = _messages(rank.gradient_bytes)
-    overlaps = hides_exchange(network, rank.gradient_bytes, threads_per_core)
-    window = rank.window * slowdown if overlaps else 0.0
-    exposed = max(exchange / messages, exchange - window) / rank.accumulate
+    window = rank.window * slowdown if hides_exchange(network, rank, threads_per_core) else 0.0
+    exposed = max(exchange / rank.messages, exchange - window) / rank.accumulate
     exchange /= rank.accumulate
     if together is not None:
         exposed = min(exposed, max(0.0, together - compute))
@@ -275,15 +274,11 @@ def predict(
     return Prediction(shape=shape, model=model, compute=compute, exchange=exchange, exposed=exposed, waiting=waiting)
 
 
-def hides_exchange(network: Network, size: int, threads_per_core: float) -> bool:
-    """Return whether the backward pass hides a part of an exchange of so many bytes."""
+def hides_exchange(network: Network, rank: Rank, threads_per_core: float) -> bool:
+    """Return whether the backward pass hides a part of the exchange of a rank's gradients."""
     # A single message is sent after the last gradient, so it cannot overlap with compute. A network-bound exchange
     # leaves the cores to compute. One that needs cores overlaps only where a core is free.
-    return _messages(size) > 1 and (threads_per_core < 1 or is_network_bound(network, size))
-
-
-def _messages(size: int) -> int:
-    return max(1, math.ceil(size / BUCKET_BYTES))
+    return rank.messages > 1 and (threads_per_core < 1 or is_network_bound(network, rank.gradient_bytes))
 
 
 def is_network_bound(network: Network, size: float) -> bool:

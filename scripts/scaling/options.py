@@ -45,7 +45,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         "--batch-flag", default="--batch-size", metavar="FLAG",
         help="the script's option for samples per rank and step; '' for none (default: %(default)s)",
     )  # fmt: skip
-    add("--global-batch", action="store_true", help="that option is for samples per step of all ranks")
+    add("--global-batch", action="store_true", help="--batch-flag is for the samples of all ranks per step")
 
 
 def _add_procedure(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def _add_procedure(parser: argparse.ArgumentParser) -> None:
     add("--steps", default="100", metavar="N|all", help="steps of each run, after 5 to warm up (default: %(default)s)")
     add("--repeats", type=int, default=3, metavar="N", help="runs of each shape (default: %(default)s)")
     add("--timeout", type=float, default=900.0, metavar="S", help="of each run, in seconds (default: %(default)s)")
-    add("--try-advice", action="store_true", help="run the advice, with the options of examples/mnist.py, and compare")
+    add("--try-advice", action="store_true", help="run the advice, with the options of the examples, and compare")
     add("--output", type=Path, default=Path("runs/scaling"), metavar="DIR", help="for results (default: %(default)s)")
 
 

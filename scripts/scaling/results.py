@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scaling.advice import Advice, Known, Measured, advise, summarize
-from scaling.baselines import Baselines, ranks_at_once, steps_per_update
+from scaling.baselines import Baselines, messages_of, ranks_at_once, steps_per_update
 from scaling.jobs import Plan
 from scaling.low_rank import LowRank
 from scaling.models import (
@@ -25,7 +25,6 @@ from scaling.models import (
     predict,
 )
 from scaling.runs import PHASES, Row, Run, Trial
-from trainer.strategies.buckets import BUCKET_BYTES
 from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)
@@ -103,7 +102,7 @@ class Results:
         if rank is None or not self.baselines.is_measured(*kind):
             return None
         on_cpu = run.shape.ranks / (timing["cores"] * timing["machines"])
-        if hides_exchange(self.network(run.strategy), rank.gradient_bytes, on_cpu):
+        if hides_exchange(self.network(run.strategy), rank, on_cpu):
             return None
         return (rank.input + rank.compute) * rank.accumulate
 
@@ -241,6 +240,6 @@ def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
     found = {name: statistics.median(timing[name] for timing in timings) for name in PHASES}
     seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
     # Horovod does not report overlap. With several messages and a long exchange, assume that it fills the window.
-    fills = timings[0]["gradient_bytes"] > BUCKET_BYTES and found["exchange"] > 0.1 * found["compute"]
+    fills = messages_of(timings[0]) > 1 and found["exchange"] > 0.1 * found["compute"]
     assumed = statistics.median(timing["window"] for timing in timings) if fills else 0.0
     return {**found, "hidden": statistics.median(seen) if seen else assumed}

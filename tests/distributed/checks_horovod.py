@@ -50,13 +50,25 @@ def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> 
 
 
 def check_many_buckets_equal_one_process(strategy: Strategy) -> None:
-    with mock.patch.object(buckets, "BUCKET_BYTES", 64):
-        assert len(buckets.divide(list(make_model().parameters()))) > 2
-        for settings in ({}, {"accumulate": 2}, {"clip_norm": 0.05}):
-            batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)
-            model, data = make_model(), make_data(3 * batch + 2)
-            expected = train_alone(make_model(), data, batch=batch, clip_norm=settings.get("clip_norm"))
-            trainer = make_trainer(strategy, model, batch_size=BATCH, **settings)
-            trainer.fit(data, epochs=1)
-            assert_equal(model, expected, 1e-11)
-            assert_same_on_all_ranks(strategy, model)
+    made = mock.patch.object(hvd, "DistributedOptimizer", wraps=hvd.DistributedOptimizer)
+    with mock.patch.object(buckets, "BUCKET_BYTES", 64), made as optimizer:
+        _train_with_each_setting(strategy)
+    assert optimizer.called
+    assert all(len(call.kwargs["groups"]) > 2 for call in optimizer.call_args_list)
+
+
+def check_gradients_sent_when_they_are_ready_equal_one_process(strategy: Strategy) -> None:
+    """Larger models do so between GPUs."""
+    with mock.patch("trainer.strategies.horovod.gradient_groups", return_value=None) as groups:
+        _train_with_each_setting(strategy)
+    assert groups.called
+
+
+def _train_with_each_setting(strategy: Strategy) -> None:
+    for settings in ({}, {"accumulate": 2}, {"clip_norm": 0.05}):
+        batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)
+        model, data = make_model(), make_data(3 * batch + 2)
+        expected = train_alone(make_model(), data, batch=batch, clip_norm=settings.get("clip_norm"))
+        make_trainer(strategy, model, batch_size=BATCH, **settings).fit(data, epochs=1)
+        assert_equal(model, expected, 1e-11)
+        assert_same_on_all_ranks(strategy, model)

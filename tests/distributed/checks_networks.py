@@ -2,7 +2,7 @@
 
 Run on every rank of one job.
 
-Their gradients are above 4 MB, where Horovod sends them ungrouped and the buckets are several.
+Their gradients are above 4 MiB, so the buckets are several.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_a_batch_of_all_ranks(tmp_path: Path) -> None:
     mistaken = start(*SHORT, *options, *script)
     _, progress = mistaken.communicate(timeout=180)
     assert mistaken.returncode == 1
-    assert "it took 2 samples per rank and step with --batch-size 4 on 2 ranks; add --global-batch" in progress
+    assert "the script took 2 samples per rank and step, not 4; add --global-batch" in progress
 
 
 @pytest.mark.distributed

@@ -76,6 +76,19 @@ def test_a_predicted_gain_is_to_be_larger_than_a_measured_one() -> None:
     assert [one.options[0] for one in more] == ["--compression", "--accumulate", "--sync-every"]
 
 
+def test_low_rank_gradients_are_to_gain_more_where_ranks_share_cores() -> None:
+    """Each of their two messages waits for time slices."""
+
+    def advised(gain: float, threads: int) -> bool:
+        run = measured(exchange=0.1, compute=0.1, threads=threads, cores=2)
+        found = advise(run, [], Known(low_rank_s=0.2 / gain - 0.1))
+        return any("powersgd" in one.what for one in found)
+
+    assert advised(1.3, threads=2)
+    assert not advised(1.3, threads=4)
+    assert advised(1.6, threads=4)
+
+
 def test_accumulation_gains_nothing_where_the_cores_would_be_fully_loaded() -> None:
     assert advise(measured(), [], Known(low_rank_s=0.001, full_load_s=0.5)) == []
 

@@ -52,8 +52,8 @@ def test_a_script_without_an_option_keeps_its_own_batch(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("global_batch", "samples_per_step", "problem"),
     [
-        (False, 8, "it took 2 samples per rank and step with --batch-size 8 on 4 ranks; add --global-batch"),
-        (True, 128, "it took 32 samples per rank and step with --batch-size 32 on 4 ranks; leave --global-batch out"),
+        (False, 8, "given --batch-size 8 on 4 ranks, the script took 2 {}; add --global-batch"),
+        (True, 128, "given --batch-size 32 on 4 ranks, the script took 32 {}; leave --global-batch out"),
     ],
 )
 def test_a_batch_that_the_script_understands_otherwise_is_a_failure(
@@ -62,12 +62,18 @@ def test_a_batch_that_the_script_understands_otherwise_is_a_failure(
     run_of(monkeypatch, samples_per_step)
     with pytest.raises(JobError) as caught:
         time_steps(replace(PLAN, global_batch=global_batch), FOUR, "ddp", 8)
-    assert str(caught.value) == problem
+    assert str(caught.value) == problem.format("samples per rank and step, not 8")
 
 
-def test_smaller_last_batches_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_of(monkeypatch, samples_per_step=27)
-    assert time_steps(PLAN, FOUR, "ddp", 8)["samples"] == 270
+@pytest.mark.parametrize(("samples_per_step", "ranks"), [(27, 4), (5, 4), (11, 2)])
+@pytest.mark.parametrize("global_batch", [False, True])
+def test_steps_that_are_not_full_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, samples_per_step: int, ranks: int, global_batch: bool
+) -> None:
+    run_of(monkeypatch, samples_per_step, ranks)
+    shape = Shape(hosts=2, per_host=ranks // 2)
+    done = time_steps(replace(PLAN, global_batch=global_batch), shape, "ddp", 8)
+    assert done["samples"] == samples_per_step * 10
 
 
 def test_hosts_and_shapes() -> None:

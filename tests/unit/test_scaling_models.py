@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+from scaling.baselines import messages_of
 from scaling.models import (
     MODELS,
     Link,
@@ -95,7 +97,7 @@ def test_horovods_model_follows_mpis_rules() -> None:
 
 
 def test_a_step_is_compute_and_the_exposed_exchange() -> None:
-    rank = Rank(input=0.001, compute=0.049, window=0.02, gradient_bytes=SIZE)
+    rank = Rank(input=0.001, compute=0.049, window=0.02, gradient_bytes=SIZE, messages=6)
     network = Network(local=FAST, remote=SLOW)
     predicted = predict(rank, FOUR, network, "ring")
     assert predicted.exchange == pytest.approx(ring(SIZE, FOUR, network))
@@ -111,7 +113,7 @@ def test_a_step_is_compute_and_the_exposed_exchange() -> None:
 
 
 def test_a_core_bound_exchange_overlaps_where_a_core_is_free() -> None:
-    rank = Rank(input=0, compute=0.1, window=0.05, gradient_bytes=SIZE)
+    rank = Rank(input=0, compute=0.1, window=0.05, gradient_bytes=SIZE, messages=6)
     link, pair = linear_link(0, 1e-9), Shape(hosts=1, per_host=2)
     no_free_core = predict(rank, pair, Network(local=link), "ring", threads_per_core=1.0)
     free_core = predict(rank, pair, Network(local=link), "ring", threads_per_core=0.5)
@@ -147,12 +149,27 @@ def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None
 
 def test_a_single_message_does_not_overlap() -> None:
     network = Network(local=FAST, remote=SLOW)  # the link limits the exchange, and leaves the cores to compute
-    assert hides_exchange(network, SIZE, 2)
-    assert not hides_exchange(network, 1_000_000, 2)
-    assert not hides_exchange(network, 1_000_000, 0.5)
-    rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=1_000_000)
+    rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=SIZE)
+    assert hides_exchange(network, replace(rank, messages=2), 2)
+    assert not hides_exchange(network, rank, 2)
+    assert not hides_exchange(network, rank, 0.5)
     predicted = predict(rank, PAIR, network, "ring")
-    assert predicted.exposed == predicted.exchange == pytest.approx(SLOW.seconds(1_000_000))
+    assert predicted.exposed == predicted.exchange == pytest.approx(SLOW.seconds(SIZE))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "element_size", "messages"),
+    [
+        ([[1000]], 4, 1),
+        ([[262_144], [786_432], [10]], 4, 1),  # 4 MiB are full with the first, which comes last
+        ([[10], [786_432], [262_144]], 4, 2),
+        ([[10], [786_432], [262_144]], 2, 1),
+        ([], 4, 1),
+    ],
+)
+def test_messages_are_the_buckets(shapes: list[list[int]], element_size: int, messages: int) -> None:
+    size = element_size * sum(math.prod(shape) for shape in shapes)
+    assert messages_of({"gradient_shapes": shapes, "gradient_bytes": size}) == messages
 
 
 def test_accumulated_steps_share_an_exchange() -> None:

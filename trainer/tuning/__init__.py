@@ -12,7 +12,6 @@ Horovod's own defaults lose to DistributedDataParallel on small models. The caus
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.
 * glibc returns large freed blocks to the kernel at first, so each step faults its activations' pages in again. Higher
   thresholds keep the memory from the first step on.
-* Every gradient is negotiated by itself; as one group they are negotiated once.
 * Gradients are copied together into messages of up to 128 MB, which are sent when the copying is done. Between ranks
   of one host a further message costs less than the copy, so a large gradient is better sent from where it is.
 

@@ -7,6 +7,7 @@ from trainer.launch.network import choose_nccl_interface
 from trainer.launch.world import World
 
 FUSION_BYTES = 4 * 1024 * 1024
+"""Of a message between ranks of one host. A larger bucket is sent as several."""
 CYCLE_TIME_MS = "0.01"
 
 
