@@ -6,8 +6,8 @@ horovodrun -np 4 -H a:2,b:2 python examples/language_model.py --checkpoints runs
 torchrun --nproc-per-node 2 examples/language_model.py --text ~/notes --compile
 
 AdamW with two parameter groups, a cosine schedule with warm-up, accumulation, clipping, bfloat16, torch.compile,
-checkpoints, and an evaluation. Any number of ranks ends with the losses of one. For a slow link, --compression and --sync-every
-send less, and end with other losses.
+checkpoints, and an evaluation. Any number of ranks ends with the losses of one. For a slow link, --compression and
+--sync-every send less, and end with other losses.
 """
 
 from __future__ import annotations

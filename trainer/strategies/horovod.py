@@ -253,6 +253,11 @@ class _AnyOrder:
         self._compression = compression
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, Tensor]]:
+        if tensor.is_sparse:
+            raise ConfigError(
+                f"a gradient of shape {tuple(tensor.shape)} is sparse, and no module has sparse=True, so Horovod was "
+                "to send it in a bucket; set dynamic_graph to True, which sends each gradient by itself"
+            )
         sent, context = self._compression.compress(tensor.contiguous())
         return sent, (context, tensor)
 
