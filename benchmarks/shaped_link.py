@@ -2,7 +2,7 @@
 
     docker compose up --build -d
     python benchmarks/shaped_link.py          # as root, with Docker, tc and nsenter; three quarters of an hour
-    python benchmarks/shaped_link.py --networks language_model --strategies ddp             # twenty minutes
+    python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod     # twenty minutes
 
 For each link between the running nodes a and b, scaling_test.py runs on 1x1 and 2x2 with --try-advice. The networks are
 that of examples/mnist.py with 25 MB of gradients (0.4 MB on the long link), and the transformer of

@@ -276,6 +276,7 @@ UNTESTED = {
     ),
     "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_time_to.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
+    "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
     "--strategy ddp --network large --epochs 1 --output none --lr 0.001 --compression powersgd:8": (
         "needs a link of 100 Mbit/s, as benchmarks/shaped_link.py makes it"
