@@ -4,6 +4,7 @@
     python scripts/scaling_test.py --hosts a:2,b:2                  # on two hosts, from a
     python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server
     python scripts/scaling_test.py --hosts a:2,b:2 my_training.py --epochs 1
+    python scripts/scaling_test.py --batch-size 32 --global-batch examples/language_model.py --bytes 4000000
 
 Any script that trains through Trainer or trainer.init can be measured; its own arguments follow its name. Every
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
