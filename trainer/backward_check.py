@@ -11,13 +11,13 @@ from torch import nn
 from trainer.errors import TrainerError
 
 
-class _Backward(Protocol):
+class Backward(Protocol):
     """What knows whether a backward pass is the handle's."""
 
     is_in_backward: bool
 
 
-def foreign_backward_check(updates: _Backward) -> Callable[[], None]:
+def foreign_backward_check(updates: Backward) -> Callable[[], None]:
     """Return a hook for gradients that raises `TrainerError` in a backward pass which is not the handle's."""
     # Weakly, because Python cannot collect a cycle that goes through a hook of the autograd graph.
     own = weakref.ref(updates)

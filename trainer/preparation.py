@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainer.backward_check import watch_gradients
+from trainer.backward_check import Backward, foreign_backward_check, watch_gradients
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.errors import ConfigError
@@ -155,13 +155,11 @@ def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World
     return replace(world, device=torch.device("cpu"))
 
 
-def prepare_model(
-    strategy: Strategy, model: nn.Module, config: RunConfig, on_gradient: Callable[[], None]
-) -> Synchronizer:
+def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig, updates: Backward) -> Synchronizer:
     """Run the consistency checks, then move the model and have the strategy synchronize its gradients. Collective.
 
     Args:
-        on_gradient: called in every backward pass that reaches the model's last parameter. Holds no model.
+        updates: asked in each backward pass that reaches the model's last parameter; held weakly.
 
     Raises:
         ConfigError: ranks disagree about the model or a setting.
@@ -195,7 +193,7 @@ def prepare_model(
         synchronizer = make_synchronizer(strategy, model, named, config)
     else:
         synchronizer = _without_exchange(strategy, model)
-    synchronizer.on_gradient = on_gradient
+    on_gradient = synchronizer.on_gradient = foreign_backward_check(updates)
     # The last parameter is usually the first to get a gradient. A single rank, with none on its way, saves the 5 µs.
     watched = named[-1:] if strategy.world.size > 1 and not strategy.shards else []
     unwatch = watch_gradients([parameter for _, parameter in watched], on_gradient)

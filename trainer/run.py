@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.backward_check import foreign_backward_check
 from trainer.callbacks.loop_report import LoopReport, Settings
 from trainer.callbacks.run_folder import describe_run
 from trainer.checkpoint.checkpoints import Checkpoints
@@ -101,7 +100,7 @@ class Run(RankNames):
         check_parameters(self.strategy, list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
-            synchronizer = prepare_model(self.strategy, model, self.config, foreign_backward_check(self._updates))
+            synchronizer = prepare_model(self.strategy, model, self.config, self._updates)
             self._updates.add_model(model, synchronizer)
             prepared[id(model)] = synchronizer.forward
         for optimizer in optimizers:
