@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.launch.gpus import SHARING_HINT, gpu_id, sharing_is_on
 from trainer.strategies.base import Strategy
 
@@ -33,35 +34,105 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
 
 
 class PeriodicCheck:
-    """Compares the ranks' optimizers and epochs at the optimizers' steps 0, 1, 2, 4, … 1024, 2048, 3072, …
+    """Compares the ranks after their backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
 
-    A scheduler that was stepped on one rank only, or with a loss that is one rank's, lets the ranks drift apart
-    without an error. So does a loader that one rank alone has begun to iterate over.
+    Ranks may part without an error: one skips a batch, takes another step, loads other weights, or steps a scheduler
+    with its own loss; a bit of its memory flips. What is compared are the loader's epoch and batches, the optimizers'
+    settings, and the sum of each weight's bits, which any single change of a weight changes.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._due = 0 if strategy.world.size > 1 else -1
-        self._steps = 0
+        self._passes = 0
         self._strategy = strategy
 
-    def compare_when_due(self, optimizers: Iterable[Optimizer], epoch: int) -> None:
-        """Count a step, and compare with rank 0 where it is one of these. Collective then.
+    def compare_when_due(
+        self, position: tuple[int, int, int] | None, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]
+    ) -> None:
+        """Count a backward pass of all ranks, and compare where it is one of these. Collective then.
+
+        Args:
+            position: the number of the loader whose batch is trained on, its epoch from 0, and the batches it has
+                yielded on this rank; None where there is no loader.
+            models: those whose weights are the same on all ranks.
 
         Raises:
-            ConfigError: a rank has another learning rate or other settings, or is in another epoch.
+            TrainerError: a rank has drawn other batches than another, or has other weights.
+            ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        self._steps += 1
-        if self._steps - 1 != self._due:
+        self._passes += 1
+        if self._passes - 1 != self._due:
             return
         self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
-        facts: dict[str, object] = {"the loader's epoch (from 0)": epoch}
+        host = socket.gethostname()
+        self._compare_positions(host, position)
+        facts: dict[str, object] = {}
         for number, optimizer in enumerate(optimizers):
             for name, value in describe_optimizer(optimizer).items():
                 facts[f"{name} (optimizer {number})" if number else name] = value
         check_consistency(self._strategy, facts)
+        self._compare_weights(host, models)
+
+    def _compare_positions(self, host: str, position: tuple[int, int, int] | None) -> None:
+        by_rank = self._strategy.all_gather_object((host, position))
+        other = _odd_one([found for _, found in by_rank])
+        if other is None:
+            return
+        same = next(rank for rank, (_, found) in enumerate(by_rank) if found != by_rank[other][1])
+        raise TrainerError(
+            f"ranks have drawn different batches for {self._passes} backward passes: rank {other} on host "
+            f"{by_rank[other][0]} {_describe_position(by_rank[other][1])}, rank {same} "
+            f"{_describe_position(by_rank[same][1])}; one has skipped the backward pass of a batch (`continue`), or "
+            "has begun a loader by itself. All ranks have to skip a batch together: ask run.all_reduce whether any does"
+        )
+
+    def _compare_weights(self, host: str, models: Iterable[nn.Module]) -> None:
+        named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+        sums = _sums_of_bits([parameter for _, parameter in named])
+        together = self._strategy.all_gather_object((host, hash(tuple(sums))))
+        other = _odd_one([total for _, total in together])
+        if other is None:
+            return
+        by_rank = self._strategy.all_gather_object(sums)
+        same = next(rank for rank, (_, total) in enumerate(together) if total != together[other][1])
+        pairs = zip(named, by_rank[other], by_rank[same], strict=False)
+        differing = (name for (name, _), theirs, usual in pairs if theirs != usual)
+        raise TrainerError(
+            f"the weights of rank {other} on host {together[other][0]} are not those of rank {same}, first in "
+            f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
+            "on all ranks alike, or before run.prepare, which gives all ranks rank 0's; if none were, memory or a "
+            "device is faulty"
+        )
 
 
 _AT_LEAST_EVERY = 1024
+
+
+def _describe_position(position: tuple[int, int, int] | None) -> str:
+    if position is None:
+        return "has drawn none of run.loader"
+    loader, epoch, drawn = position
+    return f"is at batch {drawn} of loader {loader}, in its epoch {epoch} (from 0)"
+
+
+def _odd_one(values: Sequence[object]) -> int | None:
+    """Return the first rank whose value is not the most common one, which is rank 0's in a tie; None without one."""
+    usual = max(values, key=values.count)
+    return next((rank for rank, value in enumerate(values) if value != usual), None)
+
+
+@torch.no_grad()
+def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the sum of each tensor's numbers, read as integers, modulo 2^64."""
+    if not tensors:
+        return []
+    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    totals = [part.detach().view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in parts]
+    sums: list[int] = torch.stack([total.to(totals[0].device) for total in totals]).tolist()
+    return sums
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_devices(strategy: Strategy) -> None:

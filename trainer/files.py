@@ -6,6 +6,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import TrainerError
 
@@ -32,6 +33,26 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def save_atomically(path: Path, value: Any) -> None:
+    """Have `torch.save` write beside `path`, in folders that are made where they are not there, and rename.
+
+    Raises:
+        TrainerError: it cannot be written; what was there stays.
+    """
+    import torch  # here, because commands that need no PyTorch import this module
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise TrainerError(f"{path} cannot be written: {reason}") from None
 
 
 def _is_refused_write(error: BaseException) -> bool:

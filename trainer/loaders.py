@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainer.config import RunConfig
@@ -19,11 +20,13 @@ class Loaders:
     """Makes loaders, and remembers those of the training as long as somebody else does.
 
     Args:
-        on_step: called with each training step before its batch is yielded.
+        on_step: called with each training step before its batch is yielded, and with the loader's number.
         group: the ranks' collectives.
     """
 
-    def __init__(self, strategy: Strategy, config: RunConfig, on_step: Callable[[Step], None], group: Group) -> None:
+    def __init__(
+        self, strategy: Strategy, config: RunConfig, on_step: Callable[[Step, int], None], group: Group
+    ) -> None:
         self._strategy, self._config = strategy, config
         self._on_step, self._group = on_step, weakref.ref(group)
         self._made: list[weakref.ref[Loader]] = []
@@ -53,7 +56,7 @@ class Loaders:
             seed=self._config.seed,
             accumulate=self._config.accumulate if training else 1,
             world=self._strategy.world,
-            on_step=self._on_step,
+            on_step=partial(_call, self._on_step, len(self._made)),
             group=self._group(),
             **options,
         )
@@ -69,3 +72,7 @@ class Loaders:
         for one in self._made:
             if (loader := one()) is not None:
                 loader.epoch = epoch
+
+
+def _call(on_step: Callable[[Step, int], None], number: int, step: Step) -> None:
+    on_step(step, number)

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import TrainerError
-
 
 class LossScaler:
     """Scales losses, unscales gradients, and keeps a step whose gradients overflowed from changing anything."""
 
     def __init__(self, device_type: str) -> None:
         self._scaler = torch.amp.GradScaler(device_type)
+        self._scaled: set[Optimizer] = set()
+        """Those whose gradients a backward pass has added to, times the scale."""
         self._unscaled: set[Optimizer] = set()
+        """Those whose gradients were scaled since the scale was adapted, and are no longer."""
         self._overflowed: set[Optimizer] = set()
         self._stepped: set[Optimizer] = set()
+        self._before: dict[Optimizer, list[Any]] = {}
         self._hidden: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,16 +41,36 @@ class LossScaler:
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, once until the next `update`, and note whether they are finite."""
-        gradients = gradients_of(optimizer)
-        if optimizer in self._unscaled or not gradients:
-            return
-        self._scaler.unscale_(optimizer)
-        self._unscaled.add(optimizer)
-        # Now, because what the user does to the gradients may make an infinity finite.
-        if not math.isfinite(torch.nn.utils.get_total_norm(gradients)):
-            self._overflowed.add(optimizer)
+    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """Adapt the scale to the steps since the last backward pass, and scale the gradients that this one adds to."""
+        self._update()
+        for optimizer in self._unscaled:  # which has not stepped since: another pass of the same step
+            scale = self._scaler.get_scale()
+            for gradient in gradients_of(optimizer):
+                gradient.detach().mul_(scale)
+            self._scaler._per_optimizer_states.pop(id(optimizer), None)  # else it unscales once for each step
+        self._scaled |= self._unscaled
+        self._unscaled.clear()
+        self._before = {one: _versions(one) for one in optimizers}
+
+    def after_backward(self) -> None:
+        """Note which optimizers' gradients the backward pass has added to."""
+        self._scaled |= {one for one, before in self._before.items() if _versions(one) != before}
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide gradients that are scaled by the scale, and note whether they are finite."""
+        for optimizer in optimizers:
+            gradients = gradients_of(optimizer)
+            came_from_others = not any(self._before.get(optimizer, (None,)))
+            if not gradients or not (optimizer in self._scaled or came_from_others):
+                continue
+            self._scaled.discard(optimizer)
+            self._scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+            # Now, because what the user does to the gradients may make an infinity finite.
+            if not math.isfinite(torch.nn.utils.get_total_norm(gradients)):
+                self._overflowed.add(optimizer)
+        self._before = {}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hide gradients that overflowed: an optimizer leaves parameters without a gradient alone."""
@@ -63,32 +85,41 @@ class LossScaler:
         for parameter, gradient in self._hidden.pop(optimizer, ()):
             parameter.grad = gradient
 
-    def update(self, optimizers: Iterable[Optimizer]) -> None:
-        """Adapt the scale to what was unscaled since the last call, before the next backward pass.
+    def finish_step(self) -> None:
+        """Adapt the scale to the steps since the last backward pass."""
+        self._update()
 
-        Args:
-            optimizers: all; one that holds gradients of an unfinished update gets them in the new scale.
-
-        Raises:
-            TrainerError: gradients were unscaled for a step that has not been taken.
-        """
-        if not self._unscaled:
+    def _update(self) -> None:
+        finished = {one for one in self._unscaled if one in self._stepped or not gradients_of(one)}
+        if not finished:
             return
-        for optimizer in self._unscaled - self._stepped:
-            if gradients_of(optimizer):
-                raise TrainerError(
-                    "a backward pass would add scaled gradients to unscaled ones; under precision fp16, call step or "
-                    "zero_grad after run.synchronize or run.clip_grad_norm_"
-                )
         before = self._scaler.get_scale()
         self._scaler.update()
         ratio = self._scaler.get_scale() / before
-        for optimizer in optimizers if ratio != 1.0 else ():
-            for gradient in gradients_of(optimizer) if optimizer not in self._unscaled else ():
-                gradient.mul_(ratio)
-        self._unscaled.clear()
+        for optimizer in self._scaled if ratio != 1.0 else ():
+            for gradient in gradients_of(optimizer):
+                gradient.detach().mul_(ratio)
+        self._unscaled -= finished
+        self._overflowed -= finished
         self._stepped.clear()
-        self._overflowed.clear()
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[_Same, int] | None]:
+    """Return each parameter's gradient with PyTorch's count of its changes, which compare by identity."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return [(_Same(one), one._version) if one is not None else None for one in gradients]
+
+
+class _Same:
+    """A tensor that compares by identity."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

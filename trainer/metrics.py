@@ -16,6 +16,36 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(dim=1) == targets).sum()
 
 
+class Mean:
+    """A running mean over the samples of all ranks. `add` sends nothing and does not wait for the device.
+
+    Args:
+        all_reduce: returns the sum of a tensor over all ranks.
+        samples: returns what a value counts for where `add` is not told.
+    """
+
+    def __init__(
+        self, all_reduce: Callable[[Tensor, str], Tensor], samples: Callable[[], float], device: torch.device
+    ) -> None:
+        self._all_reduce, self._samples = all_reduce, samples
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        """The weighed values, and what they count for together."""
+
+    def add(self, value: Tensor | float, samples: float | None = None) -> None:
+        """Add a mean over `samples` samples of this rank; by default over those of the batch that was drawn last."""
+        count = self._samples() if samples is None else samples
+        if count:  # the mean over no samples may be NaN
+            detached = value.detach() if isinstance(value, Tensor) else value
+            self._sums[0] += detached * count
+            self._sums[1] += count
+
+    def read(self) -> float:
+        """Return the mean over all ranks of what was added since the last call; NaN without samples. Collective."""
+        total, count = self._all_reduce(self._sums, "sum").tolist()
+        self._sums.zero_()
+        return float(total / count) if count else float("nan")
+
+
 class Sums:
     """Running sums of a few values, and the number of samples in them, on one rank.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from threading import TIMEOUT_MAX, Timer
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainer.backward_check import Backward, foreign_backward_check, watch_gradients
 from trainer.config import RunConfig
 from trainer.consistency import check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.errors import ConfigError
@@ -51,7 +50,7 @@ _UNCONNECTED_BY_NCCL = (
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
 # A model or an optimizer that is prepared again, by another Run or Trainer, leaves the first one.
-_PREPARED: MutableMapping[nn.Module, Callable[[], object]] = WeakKeyDictionary()
+_PREPARED: MutableMapping[nn.Module, weakref.WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 _HOOKS: MutableMapping[Optimizer, Sequence[RemovableHandle]] = WeakKeyDictionary()
 
 
@@ -155,11 +154,8 @@ def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World
     return replace(world, device=torch.device("cpu"))
 
 
-def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig, updates: Backward) -> Synchronizer:
+def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> Synchronizer:
     """Run the consistency checks, then move the model and have the strategy synchronize its gradients. Collective.
-
-    Args:
-        updates: asked in each backward pass that reaches the model's last parameter; held weakly.
 
     Raises:
         ConfigError: ranks disagree about the model or a setting.
@@ -176,7 +172,8 @@ def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig, updat
             **_settings(config),
         },
     )
-    if retire := _PREPARED.pop(model, None):
+    earlier = _PREPARED.pop(model, None)
+    if earlier is not None and (retire := earlier()) is not None:
         retire()
     if not strategy.shards:
         model.to(strategy.world.device)
@@ -193,11 +190,7 @@ def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig, updat
         synchronizer = make_synchronizer(strategy, model, named, config)
     else:
         synchronizer = _without_exchange(strategy, model)
-    on_gradient = synchronizer.on_gradient = foreign_backward_check(updates)
-    # The last parameter is usually the first to get a gradient. A single rank, with none on its way, saves the 5 µs.
-    watched = named[-1:] if strategy.world.size > 1 and not strategy.shards else []
-    unwatch = watch_gradients([parameter for _, parameter in watched], on_gradient)
-    _PREPARED[model] = partial(_retire, synchronizer.retire, unwatch)
+    _PREPARED[model] = weakref.WeakMethod(synchronizer.retire)
     return synchronizer
 
 
@@ -213,12 +206,7 @@ def _without_exchange(strategy: Strategy, model: nn.Module) -> Synchronizer:
         )
     if strategy.world.size > 1 and strategy.world.is_root:
         print_line("trainer: WARNING: TRAINER_TIMING_EXCHANGE is 'no': each rank trains a model of its own", sys.stderr)
-    return Synchronizer(model)
-
-
-def _retire(retire: Callable[[], object], unwatch: Callable[[], None]) -> None:
-    retire()
-    unwatch()
+    return Synchronizer()
 
 
 def check_parameters(strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -244,7 +232,8 @@ def check_parameters(strategy: Strategy, models: Sequence[nn.Module], optimizers
         if strangers:
             raise ConfigError(
                 f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
-                "not be all-reduced: make them part of a model, and prepare it first or in the same call"
+                "not be all-reduced: make them part of a model, and prepare it first or in the same call; loose ones, "
+                "as learnable weights of losses are, go into an nn.ParameterList, which is a model"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,13 @@ from trainer.data.base import Loader
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
+from trainer.files import save_atomically
 from trainer.launch.output import print_line
 from trainer.launch.world import RankNames
 from trainer.loaders import Loaders
+from trainer.metrics import Mean
 from trainer.preparation import check_parameters, join, prepare_model
+from trainer.random_numbers import draw_apart
 from trainer.sharded import gather, whole_state
 from trainer.strategies.base import Strategy
 from trainer.updates import Updates
@@ -49,8 +52,8 @@ def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
 class Run(RankNames):
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
-    All methods but `print`, `log`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every rank calls them,
-    in the same order.
+    All methods but `print`, `log`, `save`, `mean`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every
+    rank calls them, in the same order.
 
     Args:
         strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
@@ -75,14 +78,15 @@ class Run(RankNames):
     @property
     def batch_samples(self) -> int:
         """Samples in the training batch that was drawn last, for sums of one's own; 0 for a padding batch."""
-        return self._updates.samples
+        return self._updates.weighing.samples
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
         """Prepare models, and optimizers over their parameters, for training with all other ranks.
 
         Models are moved to this rank's device and get rank 0's weights; optimizers get rank 0's state, and their
         `step()` applies the mean gradient over all ranks. An optimizer stays the object that it was, so a learning
-        rate scheduler that was made for it before, or is made afterwards, works.
+        rate scheduler that was made for it before, or is made afterwards, works. Ranks that were seeded alike draw
+        random numbers of their own from now on; rank 0's are those of one process.
 
         Returns:
             The models to call and the optimizers, in the order of the arguments; one alone is returned by itself.
@@ -100,12 +104,13 @@ class Run(RankNames):
         check_parameters(self.strategy, list(dict.fromkeys((*self._updates.models, *models))), optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
-            synchronizer = prepare_model(self.strategy, model, self.config, self._updates)
-            self._updates.add_model(model, synchronizer)
-            prepared[id(model)] = synchronizer.forward
+            synchronizer = prepare_model(self.strategy, model, self.config)
+            forward = prepared[id(model)] = self.strategy.wrap(model)
+            self._updates.add_model(model, forward, synchronizer)
         for optimizer in optimizers:
             self._updates.add_optimizer(optimizer)
         self._report.optimizers.update(dict.fromkeys(optimizers))
+        draw_apart(self.strategy, self.config.seed)
         results = tuple(prepared[id(one)] for one in objects)
         return results[0] if len(results) == 1 else results
 
@@ -139,25 +144,33 @@ class Run(RankNames):
         options["global_batch_size"] = global_batch_size
         return self._loaders.make(dataset, batch_size, training=training, **options)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Run the backward pass of a mean over the batch that was drawn last, weighted by that batch's samples.
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, samples: float | None = None) -> None:
+        """Run the backward pass; if it closes an update, the gradients are the mean over all ranks when it returns.
 
-        The mean over ranks is then that over samples, in uneven last batches too. Call it before the next is drawn.
+        The loss is a mean over a batch, and is weighted by that batch's samples: the mean over ranks is then that over
+        samples, in uneven last batches too.
+
+        Args:
+            loss: a mean over samples, as a tensor without dimensions.
+            retain_graph: keep the graph for another backward pass.
+            samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, where no loader of this
+                run says so. Passes within `no_sync` before it belong to the same update. Every rank gives them.
 
         Raises:
-            TrainerError: parameters were unfrozen after `prepare`, or a gradient was changed on its way.
+            TrainerError: parameters were unfrozen after `prepare`, the loss is of batches that count differently, or
+                ranks have parted: their weights differ, or one has skipped a batch.
         """
-        self._updates.backward(loss, retain_graph=retain_graph)
+        self._updates.backward(loss, retain_graph=retain_graph, samples=samples)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for passes whose gradients stay on this rank until a later backward pass."""
         return self._updates.no_sync()
 
     def synchronize(self, *optimizers: Optimizer) -> None:
-        """Wait until the gradients are the mean over all ranks, unscaled: to read or to change them before a step.
+        """Make gradients that `no_sync` has kept on this rank the mean over all ranks; all others are that already.
 
         Args:
-            optimizers: those whose gradients are meant; by default all.
+            optimizers: are checked to have been prepared.
 
         Raises:
             ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines finished steps.
@@ -170,7 +183,8 @@ class Run(RankNames):
         `target` is a model, or its parameters.
         """
         parameters = list(target.parameters() if isinstance(target, nn.Module) else map(self.strategy.current, target))
-        return gather(self._updates.clip_grad_norm_(parameters, max_norm))
+        self._updates.synchronize(None)
+        return gather(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss under the precision of `init`."""
@@ -195,6 +209,12 @@ class Run(RankNames):
         """
         return all_reduce(self.strategy, value, reduction)
 
+    def mean(self) -> Mean:
+        """Return a running mean over the samples of all ranks, of a loss say, which is all-reduced when it is read."""
+        return Mean(
+            self.all_reduce, lambda: self.batch_samples if self._updates.weighing.has_loader else 1, self.device
+        )
+
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks; anything that can be pickled."""
         return self.strategy.all_gather_object(value)
@@ -214,12 +234,23 @@ class Run(RankNames):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model that was given to `prepare`, for what `prepare` has returned."""
-        return next((own for own, one in self._updates.models.items() if one.forward is model), model)
+        if isinstance(model, nn.DataParallel) and model.module in self._updates.models:
+            return cast(nn.Module, model.module)
+        return model
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
         self.average_weights()
         return whole_state(self.unwrap(model), keep=self.is_root)
+
+    def save(self, value: Any, path: str | Path) -> None:
+        """Save what `torch.save` takes on rank 0, whole or not at all; other ranks do nothing, and do not wait.
+
+        Raises:
+            TrainerError: rank 0 cannot write it.
+        """
+        if self.is_root:
+            save_atomically(Path(path), value)
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs' numbers, from `start` to `count` - 1.

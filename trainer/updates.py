@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,159 +17,231 @@ from trainer.config import RunConfig
 from trainer.consistency import PeriodicCheck
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.output import print_line
 from trainer.launch.status import UpdateCounter
 from trainer.loss_scaler import LossScaler, gradients_of
-from trainer.preparation import parameters_of, prepare_optimizer
+from trainer.preparation import check_parameters, parameters_of, prepare_optimizer
 from trainer.profiling.step_timer import step_timer
+from trainer.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.sync_batch_norm import leave_out
+from trainer.weighing import Weighing
 
 
 class Updates:
     """The prepared models and optimizers of one `Run`, from a batch to the step that it ends in.
 
-    An optimizer is not wrapped: a hook before its step waits for the gradients. So its class, its state and its
-    schedulers stay the user's.
+    A backward pass that closes an update returns when the gradients are the mean over all ranks. So an optimizer is not
+    wrapped, and any other code may read and change the gradients, as in one process; a hook of the step is left for
+    what combines steps, for the loss scale, and for checks.
+
+    Models and optimizers are held weakly: a sweep over many of them keeps none that nobody else holds.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
-        self.models: dict[nn.Module, Synchronizer] = {}
-        self.sync_gradients = True
-        """Whether the batch that was drawn last ends an update."""
         self._strategy, self._config = strategy, config
-        # Those that have something to do, for all and for each optimizer: a single rank's steps cost nothing.
-        self._active: list[Synchronizer] = []
-        self._synchronizers: dict[Optimizer, list[Synchronizer]] = {}
-        self._stepped: dict[Synchronizer, set[Optimizer]] = {}
-        self._norms: set[_BatchNorm] = set()
         self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
-        self._weight, self._is_local, self._is_padding = 1.0, False, False
-        self._backwards, self.completed = 0, UpdateCounter()
-        self._backwards_at_step: dict[Optimizer, int] = {}
-        self._groups: dict[Optimizer, int] = {}
-        self._frozen: dict[nn.Module, list[nn.Parameter]] = {}
-        self._stepping = set[Optimizer]()
-        self.is_in_backward, self._has_loader, self._epoch = False, False, 0
+        self.completed = UpdateCounter()
+        self.weighing = Weighing(strategy, config.accumulate, self._on_step)
+        self._models: weakref.WeakKeyDictionary[nn.Module, Callable[[], Synchronizer | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._active: list[weakref.ref[Synchronizer]] = []
+        """Of models that have something to synchronize, in the order of `prepare`; of the same ones on all ranks."""
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Optimizer] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
+        """By id, the optimizers that have stepped since the last all-reduce of a model's gradients."""
+        self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._norms: weakref.WeakSet[_BatchNorm] = weakref.WeakSet()
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._is_local = self._is_padding = self._has_exchanged = False
+        self._in_no_sync = self._backwards = 0
         self._periodic = PeriodicCheck(strategy)
-        self.samples = 0
-        """Samples in the training batch that was drawn last; 0 for a padding batch."""
-        self._kept: nn.Parameter | None = None  # has a gradient since the update's first batch, unless zero_grad came
+        self._kept: Callable[[], nn.Parameter | None] = _none
+        """A parameter that has a gradient since the update's first batch, unless zero_grad came."""
+
+    @property
+    def models(self) -> dict[nn.Module, Synchronizer]:
+        """The models that somebody still holds, in the order of `prepare`."""
+        held = [(model, held()) for model, held in self._models.items()]
+        return {model: synchronizer or Synchronizer() for model, synchronizer in held}
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return [*self._synchronizers]
+        return [*self._optimizers]
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch that was drawn last ends an update."""
+        return self.weighing.closes_update
 
     def has_trained(self) -> bool:
         """Return whether there was a backward pass."""
         return self._backwards > 0
 
-    def add_model(self, model: nn.Module, synchronizer: Synchronizer) -> None:
-        """Count a model in; one that was prepared before gets another synchronizer."""
-        earlier = self.models.get(model)
-        self.models[model] = synchronizer
-        if earlier in self._active:
-            self._active.remove(earlier)
-            del self._stepped[earlier]
-            for held in self._synchronizers.values():
-                held[:] = [synchronizer if one is earlier else one for one in held]
-        if type(synchronizer) is not Synchronizer:
-            self._active.append(synchronizer)
-            self._stepped[synchronizer] = set()
+    def add_model(self, model: nn.Module, forward: nn.Module, synchronizer: Synchronizer) -> None:
+        """Count a model in; one that was prepared before gets another synchronizer. Collective.
+
+        Args:
+            forward: the module to call for it.
+        """
+        plain = type(synchronizer) is Synchronizer
+        self._models[model] = (lambda: synchronizer) if plain else weakref.ref(synchronizer)
+        for held in self._optimizers.values():
+            held.synchronizers = None
+        if not plain:
+            self._active.append(weakref.ref(synchronizer))
+            synchronizer.keep_local(self._is_local)
+        if len(self._active) > 1:
+            self._forget_models()
         self._frozen.pop(model, None)
         if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
             self._frozen[model] = frozen
-        self._norms |= {layer for layer in model.modules() if isinstance(layer, _BatchNorm)}
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm):
+                self._norms.add(layer)
+        self.weighing.watch(forward)
+
+    def _forget_models(self) -> None:
+        """Leave out models that no rank holds. Collective: what is all-reduced must not depend on who noticed when."""
+        gc.collect()
+        alive = self._strategy.all_gather_object([held() is not None for held in self._active])
+        self._active = [held for held, *ranks in zip(self._active, *alive, strict=True) if any(ranks)]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Give the optimizer rank 0's state, and have its steps wait for the gradients of all ranks. Collective."""
+        """Give the optimizer rank 0's state, and have its steps checked. Collective."""
         prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
+        self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups))
         held = parameters_of(optimizer)
-        self._synchronizers[optimizer] = [
-            one for model, one in self.models.items() if one in self._active and held & set(map(id, model.parameters()))
+        # So that a model which nobody else holds, a list of two networks say, lives as long as what trains it.
+        optimizer.__dict__["_trainer_models"] = [
+            model for model in self._models if held & set(map(id, model.parameters()))
         ]
-        self._backwards_at_step[optimizer] = self._backwards
-        self._groups[optimizer] = len(optimizer.param_groups)
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
 
     def finish_step(self) -> None:
         """Complete what a step leaves for the next backward pass."""
         if self.scaler is not None:
-            self.scaler.update(self._synchronizers)
+            self.scaler.finish_step()
 
     def is_between_updates(self) -> bool:
-        """Return whether an optimizer has stepped on what the last backward pass has left."""
-        return self._backwards in (0, *self._backwards_at_step.values())
+        """Return whether an optimizer has stepped on what the last backward pass has left, as far as one tells."""
+        return self._backwards in (0, *(one.backwards_at_step for one in self._optimizers.values())) or not len(
+            self._optimizers
+        )
 
-    def on_batch(self, step: Step) -> None:
-        """Note what the loader knows of the batch that it is about to yield."""
-        self._weight, self.samples = step.weight, step.count
-        self.completed.on_batch()
-        if step.batch is not None:
-            self._has_loader, self._epoch = True, step.epoch
+    def on_batch(self, step: Step, source: int) -> None:
+        """Note what a loader knows of the batch that it is about to yield.
+
+        Args:
+            source: number of the loader.
+        """
         if self.sync_gradients or step.batch is None:  # another update begins, or the loop was left
-            self._kept = None
-        if step.closes_update is not self.sync_gradients:
-            self.sync_gradients = step.closes_update
-            self._keep_local(not step.closes_update)
+            self._kept = _none
+        self.completed.on_batch()
+        self.weighing.on_batch(step, source)
+
+    def _on_step(self, step: Step) -> None:
+        """Prepare for a step's forward and backward pass."""
+        self._keep_local()
         if self._is_padding is not (step.count == 0):
             self._is_padding = step.count == 0
             leave_out(self._norms, self._is_padding)
 
-    def _keep_local(self, local: bool) -> None:
-        self._is_local = local
-        for synchronizer in self._active:
-            synchronizer.keep_local(local)
+    def _keep_local(self) -> None:
+        local = self._in_no_sync > 0 or not self.sync_gradients
+        if local is not self._is_local:
+            self._is_local = local
+            for synchronizer in self._synchronizers():
+                synchronizer.keep_local(local)
+
+    def _synchronizers(self) -> list[Synchronizer]:
+        return [synchronizer for held in self._active if (synchronizer := held()) is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Run.no_sync`."""
-        before = self._is_local
-        self._keep_local(True)
+        self._in_no_sync += 1
+        self._keep_local()
         try:
             yield
         finally:
-            self._keep_local(before)
+            self._in_no_sync -= 1
+            self._keep_local()
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, samples: float | None = None) -> None:
         """See `Run.backward`."""
-        if self._stepping or self._frozen or not self._has_loader or self._kept is not None or not self.models:
-            self._check_backward()
-        for synchronizer in self._active:
-            synchronizer.is_weightless = self._weight == 0.0
+        self._check_backward()
+        self.weighing.before_pass()
+        synchronizers = self._synchronizers()
+        weight = self.weighing.weight_of_pass(samples, self._is_local, self._trained)
+        for synchronizer in synchronizers:
+            synchronizer.is_weightless = weight == 0.0
             synchronizer.before_backward()
-            self._stepped[synchronizer].clear()
         if self.scaler is not None:
-            self.scaler.update(self._synchronizers)
+            self.scaler.before_backward(self._optimizers)
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
-        weighted = loss if self._weight == 1.0 else loss * self._weight
+        weighted = loss if weight == 1.0 else loss * weight
         # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
-        hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if self._weight == 0.0 else []
-        self.is_in_backward = True
+        hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if weight == 0.0 else []
         try:
             (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
         finally:
-            self.is_in_backward = False
             for hook in hooks:
                 hook.remove()
-        for synchronizer in self._active:
+        for synchronizer in synchronizers:
             synchronizer.after_backward()
+        if self.scaler is not None:
+            self.scaler.after_backward()
         self._backwards += 1
-        if not self.sync_gradients:
-            self._kept = next((one for one in self._trained() if one.grad is not None), None)
+        if self._is_local:
+            kept = next((one for one in self._trained() if one.grad is not None), None)
+            self._kept = weakref.ref(kept) if kept is not None and not self.sync_gradients else _none
+        else:
+            self._exchange([one for one in synchronizers if one.is_reached])
+            self._after_exchange()
+
+    def _exchange(self, reached: Sequence[Synchronizer]) -> None:
+        """Make the gradients of the models that a pass has reached the mean over all ranks. Collective.
+
+        Ranks may have reached different models, which they tell each other where there are several.
+        """
+        alive = [held() for held in self._active]
+        wanted = alive
+        if len(alive) > 1 and not self._strategy.shards:
+            mask = torch.tensor([float(one in reached) for one in alive], device=self._strategy.world.device)
+            counts = self._strategy.send_gradients(mask, f"reached.{len(alive)}").tolist()
+            wanted = [one for one, count in zip(alive, counts, strict=True) if count > 0]
+        for synchronizer in wanted:
+            if synchronizer is not None:
+                synchronizer.complete()
+                self._stepped.pop(synchronizer, None)
+
+    def _after_exchange(self) -> None:
+        if timer := step_timer():
+            timer.mark_synchronized()
+        if self.scaler is not None:
+            self.scaler.unscale(self._optimizers)
+        if not self._optimizers:
+            self.completed.on_step(self.weighing.has_loader)
+        if not self._has_exchanged and self._strategy.world.size > 1:
+            warn_of_twins(self._strategy, self.weighing.first_inputs)
+        self._has_exchanged = True
+        equal = all(one.weights_are_equal for one in self._synchronizers()) and not self._strategy.shards
+        position = self.weighing.position if self.weighing.has_loader else None
+        self._periodic.compare_when_due(position, self._optimizers, [*self._models] if equal else [])
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        return (one for model in self.models for one in model.parameters() if one.requires_grad)
+        return (one for model in self._models for one in model.parameters() if one.requires_grad)
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
-        if not self.models:
+        if not self._models:
             raise TrainerError(
                 "run.backward came before run.prepare: the ranks would train models of their own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
-        kept, self._kept = self._kept, None
+        kept, self._kept = self._kept(), _none
         if kept is not None and kept.grad is None:
             raise TrainerError(
                 "the gradients of this update's earlier batches are gone, and accumulate is "
@@ -179,21 +252,6 @@ class Updates:
                 "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "
                 "run.prepare(model, optimizer) again afterwards"
             )
-        if not self._has_loader:
-            self._check_loader()
-
-    def _check_loader(self) -> None:
-        if self._config.accumulate > 1:
-            raise TrainerError(
-                f"accumulate is {self._config.accumulate}, and only a loader of run.loader knows which batches end an "
-                "update; use one, or accumulate in your loop"
-            )
-        if self._strategy.world.size > 1 and self._strategy.world.is_root and self._backwards == 0:
-            print_line(
-                "trainer: WARNING: run.backward without a batch of run.loader: each rank draws batches of its own, and "
-                "they count the same in the mean",
-                sys.stderr,
-            )
 
     def synchronize(self, optimizers: Sequence[Optimizer] | None) -> None:
         """See `Run.synchronize`."""
@@ -201,82 +259,67 @@ class Updates:
             raise ConfigError(
                 "reduction is 'adasum', which combines finished steps: there are no mean gradients to read"
             )
-        for optimizer in self._synchronizers if optimizers is None else optimizers:
-            if optimizer not in self._synchronizers:
+        for optimizer in self.optimizers if optimizers is None else optimizers:
+            if optimizer not in self._optimizers:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
-            for synchronizer in self._synchronizers[optimizer]:
-                synchronizer.finish()
-            if self.scaler is not None:
-                self.scaler.unscale(optimizer)
-
-    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `Run.clip_grad_norm_`."""
-        wanted = {id(parameter) for parameter in parameters}
-        self.synchronize([one for one in self._synchronizers if wanted & parameters_of(one)])
-        if timer := step_timer():
-            timer.mark_synchronized()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        if any(one.has_local_gradients for one in self._synchronizers()):
+            self._exchange([one for one in self._synchronizers() if one.has_local_gradients])
+            self._after_exchange()
 
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Complete the gradients before a step; with a closure, after each of its calls. A hook of the optimizer."""
+        """Check a step, and prepare what combines it with the other ranks'. A hook of the optimizer."""
         if optimizer in self._stepping:  # the step of a class that calls its parent's
             return None
+        self._stepping.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._complete(optimizer)
-            for synchronizer in self._synchronizers[optimizer]:
+            for synchronizer in self._synchronizers_of(optimizer):
                 synchronizer.before_step()
             if self.scaler is not None:
                 self.scaler.before_step(optimizer)
-            self._stepping.add(optimizer)
             return None
         if self.scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
             raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
-        for synchronizer in self._synchronizers[optimizer]:
-            synchronizer.before_backward()  # an earlier pass may be on its way
-        self._stepping.add(optimizer)
-        completing = self._completing(optimizer, closure)
+        averaging = self._averaging(optimizer, closure)
         if len(args) > 1:
-            return (args[0], completing, *args[2:]), kwargs
-        return args, {**kwargs, "closure": completing}
+            return (args[0], averaging, *args[2:]), kwargs
+        return args, {**kwargs, "closure": averaging}
 
-    def _completing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that leaves the mean gradients, and returns the mean loss, over all ranks."""
+    def _averaging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that returns the mean loss over all ranks, on which the optimizer's decisions depend."""
 
-        def complete() -> Any:
+        def average() -> Any:
             loss = closure()
             self._complete(optimizer)
             self._stepping.add(optimizer)  # still within the step
             if loss is None:
                 return None
-            world = self._strategy.world
+            world, weight = self._strategy.world, self.weighing.weight
             mean = torch.as_tensor(loss, device=world.device).detach().double()
-            mean = mean * self._weight if self._weight else torch.zeros_like(mean)
+            mean = mean * weight if weight else torch.zeros_like(mean)
             return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
 
-        return complete
+        return average
 
     def _complete(self, optimizer: Optimizer) -> None:
-        if len(optimizer.param_groups) != self._groups[optimizer]:
-            raise TrainerError(
-                "parameters were added to the optimizer after run.prepare, and their gradients are not all-reduced; "
-                "call run.prepare(model, optimizer) again afterwards"
-            )
-        if self._backwards == self._backwards_at_step[optimizer] or not self.sync_gradients:
+        """Check that a step has complete gradients, and all-reduce what was left on this rank."""
+        own = self._optimizers[optimizer]
+        if len(optimizer.param_groups) != own.groups:
+            check_parameters(self._strategy, [*self._models], [optimizer])
+            own.groups, own.synchronizers = len(optimizer.param_groups), None
+        is_repeated = self._backwards == own.backwards_at_step
+        if is_repeated or not self.sync_gradients:
             self._check_step(optimizer)
-        for synchronizer in self._synchronizers[optimizer]:
-            # Several optimizers may share the gradients of one all-reduce; the same one steps on another.
-            stepped = self._stepped[synchronizer]
-            if optimizer in stepped:
-                synchronizer.reopen()
-                stepped.clear()
-            synchronizer.finish()
-            stepped.add(optimizer)
-        if self._synchronizers[optimizer]:  # here, as a rank may have taken other backward passes, or none
-            self._periodic.compare_when_due(self._synchronizers, self._epoch)
-        self._backwards_at_step[optimizer] = self._backwards
-        if self.scaler is not None:
-            self.scaler.unscale(optimizer)
+        synchronizers = self._synchronizers_of(optimizer)
+        # This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
+        missed = [one for one in synchronizers if is_repeated and id(optimizer) in self._stepped.get(one, ())]
+        if missed or any(one.has_local_gradients for one in synchronizers):
+            self._exchange([one for one in synchronizers if one in missed or one.has_local_gradients])
+            self._after_exchange()
+        for one in synchronizers:
+            self._stepped.setdefault(one, set()).add(id(optimizer))
+        own.backwards_at_step = self._backwards
 
     def _check_step(self, optimizer: Optimizer) -> None:
         if not self.sync_gradients:
@@ -292,8 +335,37 @@ class Updates:
 
     def _after_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._stepping.discard(optimizer)
-        self.completed.on_step(self._has_loader)
-        for synchronizer in self._synchronizers[optimizer]:
+        self.completed.on_step(self.weighing.has_loader)
+        for synchronizer in self._synchronizers_of(optimizer):
             synchronizer.after_step()
         if self.scaler is not None:
             self.scaler.after_step(optimizer)
+
+    def _synchronizers_of(self, optimizer: Optimizer) -> list[Synchronizer]:
+        """Return those of the models whose parameters the optimizer holds."""
+        own = self._optimizers[optimizer]
+        if own.synchronizers is None:
+            held = parameters_of(optimizer)
+            models = self.models.items() if self._active else ()
+            own.synchronizers = [
+                weakref.ref(synchronizer)
+                for model, synchronizer in models
+                if type(synchronizer) is not Synchronizer and held & set(map(id, model.parameters()))
+            ]
+        return [synchronizer for held_one in own.synchronizers if (synchronizer := held_one()) is not None]
+
+
+class _Optimizer:
+    """What is known of a prepared optimizer."""
+
+    def __init__(self, backwards: int, groups: int) -> None:
+        self.backwards_at_step = backwards
+        """Backward passes before its last step."""
+        self.groups = groups
+        """Its parameter groups when it was checked."""
+        self.synchronizers: list[weakref.ref[Synchronizer]] | None = None
+        """Those of its models; None until they are asked for."""
+
+
+def _none() -> None:
+    return None

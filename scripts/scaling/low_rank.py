@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.strategies.flat import Transport
-from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.power_sgd import PowerSGDSynchronizer
 
 RANK = 8
@@ -50,8 +49,7 @@ def measure_low_rank(shapes: Sequence[Sequence[int]], threads: int, device: str)
     transport = Transport(
         send=send, start=lambda flat, name: partial(send, flat, name), all_reduce=lambda tensor: tensor, ranks=1
     )
-    guard = GradientGuard(parameters, ranks_may_differ=False)
-    synchronizer = PowerSGDSynchronizer(nn.Module(), parameters, guard, transport, rank=RANK)
+    synchronizer = PowerSGDSynchronizer(parameters, transport, rank=RANK)
     own_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -64,10 +62,9 @@ def measure_low_rank(shapes: Sequence[Sequence[int]], threads: int, device: str)
 def _time_update(synchronizer: PowerSGDSynchronizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> float:
     for _, parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    synchronizer.before_backward()
     _wait(parameters)
     started = time.perf_counter()
-    synchronizer.finish()
+    synchronizer.complete()
     _wait(parameters)
     return time.perf_counter() - started
 

@@ -179,7 +179,7 @@ def check_what_does_not_fit_is_told_on_every_rank(strategy: Strategy) -> None:
         interrupt(strategy, folder, 3, every_updates=1)
         run = init(strategy)
         model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9)).double()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        _, _optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with pytest.raises(
             ConfigError, match=r"0\.weight has shape \(8, 6\) there and \(9, 6\) here.*is a AdamW there"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,16 +16,18 @@ from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import make_data, make_model, sgd
-from trainer import ConfigError, init
+from trainer import ConfigError, TrainerError, init
 from trainer.strategies.base import Strategy
 
 
 @contextlib.contextmanager
-def told_where_there_are_several_ranks(strategy: Strategy, message: str) -> Iterator[None]:
+def told_where_there_are_several_ranks(
+    strategy: Strategy, message: str, kind: type[Exception] = ConfigError
+) -> Iterator[None]:
     if strategy.world.size == 1:
         yield
         return
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(kind, match=message):
         yield
 
 
@@ -58,27 +62,82 @@ def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) ->
     loader = run.loader(data, BATCH)
     if run.is_root:
         next(iter(loader))  # a look at the data
-    with told_where_there_are_several_ranks(
-        strategy, r"the loader's epoch \(from 0\): rank 0 .* has 1, rank 1 .* has 0"
-    ):
+    # The odd one out is rank 0; of two ranks, neither is.
+    message = r"ranks have drawn different batches .* is at batch [12] of loader 0, in its epoch [01] .*or has begun"
+    with told_where_there_are_several_ranks(strategy, message, TrainerError):
         for inputs, targets in loader:
             run.backward(F.cross_entropy(forward(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
 
 
-def check_batches_of_ones_own_are_told_once(strategy: Strategy) -> None:
+def check_a_batch_that_is_the_same_on_two_ranks_is_told_once(strategy: Strategy) -> None:
+    for is_same in (True, False):
+        run, model = init(strategy), make_model()
+        data = make_data(BATCH).to(run.device)
+        forward, optimizer = run.prepare(model, sgd(model))
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            for _ in range(3):
+                run.backward(F.cross_entropy(forward(data.inputs + (not is_same) * run.rank), data.targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            train(run, forward, optimizer)
+        told = run.is_root and run.world_size > 1 and is_same
+        assert printed.getvalue().count("ranks 0 and 1 have trained on the same batch") == told, printed.getvalue()
+
+
+def check_each_rank_draws_numbers_of_its_own(strategy: Strategy) -> None:
+    for seeds_late in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        run, model = init(strategy), nn.Linear(4, 1)
+        state = torch.get_rng_state()
+        forward, _ = run.prepare(model, sgd(model))
+        if run.is_root:  # as one process does
+            assert torch.equal(torch.get_rng_state(), state)
+        if seeds_late:
+            torch.manual_seed(1337)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            inputs = torch.randn(2, 4, device="cpu").to(run.device)
+            run.backward(forward(inputs).sum())
+        drawn = run.all_gather((inputs.sum().item(), random.random(), np.random.rand()))
+        for place, numbers in enumerate(zip(*drawn, strict=True)):
+            assert len(set(numbers)) == (1 if seeds_late and place == 0 else run.world_size)
+        told = run.is_root and seeds_late and run.world_size > 1
+        assert ("draw the same random numbers" in printed.getvalue()) == told
+
+
+def check_ranks_that_part_are_told(strategy: Strategy) -> None:
+    """One skips a batch, loads other weights, takes another step, or has a bit flipped: the rank and what is named."""
+    if strategy.world.size == 1 or strategy.shards:
+        return
+    last = strategy.world.size - 1
+    skipped = r"ranks have drawn different batches .*rank \d.* is at batch \d of loader 0, .*`continue`"
+    weights = rf"the weights of rank {last} on host .* are not those of rank 0, first in 0\.weight"
+    for kind, message in (("skip", skipped), ("load", weights), ("step", weights), ("flip", weights)):
+        with pytest.raises(TrainerError, match=message):
+            part(strategy, kind, last)
+        strategy.barrier()
+
+
+def part(strategy: Strategy, kind: str, last: int) -> None:
+    """Train, and have the last rank do something else in its second batch."""
     run, model = init(strategy), make_model()
-    data = make_data(BATCH).to(run.device)
     forward, optimizer = run.prepare(model, sgd(model))
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        for _ in range(3):
-            run.backward(F.cross_entropy(forward(data.inputs), data.targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        train(run, forward, optimizer)
-    is_told = run.is_root and run.world_size > 1
-    assert printed.getvalue().count("trainer: WARNING: run.backward without a batch of run.loader") == is_told
+    for number, (inputs, targets) in enumerate(run.loader(make_data(9 * BATCH * run.world_size), BATCH)):
+        is_other = number == 1 and run.rank == last
+        if is_other and kind == "skip":
+            continue
+        if is_other and kind == "load":
+            model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+        if is_other and kind == "flip":
+            next(model.parameters()).data.view(-1)[3:4].view(torch.uint8)[0] ^= 1
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        optimizer.step()
+        for parameter in model.parameters() if is_other and kind == "step" else ():
+            parameter.data.sub_(1.0)
 
 
 def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: Strategy) -> None:

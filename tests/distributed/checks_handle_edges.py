@@ -27,21 +27,6 @@ def one_batch(strategy: Strategy) -> tuple[Run, nn.Module, Any, torch.optim.Opti
     return run, model, forward, optimizer, batch
 
 
-def check_a_gradient_that_is_changed_on_its_way_is_told(strategy: Strategy) -> None:
-    """Under DDP, FSDP and alone the gradients are complete when the backward pass ends, so a change of them is fine."""
-    run, model, forward, optimizer, batch = one_batch(strategy)
-    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    if strategy.world.size == 1 or strategy.description.startswith(("DistributedDataParallel", "fully_shard")):
-        optimizer.step()
-        assert_same_on_all_ranks(strategy, model)
-        return
-    with pytest.raises(TrainerError, match=r"^the gradient of 0\.weight was changed between backward and step"):
-        optimizer.step()
-    optimizer.zero_grad()
-    run.strategy.barrier()
-
-
 def check_a_plain_backward_is_told(strategy: Strategy) -> None:
     run, _, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))  # an earlier one does not make up for it
@@ -102,7 +87,7 @@ def check_parameters_that_are_unfrozen_or_added_later_are_told(strategy: Strateg
     optimizer.step()
     assert_same_on_all_ranks(strategy, model)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(TrainerError, match=r"were added to the optimizer after run\.prepare"):
+    with pytest.raises(TrainerError, match=r"holds 1 parameters that the model does not have"):
         optimizer.step()
 
 
@@ -225,16 +210,15 @@ def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) 
 def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:
     run, table = init(strategy), nn.Embedding(10, 4, sparse=True)
     size = run.world_size
-    if (
-        strategy.description.startswith(("ring", "Ring", "parameter server", "fully_shard"))
-        or "gRPC" in strategy.description
-    ):
+    if strategy.shards:
         with pytest.raises(ConfigError, match="has sparse gradients"):
             run.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0))
         return
     forward, optimizer = run.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0))
     before = table.weight.detach().cpu().clone()
     run.backward(forward(torch.tensor([1, 2 + run.rank], device=run.device)).sum())
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
     optimizer.step()
     moved = (before - table.weight.detach().cpu()).sum(1)
     expected = torch.zeros(10)

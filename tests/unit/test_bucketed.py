@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from trainer import TrainerError
+from tests.unit.ranks_as_threads import Threads
+from trainer import TrainerError, World
+from trainer.config import RunConfig
 from trainer.strategies import buckets
-from trainer.strategies.bucketed import BucketReducer
+from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
 from trainer.strategies.buckets import make_buckets
+from trainer.strategies.flat import Transport
+from trainer.strategies.gradients import GradientSynchronizer
+from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer.strategies.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.whole_gradients import WholeSynchronizer
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def named(held: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{number}", parameter) for number, parameter in enumerate(held)]
 
 
 @pytest.fixture
@@ -25,38 +41,53 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(
-    held: list[nn.Parameter], all_reduce: Callable[[Tensor], object], executor: ThreadPoolExecutor | None = None
-) -> BucketReducer:
+    held: Sequence[nn.Parameter], all_reduce: Callable[[Tensor], object], wire_type: torch.dtype | None = None
+) -> BucketSynchronizer:
     """One of two ranks, whose other one has what `all_reduce` adds."""
-    return BucketReducer(
-        make_buckets(held), lambda flat: (all_reduce(flat), None)[1], scale=0.5, executor=lambda: executor
-    )
+
+    def begin(flat: Tensor) -> Callable[[], object]:
+        all_reduce(flat)
+        return lambda: None
+
+    return BucketSynchronizer(named(held), make_buckets(held, wire_type), begin, ranks=2)
 
 
-def backward(*pairs: tuple[nn.Parameter, float]) -> None:
+def backward(*pairs: tuple[nn.Parameter, float | Tensor]) -> None:
     torch.stack([(parameter * slope).sum() for parameter, slope in pairs]).sum().backward()
+
+
+@contextmanager
+def one_pass(synchronizer: GradientSynchronizer) -> Iterator[None]:
+    """A backward pass that closes an update, as `Updates` does it."""
+    synchronizer.before_backward()
+    yield
+    synchronizer.after_backward()
+    synchronizer.complete()
+
+
+def values(parameter: nn.Parameter) -> list[float] | None:
+    return None if parameter.grad is None else parameter.grad.tolist()
 
 
 @pytest.mark.usefixtures("small_buckets")
 def test_buckets_are_cut_in_reverse_and_by_type() -> None:
     doubles, floats = parameters(3, 2, 2, 5), parameters(7, dtype=torch.float32)
     found = make_buckets([*doubles, *floats])
-    assert [[p.numel() for p in bucket.places] for bucket in found] == [[7], [5], [2, 2], [3]]
+    assert [[*bucket.means] for bucket in found] == [[4], [3], [2, 1], [0]]
     assert [bucket.flat.dtype for bucket in found] == [torch.float32, *[torch.float64] * 3]
     assert [bucket.flat.numel() for bucket in found] == [7, 5, 4, 3]
 
 
 def test_gradients_that_come_back_have_the_weights_order_in_memory() -> None:
     first = nn.Parameter(torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
-    second = nn.Parameter(torch.zeros(5, 2).t())
-    exchange = start([first, second], lambda flat: flat)
-    values = [torch.arange(float(one.numel())).view(one.shape) for one in (first, second)]
-    torch.stack([(one * value).sum() for one, value in zip((first, second), values, strict=True)]).sum().backward()
-    exchange.finish()
-    for one, value in zip((first, second), values, strict=True):
+    second, absent = nn.Parameter(torch.zeros(5, 2).t()), nn.Parameter(torch.zeros(4, 3).t())
+    slopes = [torch.arange(float(one.numel())).view(one.shape) for one in (first, second)]
+    with one_pass(start([first, second, absent], lambda flat: flat.add_(1.0))):
+        backward((first, slopes[0]), (second, slopes[1]))
+    for one, slope in zip((first, second, absent), (*slopes, torch.zeros(3, 4)), strict=True):
         assert one.grad is not None
         assert one.grad.stride() == one.stride()
-        assert torch.equal(one.grad, value / 2)
+        assert torch.equal(one.grad, slope / 2 + 1)
 
 
 def test_a_smaller_wire_type_is_taken_and_a_larger_one_is_not() -> None:
@@ -68,103 +99,73 @@ def test_a_smaller_wire_type_is_taken_and_a_larger_one_is_not() -> None:
 
 def test_gradients_become_the_mean() -> None:
     held = parameters(3, 2)
-    exchange = start(held, lambda flat: flat.add_(1.0))
-    backward((held[0], 4.0), (held[1], 6.0))
-    exchange.finish()
-    assert held[0].grad is not None
-    assert held[1].grad is not None
-    assert held[0].grad.tolist() == [3.0] * 3
-    assert held[1].grad.tolist() == [4.0] * 2
+    with one_pass(start(held, lambda flat: flat.add_(1.0))):
+        backward((held[0], 4.0), (held[1], 6.0))
+    assert [values(one) for one in held] == [[3.0] * 3, [4.0] * 2]
 
 
 def test_what_comes_back_has_the_parameters_type() -> None:
-    (held,) = parameters(2, dtype=torch.float32)
-    exchange = BucketReducer(make_buckets([held], torch.float16), lambda flat: None, scale=0.5, executor=lambda: None)
-    backward((held, 1 / 3))
-    exchange.finish()
+    held, absent = parameters(2, 1, dtype=torch.float32)
+    with one_pass(start([held, absent], lambda flat: flat[:1].fill_(0.25), torch.float16)):
+        backward((held, 1 / 3))
     assert held.grad is not None
-    assert held.grad.dtype == torch.float32
-    assert held.grad.tolist() == (torch.tensor([1 / 6] * 2).half().float()).tolist()
+    assert absent.grad is not None
+    assert held.grad.dtype == absent.grad.dtype == torch.float32
+    assert held.grad.tolist() == torch.tensor([1 / 6] * 2).half().float().tolist()
+    assert absent.grad.tolist() == [0.25]
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("background", [False, True])
-def test_buckets_leave_in_one_order_whatever_order_their_gradients_came_in(background: bool) -> None:
+def test_a_full_bucket_leaves_before_the_backward_pass_is_over_and_the_others_at_its_end() -> None:
     sent: list[int] = []
     held = parameters(4, 5, 6)
-    with ThreadPoolExecutor(1) as executor:
-        exchange = start(held, lambda flat: sent.append(flat.numel()), executor if background else None)
-        for parameter in held:  # the first one's bucket is the last to leave
-            backward((parameter, 1.0))
-        exchange.finish()
+    with one_pass(start(held, lambda flat: sent.append(flat.numel()))):
+        backward((held[2], 1.0))
+        assert sent == [6]
+        backward((held[0], 1.0))
+        assert sent == [6]
     assert sent == [6, 5, 4]
 
 
+class Two(BucketedStrategy):
+    """Rank 0 of two, whose other one has what `other` adds."""
+
+    def __init__(self, other: Callable[[Tensor], object], overlaps: bool) -> None:
+        super().__init__(World(size=2, local_size=2, launcher="mpirun"))
+        self._other, self._overlaps = other, overlaps
+
+    def sum_gradients(self, flat: Tensor) -> None:
+        self._other(flat)
+
+    def sum_values(self, flat: Tensor) -> None:
+        return
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return
+
+    def _may_overlap(self) -> bool:
+        return self._overlaps
+
+    def synchronizer(self, held: Sequence[nn.Parameter]) -> GradientSynchronizer:
+        made = self.prepare(nn.Module(), named(held), RunConfig())
+        assert isinstance(made, GradientSynchronizer)
+        return made
+
+
 @pytest.mark.usefixtures("small_buckets")
-def test_a_full_bucket_leaves_before_the_backward_pass_is_over() -> None:
-    sent: list[int] = []
-    held = parameters(4, 5)
-    exchange = start(held, lambda flat: sent.append(flat.numel()))
-    backward((held[1], 1.0))
-    assert sent == [5]
-    backward((held[0], 1.0))
-    exchange.finish()
-    assert sent == [5, 4]
-
-
-def test_a_parameter_without_a_gradient_counts_as_zero_and_gets_the_others_share() -> None:
-    held = parameters(2, 1)
-    exchange = start(held, lambda flat: flat.add_(0.25))
-    backward((held[0], 1.0))
-    exchange.finish()
-    assert held[1].grad is not None
-    assert held[1].grad.tolist() == [0.25]
-
-
-def test_gradients_stay_here_while_paused_and_are_sent_with_the_next_ones() -> None:
-    sent: list[Tensor] = []
-    (held,) = parameters(1)
-    exchange = start([held], lambda flat: sent.append(flat.clone()))
-    exchange.paused = True
-    backward((held, 2.0))
-    assert not sent
-    exchange.paused = False
-    backward((held, 4.0))
-    exchange.finish()
-    assert [flat.tolist() for flat in sent] == [[3.0]]
-
-
-def test_finishing_twice_exchanges_once_and_reopening_exchanges_again() -> None:
-    sent: list[Tensor] = []
-    (held,) = parameters(1)
-    exchange = start([held], sent.append)
-    for _ in range(2):
-        backward((held, 2.0))
-        exchange.finish()
-        exchange.finish()
-        exchange.reopen()
-        held.grad = None
-    assert len(sent) == 2
-
-
-def test_a_second_backward_pass_whose_gradients_are_on_their_way_is_refused() -> None:
-    (held,) = parameters(1)
-    exchange = start([held], lambda flat: None)
-    backward((held, 1.0))
-    assert exchange.is_sending
-    with pytest.raises(TrainerError, match=r"second backward pass came before optimizer.step\(\)"):
-        backward((held, 1.0))
-
-
-def test_a_backward_pass_may_add_to_what_has_been_exchanged() -> None:
-    """As after a step that a GradScaler skipped. The other rank has the same gradients."""
-    (held,) = parameters(1)
-    exchange = start([held], lambda flat: flat.mul_(2.0))
-    for expected in ([1.0], [2.0]):
-        backward((held, 1.0))
-        exchange.finish()
-        assert held.grad is not None
-        assert held.grad.tolist() == expected
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_buckets_leave_in_one_order_whatever_order_their_gradients_came_in(overlaps: bool) -> None:
+    sent: list[tuple[int, bool]] = []
+    here, held = threading.get_ident(), parameters(4, 5, 6)
+    strategy = Two(lambda flat: sent.append((flat.numel(), threading.get_ident() != here)), overlaps)
+    with one_pass(strategy.synchronizer(held)):
+        for parameter in held:  # the first one's bucket is the last to leave
+            backward((parameter, 1.0))
+    strategy.close()
+    assert sent == [(size, overlaps) for size in (6, 5, 4)]
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -172,22 +173,252 @@ def test_what_goes_wrong_in_the_background_is_raised_where_one_waits() -> None:
     def fail(flat: Tensor) -> None:
         raise TrainerError("the network is down")
 
-    held = parameters(4, 5)
-    with ThreadPoolExecutor(1) as executor:
-        exchange = start(held, fail, executor)
-        backward((held[0], 1.0), (held[1], 1.0))
-        with pytest.raises(TrainerError, match="the network is down"):
-            exchange.finish()
+    held, strategy = parameters(4, 5), Two(fail, overlaps=True)
+    synchronizer = strategy.synchronizer(held)
+    synchronizer.before_backward()
+    backward((held[0], 1.0), (held[1], 1.0))
+    synchronizer.after_backward()
+    with pytest.raises(TrainerError, match="the network is down"):
+        synchronizer.complete()
+    strategy.close()
+
+
+def test_gradients_stay_here_while_they_are_local_and_are_sent_with_the_next_ones() -> None:
+    sent: list[Tensor] = []
+    (held,) = parameters(1)
+    synchronizer = start([held], lambda flat: sent.append(flat.clone()))
+    synchronizer.keep_local(True)
+    synchronizer.before_backward()
+    backward((held, 2.0))
+    synchronizer.after_backward()
+    assert (sent, synchronizer.has_local_gradients, values(held)) == ([], True, [2.0])
+    synchronizer.keep_local(False)
+    with one_pass(synchronizer):
+        backward((held, 4.0))
+    assert [flat.tolist() for flat in sent] == [[3.0]]
+    assert not synchronizer.has_local_gradients
+
+
+def test_a_backward_pass_may_add_to_mean_gradients() -> None:
+    """As after a step that a GradScaler skipped. The other rank has the same gradients."""
+    (held,) = parameters(1)
+    synchronizer = start([held], lambda flat: flat.mul_(2.0))
+    for expected in ([1.0], [2.0]):
+        with one_pass(synchronizer):
+            backward((held, 1.0))
+        assert values(held) == expected
 
 
 def test_a_parameter_that_is_prepared_again_is_watched_once() -> None:
     sent: list[Tensor] = []
     (held,) = parameters(1)
     first, second = (start([held], lambda flat: sent.append(flat.clone())) for _ in range(2))
-    first.remove_hooks()
+    first.retire()
     for _ in range(2):
         held.grad = None
-        backward((held, 2.0))
-        second.finish()
-        second.reopen()
+        with one_pass(second):
+            backward((held, 2.0))
     assert [flat.tolist() for flat in sent] == [[1.0], [1.0]]
+
+
+def buckets_of(held: Sequence[nn.Parameter], transport: Transport) -> GradientSynchronizer:
+    def begin(flat: Tensor) -> Callable[[], object]:
+        return transport.start(flat, "bucket")
+
+    return BucketSynchronizer(named(held), make_buckets(held), begin, transport.ranks)
+
+
+KINDS: dict[str, Callable[[Sequence[nn.Parameter], Transport], GradientSynchronizer]] = {
+    "buckets": buckets_of,
+    "whole": lambda held, transport: WholeSynchronizer(named(held), transport),
+    "powersgd": lambda held, transport: PowerSGDSynchronizer(named(held), transport, rank=9, least_saving=0.0),
+}
+every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+@every_kind
+def test_who_has_no_gradient_gets_the_others_mean_and_none_where_no_rank_has_one(
+    make: Callable[..., GradientSynchronizer],
+) -> None:
+    def job(rank: int, transport: Transport) -> list[list[list[float] | None]]:
+        held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(3)]
+        synchronizer, found = make(held, transport), []
+        for reached in ((0, 1), (1, 0)):  # by rank; nobody reaches the third one
+            for parameter in held:
+                parameter.grad = None
+            with one_pass(synchronizer):
+                backward((held[reached[rank]], torch.tensor([[2.0, 0.0], [0.0, 4.0]])))
+            found.append([values(parameter) for parameter in held])
+        return found
+
+    mean = pytest.approx(torch.tensor([[1.0, 0.0], [0.0, 2.0]]).numpy())
+    for by_pass in Threads(2).run(job):
+        for first, second, third in by_pass:
+            assert first == mean
+            assert second == mean
+            assert third is None
+
+
+@every_kind
+@pytest.mark.parametrize("slopes", [(0.0, None), (2.0, -2.0, None)], ids=["zeros", "zeros in total"])
+def test_a_gradient_of_zeros_is_one_on_all_ranks(
+    make: Callable[..., GradientSynchronizer], slopes: tuple[float | None, ...]
+) -> None:
+    """Weight decay and momentum move a parameter that has one, and none that has none."""
+
+    def job(rank: int, transport: Transport) -> Tensor | None:
+        held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
+        slope = slopes[rank]
+        with one_pass(make(held, transport)):
+            backward((held[0], 1.0), *([(held[1], slope)] if slope is not None else []))
+        return held[1].grad
+
+    for found in Threads(len(slopes)).run(job):
+        assert found is not None
+        assert not found.any()
+
+
+@every_kind
+def test_a_rank_without_a_backward_pass_gets_the_others_mean(make: Callable[..., GradientSynchronizer]) -> None:
+    def job(rank: int, transport: Transport) -> list[list[float] | None]:
+        held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
+        synchronizer = make(held, transport)
+        if rank == 0:
+            synchronizer.before_backward()
+            backward((held[0], 4.0))
+            synchronizer.after_backward()
+        synchronizer.complete()
+        return [values(parameter) for parameter in held]
+
+    for first, second in Threads(2).run(job):
+        assert first == pytest.approx(torch.full((2, 2), 2.0).numpy())
+        assert second is None
+
+
+@every_kind
+def test_a_hook_of_the_users_that_was_registered_afterwards_counts(make: Callable[..., GradientSynchronizer]) -> None:
+    def job(rank: int, transport: Transport) -> list[list[float] | None]:
+        held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
+        synchronizer = make(held, transport)
+        for parameter in held:
+            parameter.register_post_accumulate_grad_hook(double)
+        with one_pass(synchronizer):
+            backward((held[0], 1.0 + rank), (held[1], 3.0 + rank))
+        return [values(parameter) for parameter in held]
+
+    for first, second in Threads(2).run(job):
+        assert first == pytest.approx(torch.full((2, 2), 3.0).numpy())
+        assert second == pytest.approx(torch.full((2, 2), 7.0).numpy())
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+@every_kind
+def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientSynchronizer]) -> None:
+    reached, absent = (nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2))
+
+    def add(flat: Tensor, _: str) -> Tensor:  # both parameters have a gradient on the other rank
+        return flat.add_(1.0)
+
+    transport = Transport(
+        send=add, start=lambda flat, name: lambda: add(flat, name), all_reduce=lambda tensor: tensor, ranks=2
+    )
+    synchronizer = make([reached, absent], transport)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for slope in (2.0, 40.0):
+        reached.grad = absent.grad = None
+        with one_pass(synchronizer):
+            backward((reached, slope))
+        for parameter in (reached, absent):
+            assert parameter.grad is not None
+            kept.append((parameter.grad, parameter.grad.clone()))
+    assert all(torch.equal(now, then) for now, then in kept)
+    assert not torch.equal(kept[0][1], kept[2][1])
+
+
+def local(held: Sequence[nn.Parameter], transport: Transport) -> GradientSynchronizer:
+    return LocalSynchronizer(named(held), transport, Rounds(every=2, overlap=True, outer=Outer(lr=0.7, momentum=0.9)))
+
+
+KINDS_AND_LOCAL = {**KINDS, "local": local}
+
+
+@pytest.mark.parametrize("make", KINDS_AND_LOCAL.values(), ids=KINDS_AND_LOCAL)
+def test_a_synchronizer_goes_with_its_parameters(make: Callable[..., GradientSynchronizer]) -> None:
+    held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
+    synchronizer = make(held, Threads(1).transport(0))
+    with one_pass(synchronizer):
+        backward((held[0], 1.0), (held[1], 2.0))
+    weak: list[Callable[[], object]] = [weakref.ref(synchronizer), *map(weakref.ref, held)]
+    gc.disable()
+    try:
+        del synchronizer
+        assert weak[0]() is not None, "the parameters' hooks own it"
+        held.clear()
+        assert [one() for one in weak] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_gradient_outside_of_the_handles_backward_pass_is_refused() -> None:
+    (held,) = parameters(1)
+    synchronizer = start([held], lambda flat: None)
+    for _ in range(2):
+        with pytest.raises(TrainerError, match=r"call run\.backward\(loss\) instead"):
+            backward((held, 1.0))
+        held.grad = None
+        with one_pass(synchronizer):
+            backward((held, 1.0))
+    assert values(held) == [0.5]
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_gradient_that_is_completed_again_after_it_was_sent_is_refused() -> None:
+    block, inputs = nn.Linear(2, 2).double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    used_twice = checkpoint(block, checkpoint(block, inputs, use_reentrant=True), use_reentrant=True)
+    synchronizer = BucketSynchronizer(
+        list(block.named_parameters()), make_buckets([*block.parameters()]), lambda flat: lambda: None, 2
+    )
+    synchronizer.before_backward()
+    with pytest.raises(TrainerError, match=r"the gradient of (bias|weight) twice.*use_reentrant=False"):
+        used_twice.sum().backward()
+
+
+def test_a_gradient_that_is_completed_again_before_it_was_sent_counts_whole() -> None:
+    sent: list[list[float]] = []
+    held = parameters(1, 1)
+    with one_pass(start(held, lambda flat: sent.append(flat.tolist()))):
+        backward((held[0], 2.0))
+        backward((held[0], 4.0))
+        backward((held[1], 1.0))
+    assert sent == [[0.5, 3.0]]
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_pass_that_has_failed_sends_what_other_ranks_wait_for_and_leaves_nothing_to_the_next() -> None:
+    sent: list[list[float]] = []
+    held = parameters(4, 5)
+    synchronizer = start(held, lambda flat: sent.append(flat.tolist()))
+    synchronizer.before_backward()
+    backward((held[1], 2.0))  # and an error, which the script catches
+    for parameter in held:
+        parameter.grad = None
+    with one_pass(synchronizer):
+        backward((held[0], 8.0), (held[1], 6.0))
+    assert sent == [[1.0] * 5, [0.0] * 4, [3.0] * 5, [4.0] * 4]
+    assert [values(one) for one in held] == [[4.0] * 4, [3.0] * 5]
+
+
+def test_a_local_pass_that_has_failed_sends_nothing() -> None:
+    sent: list[list[float]] = []
+    (held,) = parameters(1)
+    synchronizer = start([held], lambda flat: sent.append(flat.tolist()))
+    synchronizer.keep_local(True)
+    synchronizer.before_backward()  # and an error
+    synchronizer.keep_local(False)
+    with one_pass(synchronizer):
+        backward((held, 2.0))
+    assert sent == [[1.0]]

@@ -198,8 +198,10 @@ def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
         init("single").checkpoints(tmp_path)
     with pytest.raises(TrainerError, match=r"objects\.paths\.data of the checkpoint's state is a PosixPath"):
         start(tmp_path, state={"paths": {"data": Path("x")}})
-    start(tmp_path, state={"layer": nn.Linear(2, 1)})[3].finish()
+    *held, checkpoints = start(tmp_path, state={"layer": nn.Linear(2, 1)})
+    checkpoints.finish()
     made.pop().close()
+    del held
     with pytest.raises(ConfigError, match="state 'layer' of the checkpoint does not fit this Linear"):
         start(tmp_path, state={"layer": nn.Linear(3, 1)})
 

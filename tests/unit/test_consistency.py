@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from trainer import ConfigError, World
+from trainer import ConfigError, TrainerError, World
 from trainer.config import RunConfig
 from trainer.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
@@ -184,17 +187,133 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         check_devices(Gathered(("a", "GPU-0", False), ("a", "GPU-1", False), device="cuda:0"))
 
 
-def test_optimizers_are_compared_often_at_first_and_then_every_1024_steps() -> None:
-    check, due = PeriodicCheck(Gathered(("a", {}), ("b", {}))), []
+class Barred(Gathered):
+    """A rank of several that are threads."""
+
+    def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(*[()] * (len(given) - 1), rank=rank)
+        self._given, self._barrier = given, barrier
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._given[self.world.rank] = value
+        self._barrier.wait()
+        found = [*self._given]
+        self._barrier.wait()
+        return found
+
+
+def compare(ranks: int, job: Callable[[int, PeriodicCheck], None]) -> list[Exception | None]:
+    """Return what the job raises on each rank."""
+    barrier = threading.Barrier(ranks, timeout=20.0)
+    strategies = [Barred(rank, given, barrier) for given in [[None] * ranks] for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        started = [pool.submit(job, rank, PeriodicCheck(one)) for rank, one in enumerate(strategies)]
+        return [one.exception() for one in started]  # type: ignore[misc]
+
+
+def one_error(errors: list[Exception | None], kind: type[Exception]) -> str:
+    """Return the message, which is the same on all ranks."""
+    assert {type(error) for error in errors} == {kind}
+    (message,) = set(map(str, errors))
+    return message
+
+
+def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:
+    rank, due = Gathered(("a", (0, 0, 2))), []
+    check = PeriodicCheck(rank)
     for number in range(4000):
         try:
-            check.compare_when_due([], 0)
-        except ConfigError:  # the other ranks say nothing of an epoch
+            check.compare_when_due((0, 0, 1), [], [])
+        except TrainerError:
             due.append(number)
     assert due == [0, *(2**power for power in range(11)), 2048, 3072]
+    assert rank.asked == len(due)
 
 
 def test_a_single_rank_compares_nothing() -> None:
     alone = Gathered()
-    PeriodicCheck(alone).compare_when_due([], 0)
+    PeriodicCheck(alone).compare_when_due((0, 0, 1), [], [small()])
     assert alone.asked == 0
+
+
+@pytest.mark.parametrize(("ranks", "odd", "same"), [(2, 1, 0), (2, 0, 0), (3, 0, 1), (3, 1, 0), (3, 2, 0)])
+def test_the_rank_that_has_drawn_other_batches_is_named(ranks: int, odd: int, same: int) -> None:
+    positions = [(0, 2, 7 + (rank == odd)) for rank in range(ranks)]
+    found = one_error(compare(ranks, lambda rank, check: check.compare_when_due(positions[rank], [], [])), TrainerError)
+    named = odd if ranks > 2 else 1  # of two ranks, neither is the odd one
+    assert (
+        f"rank {named} on host a is at batch {positions[named][2]} of loader 0, in its epoch 2 (from 0), "
+        f"rank {same} is at batch {positions[same][2]} of loader 0"
+    ) in found
+
+
+def test_a_loader_or_an_epoch_that_one_rank_alone_has_begun_is_named() -> None:
+    for here, there in (((0, 0, 7), (1, 0, 7)), ((0, 0, 7), (0, 1, 7)), ((0, 0, 7), None)):
+        errors = compare(2, lambda rank, check: check.compare_when_due((here, there)[rank], [], []))  # noqa: B023
+        assert "rank 1 on host a" in one_error(errors, TrainerError)
+    assert "has drawn none of run.loader" in str(errors[0])
+
+
+def test_an_optimizer_of_another_learning_rate_is_named_with_its_number() -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        optimizers = [SGD(small().parameters(), lr=0.1), SGD(small().parameters(), lr=0.1 * (1 + rank))]
+        check.compare_when_due(None, optimizers, [])
+
+    message = r"lr of the optimizer's group 0 \(optimizer 1\): rank 0 .* 0.1, rank 1 .* 0.2"
+    assert re.search(message, one_error(compare(2, job), ConfigError))
+
+
+TYPES = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+"""With integers of their size."""
+NAMED = {f"in_{str(one).removeprefix('torch.')}": one for one in (*TYPES, torch.complex64)}
+
+
+def of_all_types() -> nn.ParameterDict:
+    """The same weights on all ranks, also such that are no numbers, and none in the order of memory."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = {name: torch.randn(4, 3, generator=generator).to(one) for name, one in NAMED.items()}
+    drawn["in_float32"][0] = torch.nan
+    return nn.ParameterDict({name: nn.Parameter(one.t()) for name, one in drawn.items()})
+
+
+def flip(parameter: Tensor, bit: int) -> None:
+    """Flip one bit of one number; bits count from the highest one, the sign."""
+    numbers = parameter.detach().t()
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    mask = 1 << (8 * numbers.element_size() - 1 - bit)
+    numbers.view(TYPES[numbers.dtype]).view(-1)[7] ^= mask if bit else -mask
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("bit", [0, 5, 15])
+def test_a_weight_of_which_one_bit_differs_is_named(name: str, bit: int) -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        models = [small(), of_all_types()]
+        models[0].load_state_dict({"weight": torch.ones(3, 2), "bias": torch.zeros(3)})
+        for _ in range(2):
+            check.compare_when_due(None, [], models)
+        if rank == 2:
+            flip(models[1].get_parameter(name), bit)
+        check.compare_when_due(None, [], models)
+
+    expected = f"the weights of rank 2 on host a are not those of rank 0, first in {name}, at backward pass 3: "
+    assert expected in one_error(compare(3, job), TrainerError)
+
+
+@pytest.mark.parametrize(("ranks", "odd", "named", "same"), [(2, 0, 1, 0), (2, 1, 1, 0), (3, 0, 0, 1), (3, 1, 1, 0)])
+def test_the_rank_whose_weights_differ_is_named(ranks: int, odd: int, named: int, same: int) -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        weights = nn.ParameterDict({"first": nn.Parameter(torch.ones(3)), "second": nn.Parameter(torch.ones(()))})
+        if rank == odd:
+            weights["second"].data.add_(1e-6)
+        check.compare_when_due(None, [], [weights])
+
+    expected = f"the weights of rank {named} on host a are not those of rank {same}, first in second, at"
+    assert expected in one_error(compare(ranks, job), TrainerError)
+
+
+def test_weights_that_are_each_ranks_own_are_not_compared() -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        check.compare_when_due(None, [SGD([nn.Parameter(torch.full((2,), float(rank)))], lr=0.1)], [])
+
+    assert compare(2, job) == [None, None]

@@ -21,8 +21,8 @@ PARAMETERS = 4 * (2 * 3 + 3)
 class Noted(Synchronizer):
     """Has a state of its own, and notes what it is asked for."""
 
-    def __init__(self, model: nn.Module, calls: list[str]) -> None:
-        super().__init__(model)
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
         self.calls = calls
         self.loaded: list[dict[str, Any]] = []
 
@@ -47,7 +47,7 @@ def make(
     model = model or nn.Linear(2, 3)
     calls: list[str] = []
     prepared: Any = SimpleNamespace(
-        models={model: Noted(model, calls)},
+        models={model: Noted(calls)},
         optimizers=[optimizer(model.parameters())],
         scaler=scaler,
         finish_step=lambda: calls.append("finish_step"),

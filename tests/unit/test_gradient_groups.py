@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import ConfigError
 from trainer.strategies.buckets import BUCKET_BYTES
-from trainer.strategies.horovod import _AnyOrder, gradient_groups
+from trainer.strategies.horovod import gradient_groups
 
 FULL = BUCKET_BYTES // 4
 
@@ -32,8 +31,3 @@ def test_a_larger_one_sends_buckets_between_cpus_and_what_is_ready_between_gpus(
 def test_gradients_of_another_type_are_sent_by_themselves() -> None:
     (single,), double = floats(10), nn.Parameter(torch.empty(10, dtype=torch.float64, device="meta"))
     assert gradient_groups([single, double], over_nccl=False) == [[double], [single]]
-
-
-def test_a_sparse_gradient_in_a_bucket_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"a gradient of shape \(50, 4\) is sparse.*; set dynamic_graph to True"):
-        _AnyOrder(None).compress(torch.zeros(50, 4).to_sparse())

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.errors import TrainerError
 from trainer.strategies.flat import Transport
-from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
 
 RANKS = 2
@@ -37,24 +35,26 @@ class Rank:
 
     def __init__(self, rank: int, transport: Transport, optimizer: Any = None, **options: Any) -> None:
         self.rank, self.model, self.steps = rank, network(), 0
-        named = list(self.model.named_parameters())
-        guard = GradientGuard(named, ranks_may_differ=False)
-        self.synchronizer = LocalSynchronizer(self.model, named, guard, transport, Rounds(**options))
+        self.synchronizer = LocalSynchronizer(list(self.model.named_parameters()), transport, Rounds(**options))
         self.optimizer = (optimizer or sgd)(self.model)
 
     def train(self, steps: int, *, without_backward: bool = False) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            if not without_backward:
-                self.synchronizer.before_backward()
-                loss(self.model, self.rank, self.steps).backward()
-                self.synchronizer.after_backward()
-            if self.steps:
-                self.synchronizer.reopen()
-            self.synchronizer.finish()
+            if without_backward:
+                self.optimizer.zero_grad()
+                self.synchronizer.complete()
+            else:
+                self.backward()
             self.optimizer.step()
             self.synchronizer.after_step()
             self.steps += 1
+
+    def backward(self) -> None:
+        self.model.zero_grad()
+        self.synchronizer.before_backward()
+        loss(self.model, self.rank, self.steps).backward()
+        self.synchronizer.after_backward()
+        self.synchronizer.complete()
 
     def weights(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).clone()
@@ -239,18 +239,6 @@ def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None
     torch.testing.assert_close(plain, outer, rtol=1e-12, atol=1e-12)
 
 
-def test_a_gradient_that_is_dropped_before_a_step_of_a_round_is_left_out() -> None:
-    def job(rank: int, transport: Transport) -> None:
-        one = Rank(rank, transport, every=2)
-        one.synchronizer.before_backward()
-        loss(one.model, rank, 0).backward()
-        one.synchronizer.after_backward()
-        one.model.bias.grad = None
-        one.synchronizer.finish()
-
-    Threads(1).run(job)
-
-
 def test_nothing_is_sent_within_a_round() -> None:
     threads = Threads(RANKS)
     threads.run(lambda rank, transport: Rank(rank, transport, every=5, full_updates=2).train(11))
@@ -282,12 +270,9 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
         one = Rank(rank, transport, every=2, full_updates=1, outer=outer)
         optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in one.model.parameters()]
         for step in range(5):
-            one.synchronizer.before_backward()
-            one.model.zero_grad()
-            loss(one.model, rank, step).backward()
-            one.synchronizer.after_backward()
+            one.steps = step
+            one.backward()
             for optimizer in optimizers:
-                one.synchronizer.finish()
                 optimizer.step()
                 one.synchronizer.after_step()
             # The first round begins after both optimizers' steps of the synchronous update.
@@ -303,13 +288,21 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
     assert [name.partition(".")[0] for name, _ in threads.messages].count("weights") == 3
 
 
-def test_a_parameter_that_a_round_leaves_out_is_named() -> None:
-    def job(rank: int, transport: Transport) -> None:
-        one = Rank(rank, transport, every=2)
+@pytest.mark.parametrize("full", [0, 3])
+def test_a_parameter_that_no_rank_reaches_stays_as_it_was_and_gets_no_gradient(full: int) -> None:
+    def job(rank: int, transport: Transport) -> tuple[Tensor | None, Tensor, Tensor]:
+        one = Rank(rank, transport, every=1, full_updates=full)
+        weight, bias = one.model.parameters()
+        before = bias.detach().clone()
         one.synchronizer.before_backward()
-        one.model.weight.sum().backward()  # type: ignore[operator]
+        ((1 + rank) * weight).sum().backward()
         one.synchronizer.after_backward()
-        with pytest.raises(TrainerError, match="parameter bias got no gradient"):
-            one.synchronizer.finish()
+        one.synchronizer.complete()
+        one.optimizer.step()
+        one.synchronizer.after_step()
+        return bias.grad, bias.detach() - before, one.weights()
 
-    Threads(1).run(job)
+    (gradient, change, first), (*_, second) = Threads(RANKS).run(job)
+    assert gradient is None
+    assert not change.any()
+    assert torch.equal(first, second)

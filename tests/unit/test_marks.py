@@ -197,12 +197,12 @@ def test_every_strategy_notes_its_collectives(record: Path) -> None:
             return tensor
 
     class Waiting(Synchronizer):
-        def finish(self) -> None:
+        def complete(self) -> None:
             seen.append(read(record))
 
     seen: list[Mark] = []
     Strategy(World()).all_reduce(torch.ones(5))
-    Waiting(torch.nn.Linear(1, 1)).finish()
+    Waiting().complete()
     assert [(one.what, one.elements, one.collectives) for one in seen] == [("all_reduce", 5, 0), ("gradients", 0, 1)]
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from trainer.strategies.flat import Transport
-from trainer.strategies.gradient_guard import GradientGuard
-from trainer.strategies.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.power_sgd import Factors, PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
+FLAGS = len(SHAPES)
+"""Numbers that tell which parameters have a gradient on some rank."""
 
 
 class Parameters(nn.Module):
@@ -26,11 +27,31 @@ class Parameters(nn.Module):
             setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
 
-def make(transport: Transport, model: nn.Module | None = None, **options: Any) -> PowerSGDSynchronizer:
-    model = model or Parameters()
-    named = list(model.named_parameters())
-    guard = GradientGuard(named, ranks_may_differ=options.pop("dynamic_graph", False))
-    return PowerSGDSynchronizer(model, named, guard, transport, **{"rank": 2, "least_saving": 0.0, **options})
+class Rank:
+    """One rank's model, and what makes its gradients the mean."""
+
+    def __init__(self, transport: Transport, model: nn.Module | None = None, **options: Any) -> None:
+        self.model = model or Parameters()
+        options = {"rank": 2, "least_saving": 0.0, **options}
+        self.synchronizer = PowerSGDSynchronizer(list(self.model.named_parameters()), transport, **options)
+
+    def update(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what an optimizer would apply of these local gradients; without any, there is no backward pass."""
+        self.model.zero_grad()
+        if given:
+            named = dict(self.model.named_parameters())
+            self.synchronizer.before_backward()
+            torch.stack([(named[name] * gradient).sum() for name, gradient in given.items()]).sum().backward()
+            self.synchronizer.after_backward()
+        self.synchronizer.complete()
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def factors(self, place: int = 0) -> Factors:
+        return self.synchronizer._factors[place]
+
+    def errors(self) -> dict[str, Tensor]:
+        errors: dict[str, Tensor] = self.synchronizer.state_dict()["errors"]
+        return errors
 
 
 def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -43,16 +64,6 @@ def means(ranks: int, step: int) -> dict[str, Tensor]:
     return {name: torch.stack([one[name] for one in by_rank]).mean(0) for name in SHAPES}
 
 
-def update(synchronizer: PowerSGDSynchronizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what an optimizer would apply of these local gradients."""
-    synchronizer.before_backward()
-    for name, parameter in synchronizer.forward.named_parameters():
-        parameter.grad = given[name].clone() if name in given else None
-    synchronizer.after_backward()
-    synchronizer.finish()
-    return {name: p.grad.clone() for name, p in synchronizer.forward.named_parameters() if p.grad is not None}
-
-
 def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
     return float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
 
@@ -60,24 +71,21 @@ def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
     def job(rank: int, transport: Transport) -> list[dict[str, Tensor]]:
-        synchronizer = make(transport, rank=100)
-        return [update(synchronizer, gradients(rank, step)) for step in range(3)]
+        one = Rank(transport, rank=100)
+        return [one.update(gradients(rank, step)) for step in range(3)]
 
     threads = Threads(ranks)
     for found in threads.run(job):
         for step, applied in enumerate(found):
             assert all(close(applied[name], mean) for name, mean in means(ranks, step).items())
     # No factor is wider than its matrix, 9 and 6, whatever the setting.
-    assert threads.messages[:2] == [("left.float64", 12 * 9 + 6 * 6 + 13), ("right.float64", 9 * 9 + 36 * 6)]
+    assert threads.messages[:2] == [("left.float64", 12 * 9 + 6 * 6 + 13 + FLAGS), ("right.float64", 9 * 9 + 36 * 6)]
 
 
 def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
     def job(rank: int, transport: Transport, order: torch.memory_format) -> list[Tensor]:
-        synchronizer = make(transport)
-        given = [gradients(rank, step) for step in range(3)]
-        for one in given:
-            one["kernel"] = one["kernel"].contiguous(memory_format=order)
-        return [update(synchronizer, one)["kernel"] for one in given]
+        one = Rank(transport, Parameters().to(memory_format=order))
+        return [one.update(gradients(rank, step))["kernel"] for step in range(3)]
 
     orders = torch.contiguous_format, torch.channels_last
     expected, found = (Threads(2).run(partial(job, order=order))[0] for order in orders)
@@ -87,10 +95,10 @@ def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
 
 def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
     def job(rank: int, transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        synchronizer = make(transport)
-        applied = [update(synchronizer, gradients(rank, step)) for step in range(5)]
+        one = Rank(transport)
+        applied = [one.update(gradients(rank, step)) for step in range(5)]
         total = {name: torch.stack([one[name] for one in applied]).sum(0) for name in SHAPES}
-        return total, synchronizer.state_dict()["errors"]
+        return total, one.errors()
 
     for total, errors in Threads(3).run(job):
         assert set(errors) == {"matrix", "kernel"}
@@ -106,12 +114,12 @@ def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
     given = given[:, :4] @ torch.diag(torch.tensor([8.0, 4.0, 0.2, 0.1], dtype=torch.float64)) @ given[:9, :4].T
 
     def job(rank: int, transport: Transport) -> list[float]:
-        synchronizer = make(transport)
+        one = Rank(transport)
         found = []
         for _ in range(6):
-            applied = update(synchronizer, {**gradients(rank, 0), "matrix": given})["matrix"]
+            applied = one.update({**gradients(rank, 0), "matrix": given})["matrix"]
             found.append(float((applied - given).norm() / given.norm()))
-            synchronizer._factors[0].error.zero_()  # the power iteration by itself
+            one.factors().error.zero_()  # the power iteration by itself
         return found
 
     (found,) = Threads(1).run(job)
@@ -123,22 +131,23 @@ def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_rig
     threads = Threads(2)
 
     def job(rank: int, transport: Transport) -> None:
-        synchronizer = make(transport, full_updates=1)
-        update(synchronizer, gradients(rank, 0))
-        update(synchronizer, gradients(rank, 1))
+        one = Rank(transport, full_updates=1)
+        one.update(gradients(rank, 0))
+        one.update(gradients(rank, 1))
 
     threads.run(job)
     small = 12 + 1
     left, right = 2 * (12 + 6), 2 * (9 + 36)
     whole = 12 * 9 + 6 * 36 + small
-    assert threads.messages == [("whole.float64", whole), ("left.float64", left + small), ("right.float64", right)]
+    kinds = "whole.float64", "left.float64", "right.float64"
+    assert threads.messages == list(zip(kinds, (whole, left + small + FLAGS, right), strict=True))
 
 
 def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
     def job(rank: int, transport: Transport) -> tuple[list[dict[str, Tensor]], float]:
-        synchronizer = make(transport, full_updates=2)
-        found = [update(synchronizer, gradients(rank, step)) for step in range(2)]
-        return found, float(synchronizer.state_dict()["errors"]["matrix"].norm())
+        one = Rank(transport, full_updates=2)
+        found = [one.update(gradients(rank, step)) for step in range(2)]
+        return found, float(one.errors()["matrix"].norm())
 
     for found, error in Threads(2).run(job):
         assert error == 0
@@ -148,19 +157,19 @@ def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
 
 def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
     threads = Threads(1)
-    threads.run(lambda rank, transport: update(make(transport, least_saving=2.0), gradients(rank, 0)))
+    threads.run(lambda rank, transport: Rank(transport, least_saving=2.0).update(gradients(rank, 0)))
     # (12 + 9) · 2 · 2 < 12 · 9 and (6 + 36) · 2 · 2 < 6 · 36 hold; with 3 in place of the last 2, neither does.
-    assert threads.messages[0][1] == 2 * (12 + 6) + 13
-    threads.run(lambda rank, transport: update(make(transport, least_saving=3.0), gradients(rank, 0)))
-    assert threads.messages[-1] == ("left.float64", 12 * 9 + 6 * 36 + 13)
+    assert threads.messages[0][1] == 2 * (12 + 6) + 13 + FLAGS
+    threads.run(lambda rank, transport: Rank(transport, least_saving=3.0).update(gradients(rank, 0)))
+    assert threads.messages[-1] == ("left.float64", 12 * 9 + 6 * 36 + 13 + FLAGS)
 
 
 def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
     def job(rank: int, transport: Transport) -> Tensor:
-        synchronizer = make(transport)
+        one = Rank(transport)
         for step in range(2):
-            update(synchronizer, {name: 0 * one for name, one in gradients(rank, step).items()})
-        return update(synchronizer, gradients(rank, 7))["matrix"]
+            one.update({name: 0 * one for name, one in gradients(rank, step).items()})
+        return one.update(gradients(rank, 7))["matrix"]
 
     for found in Threads(2).run(job):
         assert torch.linalg.matrix_rank(found) == 2
@@ -168,47 +177,46 @@ def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
 
 def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards() -> None:
     def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        synchronizer = make(transport, rank=100)
+        one = Rank(transport, rank=100)
         given = gradients(rank, 0)
         if rank == 1:
             given["matrix"][3, 3] = torch.inf
-        first = update(synchronizer, given)["matrix"]
-        return first, update(synchronizer, gradients(rank, 1))["matrix"]
+        first = one.update(given)["matrix"]
+        return first, one.update(gradients(rank, 1))["matrix"]
 
     for first, second in Threads(2).run(job):
         assert bool(first.isnan().all())
         assert close(second, means(2, 1)["matrix"])
 
 
-def test_an_approximation_that_no_optimizer_applies_stays_in_the_error() -> None:
+def test_what_was_left_out_waits_while_no_rank_has_a_gradient() -> None:
     def job(rank: int, transport: Transport) -> Tensor:
-        synchronizer = make(transport, dynamic_graph=True)
-        first = update(synchronizer, gradients(rank, 0))["matrix"]
-        without = {name: one for name, one in gradients(rank, 1).items() if name != "matrix"}
-        assert "matrix" not in update(synchronizer, without)
-        error: Tensor = synchronizer.state_dict()["errors"]["matrix"]
-        return first + error
+        one = Rank(transport)
+        first = one.update(gradients(rank, 0))["matrix"]
+        without = {name: gradient for name, gradient in gradients(rank, 1).items() if name != "matrix"}
+        assert "matrix" not in one.update(without)
+        return first + one.update(gradients(rank, 2))["matrix"] + one.errors()["matrix"]
 
     for found in Threads(2).run(job):
-        assert close(found, means(2, 0)["matrix"])
+        assert close(found, means(2, 0)["matrix"] + means(2, 2)["matrix"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_another_number_of_ranks_goes_on_from_the_state(ranks: int) -> None:
     def begin(rank: int, transport: Transport) -> dict[str, Any]:
-        synchronizer = make(transport, full_updates=1)
+        one = Rank(transport, full_updates=1)
         for step in range(3):
-            update(synchronizer, gradients(rank, step))
-        return synchronizer.state_dict()
+            one.update(gradients(rank, step))
+        return one.synchronizer.state_dict()
 
     states = Threads(2).run(begin)
     assert states[0]["updates"] == 3
     assert all(torch.equal(states[0]["errors"][name], states[1]["errors"][name]) for name in ("matrix", "kernel"))
 
     def go_on(rank: int, transport: Transport) -> Tensor:
-        synchronizer = make(transport, full_updates=1)
-        synchronizer.load_state_dict(states[0])
-        return update(synchronizer, means(2, 3))["matrix"]  # the same mean, however many ranks
+        one = Rank(transport, full_updates=1)
+        one.synchronizer.load_state_dict(states[0])
+        return one.update(means(2, 3))["matrix"]  # the same mean, however many ranks
 
     expected = update_after(states[0])
     assert all(close(found, expected) for found in Threads(ranks).run(go_on))
@@ -223,17 +231,17 @@ def update_after(state: dict[str, Any]) -> Tensor:
 
 def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
     def job(rank: int, transport: Transport) -> int:
-        synchronizer = make(transport, rank=3)
-        before = synchronizer._factors[0].right.clone()
+        one = Rank(transport, rank=3)
+        before = one.factors().right.clone()
         for other in ({}, {"kind": "local", "updates": 5}):
-            synchronizer.load_state_dict(other)
-            assert synchronizer.updates == 0
-        state = make(transport, rank=2).state_dict()
+            one.synchronizer.load_state_dict(other)
+            assert one.synchronizer.updates == 0
+        state = Rank(transport, rank=2).synchronizer.state_dict()
         del state["errors"]["kernel"], state["factors"]["kernel"]  # frozen at that time
         state["errors"]["matrix"] += 1
-        synchronizer.load_state_dict(state)
-        assert torch.equal(synchronizer._factors[0].right, before)
-        return int(synchronizer._factors[0].error.sum())
+        one.synchronizer.load_state_dict(state)
+        assert torch.equal(one.factors().right, before)
+        return int(one.factors().error.sum())
 
     assert Threads(1).run(job) == [12 * 9]
 
@@ -242,8 +250,8 @@ def test_gradients_in_16_bits_are_approximated_in_32() -> None:
     threads = Threads(2)
 
     def job(rank: int, transport: Transport) -> torch.dtype:
-        synchronizer = make(transport, Parameters(torch.bfloat16))
-        return update(synchronizer, gradients(rank, 0, torch.bfloat16))["matrix"].dtype
+        one = Rank(transport, Parameters(torch.bfloat16))
+        return one.update(gradients(rank, 0, torch.bfloat16))["matrix"].dtype
 
     assert threads.run(job) == [torch.bfloat16] * 2
     assert [name for name, _ in threads.messages] == ["left.float32", "right.float32"]

@@ -124,7 +124,7 @@ def test_random_numbers_go_on() -> None:
 
 def test_the_state_is_copied_before_other_ranks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = init("single")
-    run.prepare(nn.Linear(2, 1))
+    model = run.prepare(nn.Linear(2, 1))
     checkpoints = run.checkpoints(tmp_path)
     calls: list[str] = []
 
@@ -140,3 +140,4 @@ def test_the_state_is_copied_before_other_ranks_are_waited_for(tmp_path: Path, m
     checkpoints.save()
     checkpoints.close()
     assert calls[:2] == ["copy", "gather"]
+    del model  # which nobody but the script holds

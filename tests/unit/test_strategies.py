@@ -68,7 +68,8 @@ def test_single_is_a_world_of_one() -> None:
     strategy = make_strategy("auto", World())
     assert isinstance(strategy, SingleStrategy)
     model = nn.Linear(2, 1)
-    assert strategy.prepare(model, list(model.named_parameters()), RunConfig()).forward is model
+    assert type(strategy.prepare(model, list(model.named_parameters()), RunConfig())) is Synchronizer
+    assert strategy.wrap(model) is model
     tensor = torch.tensor([1.0, 2.0])
     assert strategy.all_reduce(tensor) is tensor
     assert strategy.broadcast(tensor) is tensor
@@ -107,7 +108,7 @@ def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
     assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
     model = nn.Linear(2, 1)
-    wrapped = strategy.prepare(model, list(model.named_parameters()), RunConfig()).forward
+    wrapped = strategy.wrap(model)
     assert isinstance(wrapped, nn.DataParallel)
     assert wrapped.module is model
 
@@ -199,7 +200,7 @@ class OneOfTwo(Strategy):
         self._theirs = theirs
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        return Synchronizer(model)
+        return Synchronizer()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.add_(self._theirs)

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,8 +49,8 @@ class LoopReport:
 
     def __init__(self, world: World, settings: Mapping[str, Any]) -> None:
         self._world, self._settings = world, settings
-        self.optimizers: dict[Optimizer, None] = {}
-        """Those that were prepared, for settings.json."""
+        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        """Those that were prepared and are still held, for settings.json."""
         self._epochs: range | None = None
         self._folder: RunFolder | None = None
         self._display: Display | None = None

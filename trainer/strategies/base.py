@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.hang.recorder import Recorder
 from trainer.launch.marks import note_waits
 from trainer.launch.world import World
@@ -22,45 +22,39 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 class Synchronizer:
     """Gradient synchronization of one model. This one has nothing to do, as on a single rank.
 
-    Args:
-        forward: the module to call, which is the model or a wrapper around it.
+    A backward pass is `before_backward`, the pass itself, `after_backward`, and `complete` where the gradients do not
+    stay on this rank. It holds neither the model nor its parameters, so that both are free when nobody else holds them.
     """
 
-    def __init__(self, forward: nn.Module) -> None:
-        self.forward = forward
-        self.retire: Callable[[], object] = _nothing
-        """Leaves the gradients alone from now on: another synchronizer takes over this model. Holds no model."""
-        self.on_gradient: Callable[[], object] = _nothing
-        """Called in every backward pass, by a synchronizer whose strategy `shards`."""
+    def __init__(self) -> None:
         self.is_weightless = False
         """Whether the next backward pass counts for nothing, and must not bring a NaN into the mean."""
+        self.is_reached = False
+        """Whether the last backward pass has left a gradient of this model."""
+        self.has_local_gradients = False
+        """Whether gradients of this rank alone are left, of passes that `keep_local` has kept here."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        gradients, weights = ("before_backward", "finish"), ("after_step", "settle")
-        note_waits(cls, {**dict.fromkeys(gradients, "gradients"), **dict.fromkeys(weights, "weights")}, counts=False)
+        note_waits(cls, {"complete": "gradients", "after_step": "weights", "settle": "weights"}, counts=False)
 
     def keep_local(self, local: bool) -> None:
         """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
 
     def before_backward(self) -> None:
-        """Let a further backward pass add to gradients that are being all-reduced."""
+        """Prepare for a backward pass, which may add to the mean gradients of an earlier one."""
 
     def after_backward(self) -> None:
-        """Note the gradients that are being all-reduced, so that `finish` can tell whether somebody changed them."""
+        """Note what the backward pass has left, before `complete`."""
 
-    def finish(self) -> None:
-        """Wait until the gradients are the mean over all ranks. Collective; a second call does nothing.
+    def complete(self) -> None:
+        """Make the gradients the mean over all ranks. Collective, also for a rank whose pass has not reached them."""
 
-        Raises:
-            TrainerError: a gradient was changed while it was being all-reduced.
-        """
-
-    def reopen(self) -> None:
-        """Let the next `finish` all-reduce again, also where no backward pass has run since."""
+    def retire(self) -> None:
+        """Leave the gradients alone from now on: another synchronizer takes over this model."""
 
     def before_step(self) -> None:
-        """Prepare for a step of an optimizer on finished gradients."""
+        """Prepare for a step of an optimizer."""
 
     def after_step(self) -> None:
         """Combine what the step has done, where that is not the same on all ranks."""
@@ -72,6 +66,11 @@ class Synchronizer:
             optimizers: those whose states are made the same as well.
         """
 
+    @property
+    def weights_are_equal(self) -> bool:
+        """Whether all ranks have the same weights after each update."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it; the same on all ranks. Collective."""
         return {}
@@ -80,8 +79,11 @@ class Synchronizer:
         """Go on with what `state_dict` has returned, on any number of ranks, or with another synchronizer's state."""
 
 
-def _nothing() -> None:
-    return
+def foreign_pass() -> TrainerError:
+    """Return the error of a backward pass that is not the handle's."""
+    return TrainerError(
+        "loss.backward() neither weighs the batch nor all-reduces the gradients; call run.backward(loss) instead"
+    )
 
 
 _COLLECTIVES = (
@@ -125,11 +127,15 @@ class Strategy(ABC):
         Args:
             model: on the world's device.
             parameters: those of the model that require a gradient.
-            config: compression, reduction and dynamic_graph are used here.
+            config: compression and reduction are used here.
 
         Raises:
             ConfigError: the strategy cannot train this model with these settings.
         """
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module to call for a model that was prepared, which is the model itself as a rule."""
+        return model
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradient buckets, for strategies with an all-reduce of their own.
+"""Gradient buckets, for strategies with an all-reduce of one flat tensor.
 
 The backward pass produces gradients one by one, roughly in the reverse order of the parameters. Each is scaled into
 its place in a flat bucket. A full bucket is all-reduced as one message while the backward pass goes on. All ranks send
@@ -9,22 +9,22 @@ Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
 from __future__ import annotations
 
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.errors import ConfigError, TrainerError
-from trainer.launch.marks import waits
+from trainer.errors import ConfigError
 from trainer.launch.world import World
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
+from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.buckets import Bucket, make_buckets
-from trainer.strategies.gradient_guard import GradientGuard
+from trainer.strategies.gradients import GradientSynchronizer, assign_means
+
+Start = Callable[[Tensor], Callable[[], object]]
+"""Begins to sum a flat tensor over all ranks, in place; what it returns waits for the sum."""
 
 
 class BucketedStrategy(Strategy):
@@ -32,8 +32,8 @@ class BucketedStrategy(Strategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._reducers: weakref.WeakSet[BucketReducer] = weakref.WeakSet()
         self._background: ThreadPoolExecutor | None = None
+        self._seconds: float | None = None
 
     @abstractmethod
     def sum_gradients(self, flat: Tensor) -> None:
@@ -80,28 +80,35 @@ class BucketedStrategy(Strategy):
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self._check(model, config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        if not parameters:
-            return Synchronizer(model)
-        held = [parameter for _, parameter in parameters]
-        buckets = make_buckets(held, torch.float16 if config.compression == "fp16" else None)
+        if not parameters or self.world.size == 1:
+            return Synchronizer()
+        buckets = buckets_for(parameters, config)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
         if len(buckets) > 1 and self._may_overlap():
             self._exchange_thread()
-        # All reducers of a strategy send from the same thread, whichever was prepared first.
-        reducer = BucketReducer(
-            buckets, self.sum_gradients, scale=1 / self.world.size, executor=lambda: self._background
-        )
-        self._reducers.add(reducer)
-        guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
-        return BucketSynchronizer(model, guard, reducer, self.all_reduce)
+        self._seconds = self._seconds or 0.0
+        return BucketSynchronizer(parameters, buckets, self._start, self.world.size)
 
     def exchange_seconds(self) -> float | None:
-        return sum(reducer.take_seconds() for reducer in self._reducers) if self._reducers else None
+        seconds, self._seconds = self._seconds, None if self._seconds is None else 0.0
+        return seconds
 
     def close(self) -> None:
         if self._background is not None:
             self._background.shutdown()
             self._background = None
+
+    def _start(self, flat: Tensor) -> Callable[[], object]:
+        # All models send from the same thread, whichever was prepared first.
+        if self._background is not None:
+            return self._background.submit(self._timed_sum, flat).result
+        self._timed_sum(flat)
+        return _nothing
+
+    def _timed_sum(self, flat: Tensor) -> None:
+        started = time.perf_counter()
+        self.sum_gradients(flat)
+        self._seconds = (self._seconds or 0.0) + time.perf_counter() - started
 
     def _exchange_thread(self) -> ThreadPoolExecutor:
         if self._background is None:
@@ -117,141 +124,59 @@ class BucketedStrategy(Strategy):
         name = type(self).__name__.removesuffix("Strategy")
         if config.reduction == "adasum":
             raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
-        check_dense(model, f"{name} exchanges")
 
 
-class BucketSynchronizer(Synchronizer):
-    """The gradients of one model, in the buckets of a `BucketReducer`."""
-
-    def __init__(
-        self, model: nn.Module, guard: GradientGuard, reducer: BucketReducer, all_reduce: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__(model)
-        self._reducer, self._guard, self._all_reduce = reducer, guard, all_reduce
-        self.retire = reducer.remove_hooks
-
-    def keep_local(self, local: bool) -> None:
-        self._reducer.paused = local
-
-    def before_backward(self) -> None:
-        if self._reducer.is_sending:
-            self._guard.complete(self._wait, self._all_reduce, between_passes=True)
-        self._reducer.reopen()
-
-    def after_backward(self) -> None:
-        if not self._reducer.paused:
-            self._guard.note()
-
-    def finish(self) -> None:
-        if not self._reducer.is_done:
-            self._guard.complete(self._wait, self._all_reduce)
-
-    def _wait(self, _: object) -> None:
-        self._reducer.finish()
-
-    def reopen(self) -> None:
-        self._reducer.reopen()
+def buckets_for(parameters: NamedParameters, config: RunConfig, device: torch.device | str = "cpu") -> list[Bucket]:
+    """Return the buckets of parameters under the settings."""
+    held = [parameter for _, parameter in parameters]
+    return make_buckets(held, torch.float16 if config.compression == "fp16" else None, device)
 
 
-class BucketReducer:
+class BucketSynchronizer(GradientSynchronizer):
     """Collects gradients in buckets as they become ready, and replaces them by their mean over all ranks.
 
     Args:
-        buckets: each parameter is in one of them.
-        all_reduce: sums a flat tensor over all ranks, in place.
-        scale: factor on each rank's gradients, one over the world size.
-        executor: returns an executor with one thread, which sends buckets in the order of submission, or None to
-            send them from the training thread.
+        parameters: each is in one of the buckets.
+        buckets: sent in this order.
+        start: begins to sum a bucket over all ranks.
+        ranks: the world size.
     """
 
-    def __init__(
-        self,
-        buckets: list[Bucket],
-        all_reduce: Callable[[Tensor], None],
-        *,
-        scale: float,
-        executor: Callable[[], Executor | None],
-    ) -> None:
-        self._buckets = buckets
-        self._all_reduce = all_reduce
-        self._scale = scale
-        self._executor = executor
-        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.places}
+    def __init__(self, parameters: NamedParameters, buckets: list[Bucket], start: Start, ranks: int) -> None:
+        super().__init__(parameters)
+        self._buckets, self._start, self._scale = buckets, start, 1 / ranks
+        self._bucket_of = {place: bucket for bucket in buckets for place in bucket.means}
         self._next = 0
-        self.paused = False
-        """Whether gradients stay on this rank."""
-        self.is_done = False
-        """Whether the gradients are the mean over all ranks."""
-        self._seconds = 0.0
-        # Weakly, because a hook that held the parameters would keep them for ever.
-        own = weakref.ref(self)
-        self._hooks = [one.register_post_accumulate_grad_hook(partial(_on_gradient, own)) for one in self._bucket_of]
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether gradients are in the buckets, or on their way, that `finish` has not waited for."""
-        return any(bucket.ready for bucket in self._buckets)
-
-    def finish(self) -> None:
-        """Send what has not been sent, and wait for all of it. Collective; a second call does nothing."""
-        if self.is_done:
-            return
-        for bucket in self._buckets[self._next :]:
-            for parameter in bucket.places.keys() - bucket.ready:
-                bucket.put(parameter, self._scale)
-            self._send(bucket)
-        for bucket in self._buckets:
-            if bucket.sent is not None:
-                bucket.sent.result()
-            bucket.assign_gradients()
-        self._next, self.is_done = 0, True
-
-    def take_seconds(self) -> float:
-        """Return the seconds spent in all-reduces since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def reopen(self) -> None:
-        """Let the next `finish` all-reduce again."""
-        self.is_done = False
-
-    def remove_hooks(self) -> None:
-        """Leave the parameters alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Put a gradient into its bucket, and send every bucket that is full and next in order."""
-        if self.paused:
-            return
-        bucket = self._bucket_of[parameter]
-        # After an all-reduce all ranks hold the same mean. A further backward pass adds to it, and the sum is
-        # all-reduced again.
-        self.is_done = False
-        if parameter in bucket.ready:
-            raise TrainerError(
-                "a second backward pass came before optimizer.step(), while the first one's gradients were being "
-                "all-reduced; run.backward(loss) waits for them, and loss.backward() does not"
-            )
-        bucket.put(parameter, self._scale)
+    def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of[place]
+        if bucket.wait is not None:
+            raise self._twice(place)
+        bucket.put(place, parameter.grad, self._scale)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
-            self._send(self._buckets[self._next])
-            self._next += 1
+            self._send_next()
 
-    def _send(self, bucket: Bucket) -> None:
-        executor = self._executor()
-        if executor is None:
-            with waits("gradients"):
-                self._run_all_reduce(bucket.flat)
-        else:
-            bucket.sent = executor.submit(self._run_all_reduce, bucket.flat)
+    def _complete(self) -> None:
+        """Send what has not been sent, and wait for all of it."""
+        parameters = self.parameters
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            for place in bucket.means.keys() - bucket.ready:
+                parameter = parameters[place]
+                bucket.put(place, parameter.grad if parameter is not None else None, self._scale)
+            self._send_next()
+        for bucket in self._buckets:
+            if bucket.wait is not None:
+                bucket.wait()
+            held = [parameters[place] for place in bucket.means]
+            assign_means(held, [*bucket.means.values()], bucket.has_gradient)
+            bucket.empty()
+        self._next = 0
 
-    def _run_all_reduce(self, flat: Tensor) -> None:
-        started = time.perf_counter()
-        self._all_reduce(flat)
-        self._seconds += time.perf_counter() - started
+    def _send_next(self) -> None:
+        self._buckets[self._next].send(self._start)
+        self._next += 1
 
 
-def _on_gradient(reducer: weakref.ref[BucketReducer], parameter: Tensor) -> None:
-    if (alive := reducer()) is not None:
-        alive.on_gradient(parameter)
+def _nothing() -> None:
+    return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,38 +15,57 @@ class Bucket:
     """Gradients that are all-reduced as one message.
 
     Args:
-        parameters: of one type; their gradients fill the bucket.
+        parameters: by their places among all; of one type. Their gradients fill the bucket.
         wire_type: type that is sent; the parameters' own, or a smaller one that rounds.
+        device: which holds the message.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], wire_type: torch.dtype) -> None:
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=wire_type)
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.places = {p: _in_order_of(p, piece) for p, piece in zip(parameters, pieces, strict=True)}
-        self.ready: set[Tensor] = set()
-        self.sent: Future[None] | None = None
+    def __init__(self, parameters: dict[int, Tensor], wire_type: torch.dtype, device: torch.device | str) -> None:
+        sizes = [p.numel() for p in parameters.values()]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=wire_type, device=device)
+        """The gradients, and behind them a number for each parameter: not 0 where a rank has a gradient of it."""
+        *pieces, self._has_gradient = self.flat.split([*sizes, len(sizes)])
+        self.means = {
+            place: _in_order_of(p, piece) for (place, p), piece in zip(parameters.items(), pieces, strict=True)
+        }
+        """By the parameter's place: its part of the message, in its shape."""
+        self.ready: set[int] = set()
+        self._absent: set[int] = set()
+        self.wait: Callable[[], object] | None = None
+        """Waits for the message, once it is on its way."""
 
     @property
     def is_full(self) -> bool:
-        return len(self.ready) == len(self.places)
+        return len(self.ready) == len(self.means)
 
-    def put(self, parameter: Tensor, scale: float) -> None:
-        """Scale a gradient into its place in one pass. A parameter without a gradient counts as zero."""
-        place, gradient = self.places[parameter], parameter.grad
-        self.ready.add(parameter)
-        if gradient is None:
-            place.zero_()
-        elif (gradient.dtype, gradient.device) == (place.dtype, place.device):
-            torch.mul(gradient, scale, out=place)
-        else:
-            place.copy_(gradient * scale)
+    def send(self, start: Callable[[Tensor], Callable[[], object]]) -> None:
+        """Have `start` begin to send the message."""
+        self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
+        self.wait = start(self.flat)
 
-    def assign_gradients(self) -> None:
-        """Make the all-reduced values the parameters' gradients, without a copy where the types are the same."""
-        for parameter, place in self.places.items():
-            parameter.grad = place.to(device=parameter.device, dtype=parameter.dtype)
+    def has_gradient(self, index: int) -> bool:
+        """Return whether any rank has a gradient of the parameter with this number within the bucket."""
+        return bool(self._has_gradient[index])
+
+    def empty(self) -> None:
+        """Make ready for the next pass."""
         self.ready.clear()
-        self.sent = None
+        self._absent.clear()
+        self.wait = None
+
+    def put(self, place: int, gradient: Tensor | None, scale: float) -> None:
+        """Scale a gradient into its place in one pass; None counts as zeros."""
+        mean = self.means[place]
+        self.ready.add(place)
+        if gradient is None:
+            mean.zero_()
+            self._absent.add(place)
+        elif gradient.is_sparse:
+            mean.copy_(gradient.to_dense() * scale)
+        elif (gradient.dtype, gradient.device) == (mean.dtype, mean.device):
+            torch.mul(gradient.detach(), scale, out=mean)
+        else:
+            mean.copy_(gradient.detach() * scale)
 
 
 def _in_order_of(parameter: Tensor, piece: Tensor) -> Tensor:
@@ -56,9 +74,13 @@ def _in_order_of(parameter: Tensor, piece: Tensor) -> Tensor:
     return piece.as_strided(parameter.shape, strides)
 
 
-def make_buckets(parameters: Sequence[Tensor], wire_type: torch.dtype | None = None) -> list[Bucket]:
+def make_buckets(
+    parameters: Sequence[Tensor], wire_type: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> list[Bucket]:
     """Return buckets for the parts of `divide`."""
-    return [Bucket(part, _smaller(part[0].dtype, wire_type)) for part in divide(parameters)]
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    parts = [{places[id(parameter)]: parameter for parameter in part} for part in divide(parameters)]
+    return [Bucket(part, _smaller(next(iter(part.values())).dtype, wire_type), device) for part in parts]
 
 
 def divide(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -76,4 +98,4 @@ def divide(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _smaller(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and wanted.itemsize < own.itemsize else own
+    return wanted if wanted is not None and own.is_floating_point and wanted.itemsize < own.itemsize else own

@@ -11,7 +11,6 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
 from trainer.strategies.flat import Transport
-from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
 from trainer.strategies.power_sgd import PowerSGDSynchronizer
 
@@ -34,14 +33,13 @@ def make_synchronizer(
     _check(strategy, model, config.shared_mechanism)
     strategy.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
     if not parameters:
-        return Synchronizer(model)
-    guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
+        return Synchronizer()
     transport, full = _transport(strategy), config.full_updates
     if rank := config.powersgd_rank:
-        return PowerSGDSynchronizer(model, parameters, guard, transport, rank=rank, full_updates=full)
+        return PowerSGDSynchronizer(parameters, transport, rank=rank, full_updates=full)
     outer = Outer(lr=config.outer_lr, momentum=config.outer_momentum) if config.outer_lr is not None else None
     rounds = Rounds(every=config.sync_every, full_updates=full, overlap=config.sync_overlap, outer=outer)
-    return LocalSynchronizer(model, parameters, guard, transport, rounds)
+    return LocalSynchronizer(parameters, transport, rounds)
 
 
 def _transport(strategy: Strategy) -> Transport:

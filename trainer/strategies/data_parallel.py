@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.launch.world import World
-from trainer.strategies.base import NamedParameters, Synchronizer
 from trainer.strategies.single import SingleStrategy
 
 
@@ -38,5 +36,5 @@ class DataParallelStrategy(SingleStrategy):
         super().__init__(world)
         self.description = f"DataParallel over {self._gpus} GPUs, {world}"
 
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        return Synchronizer(nn.DataParallel(model))
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.DataParallel(model)

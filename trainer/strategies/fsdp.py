@@ -55,7 +55,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._shard(model, config)
         self.broadcast_tensors(model.buffers())
         sums_elsewhere = bool(config.fsdp.parameter_dtype or config.fsdp.reduce_dtype)
-        return FSDPSynchronizer(model, self._passes, sums_elsewhere=sums_elsewhere)
+        synchronizer = FSDPSynchronizer(model, self._passes, sums_elsewhere=sums_elsewhere)
+        # The model owns it: the two refer to each other, and the run must keep neither.
+        object.__setattr__(model, "_trainer_synchronizer", synchronizer)
+        return synchronizer
 
     def _shard(self, model: nn.Module, config: RunConfig) -> None:
         settings = config.fsdp

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import TrainerError
-from trainer.strategies.base import Synchronizer
-from trainer.strategies.gradient_guard import without_gradient
+from trainer.strategies.base import NamedParameters, Synchronizer, foreign_pass
 
 
 class EvaluationPasses:
@@ -57,7 +55,7 @@ class FSDPSynchronizer(Synchronizer):
     """
 
     def __init__(self, model: nn.Module, passes: EvaluationPasses, *, sums_elsewhere: bool) -> None:
-        super().__init__(model)
+        super().__init__()
         self._passes = passes
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
@@ -69,7 +67,7 @@ class FSDPSynchronizer(Synchronizer):
         """The parts that are gathered one at a time, in the model's order, with their parameters."""
         passes.known = list(self._owned)
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        self._is_local = self._is_running = False
+        self._is_local = self._is_running = self._is_in_pass = False
         # Names of parameters that a backward pass has reached since the last step.
         self._reached: set[str] = set()
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
@@ -80,7 +78,6 @@ class FSDPSynchronizer(Synchronizer):
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
             *(cast(nn.Module, one).register_forward_pre_hook(_calls(self._on_part, one)) for one in self._owned),
         ]
-        self.retire = partial(_remove, self._handles)
         self._root.set_requires_gradient_sync(True)
         # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
         self._root.set_reduce_scatter_unused_params(True)
@@ -89,7 +86,12 @@ class FSDPSynchronizer(Synchronizer):
         self._is_local = local
         self._root.set_requires_gradient_sync(not local)
 
+    def retire(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def before_backward(self) -> None:
+        self._is_in_pass = True
         if self._mark_is_gone():
             raise TrainerError(
                 "gradients of passes within no_sync were dropped between a forward and its backward pass; call "
@@ -97,14 +99,15 @@ class FSDPSynchronizer(Synchronizer):
             )
 
     def after_backward(self) -> None:
-        self._is_running, self._mark = False, None
+        self._is_in_pass = self._is_running = False
+        self._mark = None
         if self._is_local and self._trained:
             smallest = min(self._trained.values(), key=lambda one: one.numel())
             gradient = smallest.grad if smallest.grad is not None else torch.zeros_like(smallest)
             smallest.grad = gradient
             self._mark = (smallest, gradient, gradient._version)
 
-    def finish(self) -> None:
+    def before_step(self) -> None:
         if self._mark is not None and not self._mark_is_gone():
             raise TrainerError(
                 "the last backward pass before a step ran within no_sync, and strategy 'fsdp' sums gradients in a "
@@ -112,7 +115,7 @@ class FSDPSynchronizer(Synchronizer):
             )
         absent = [(name, one) for name, one in self._trained.items() if name not in self._reached]
         if self._reached and absent:
-            raise TrainerError(without_gradient(absent))
+            raise TrainerError(_without_gradient(absent))
         self._reached.clear()
 
     def _mark_is_gone(self) -> bool:
@@ -150,9 +153,10 @@ class FSDPSynchronizer(Synchronizer):
                 self._handles.append(parameter.register_hook(_calls(self._on_parameter_gradient, path)))
 
     def _on_parameter_gradient(self, path: str, gradient: Tensor) -> Tensor | None:
+        if not self._is_in_pass:
+            raise foreign_pass()
         self._is_running = True
         self._reached.add(path)
-        self.on_gradient()
         return torch.zeros_like(gradient) if self.is_weightless else None
 
 
@@ -175,6 +179,10 @@ def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     return hook
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _without_gradient(absent: NamedParameters) -> str:
+    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return (
+        f"parameter {absent[0][0]}{others} got no gradient from backward, and strategy 'fsdp' needs one of every "
+        "parameter in each step; freeze what is not trained (requires_grad_(False)) and call run.prepare afterwards, "
+        "or take another strategy"
+    )

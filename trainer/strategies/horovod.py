@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,13 @@ from trainer.strategies import horovod_broadcast
 from trainer.strategies.adasum import AdasumSynchronizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
 from trainer.strategies.buckets import BUCKET_BYTES, divide
-from trainer.strategies.gradient_guard import GradientGuard
+from trainer.strategies.gradients import GradientSynchronizer, assign_means
 from trainer.tuning import tune
 
-_REDUCIBLE = (torch.float16, torch.float32, torch.float64)
+_SENT_AS = {torch.bfloat16: torch.float32}
+"""Types that Horovod cannot all-reduce, and what is sent in their place."""
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
-_UNTIL_ASKED = 2**62
-"""Backward passes after which Horovod would send a gradient by itself."""
 
 
 class HorovodStrategy(Strategy):
@@ -88,35 +87,26 @@ class HorovodStrategy(Strategy):
                 "reduction is 'adasum', which Horovod has over MPI only; start with "
                 "`horovodrun --mpi`, or take reduction 'average'"
             )
-        self._check_types(parameters, config)
-        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        compression = _AnyOrder(hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none)
-        if config.reduction == "adasum":
-            return AdasumSynchronizer(hvd, model, _with_own_names(parameters), compression)
-        if not parameters:
-            return Synchronizer(model)
-        guard = GradientGuard(parameters, ranks_may_differ=config.dynamic_graph)
-        return HorovodSynchronizer(hvd, model, parameters, guard, compression, self._groups(model, parameters, config))
-
-    def _check_types(self, parameters: NamedParameters, config: RunConfig) -> None:
-        for name, parameter in parameters:
-            if parameter.dtype not in _REDUCIBLE:
-                raise ConfigError(
-                    f"parameter {name} is of type {parameter.dtype}, which Horovod cannot all-reduce; "
-                    "keep weights in float32 and set precision to bf16"
-                )
         if config.reduction == "adasum" and self.world.size & (self.world.size - 1):
             raise ConfigError(
                 f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
             )
-
-    def _groups(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> list[list[Tensor]] | None:
-        # A group is sent when its last gradient is there. It would hang where ranks leave different parameters
-        # without a gradient. Sparse gradients support no groups.
-        sparse = any(getattr(module, "sparse", False) for module in model.modules())
-        if config.dynamic_graph or sparse:
-            return None
-        return gradient_groups([parameter for _, parameter in parameters], over_nccl=self.is_over_nccl)
+        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
+        compression = _AnyTensor(hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none)
+        if not parameters or self.world.size == 1:
+            return Synchronizer()
+        if config.reduction == "adasum":
+            return AdasumSynchronizer(hvd, _with_own_names(parameters), compression)
+        sparse = [
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+            if getattr(module, "sparse", False)
+        ]
+        # Sparse gradients support no groups.
+        held = [parameter for _, parameter in parameters]
+        groups = None if sparse else gradient_groups(held, over_nccl=self.is_over_nccl)
+        return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
@@ -165,71 +155,91 @@ class HorovodStrategy(Strategy):
             self._hvd.synchronize(self._started.pop())
 
 
-class HorovodSynchronizer(Synchronizer):
+class HorovodSynchronizer(GradientSynchronizer):
     """Horovod's DistributedOptimizer, used for the gradients alone.
 
-    It is made over the same parameters as the user's optimizer, which keeps its class, its state and its schedulers,
-    and which takes the steps. Horovod would make another optimizer of it.
+    The user's optimizer keeps its class, its state and its schedulers, and takes the steps; Horovod would make another
+    optimizer of it. Horovod's is made over stand-ins, which get each parameter's gradient when it is complete: so it
+    keeps no parameter, and sends after all of the user's hooks.
 
     Args:
         parameters: those whose gradients are all-reduced.
-        guard: of these parameters.
         groups: parameters whose gradients are sent together; None sends in each cycle what is ready.
+        sparse: names of parameters whose gradients are sparse.
     """
 
     def __init__(
         self,
         hvd: Any,
-        model: nn.Module,
         parameters: NamedParameters,
-        guard: GradientGuard,
         compression: Any,
         groups: list[list[Tensor]] | None,
+        sparse: Collection[str] = (),
     ) -> None:
-        super().__init__(model)
-        self._guard = guard
-        self._sum = partial(hvd.allreduce_, op=hvd.Sum, name="trainer.present")
-        self._in_flight = self._done = self._local = False
+        super().__init__(parameters)
+        self._sparse = {place for place, name in enumerate(self.names) if name in sparse}
+        self._stand_ins = [_stand_in(parameter) for _, parameter in parameters]
+        places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
         self._distributed = hvd.DistributedOptimizer(
-            SGD([parameter for _, parameter in parameters], lr=0.0),
-            named_parameters=_with_own_names(parameters),
+            SGD(self._stand_ins, lr=0.0),
+            named_parameters=_with_own_names(list(zip(self.names, self._stand_ins, strict=True))),
             compression=compression,
-            groups=groups,
+            groups=groups and [[self._stand_ins[places[id(one)]] for one in group] for group in groups],
         )
-        self.retire = partial(self._distributed.set_backward_passes_per_step, _UNTIL_ASKED)
+        self._send = [self._distributed._make_hook(stand_in) for stand_in in self._stand_ins]
+        self._sent: set[int] = set()
 
-    def keep_local(self, local: bool) -> None:
-        if local != self._local:
-            self._local = local
-            self._distributed.set_backward_passes_per_step(_UNTIL_ASKED if local else 1)
+    def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
+        if place in self._sent:
+            raise self._twice(place)
+        self._sent.add(place)
+        self._begin(place, parameter.grad)
 
-    def before_backward(self) -> None:
-        if self._in_flight:
-            self._guard.complete(self._wait, self._sum, between_passes=True)
-        self._done = False
-        self._in_flight = not self._local  # also where the backward pass ends in an error
+    def _complete(self) -> None:
+        parameters = self.parameters
+        for place, parameter in enumerate(parameters):
+            if place not in self._sent:
+                self._begin(place, parameter.grad if parameter is not None else None)
+        self._distributed.synchronize()  # which replaces the values of the gradients
+        for parameter, stand_in in zip(parameters, self._stand_ins, strict=True):
+            mean, stand_in.grad = stand_in.grad, None
+            if parameter is None or mean is None or parameter.grad is mean:
+                continue
+            if not mean.is_sparse:
+                assign_means([parameter], [mean], lambda _, mean=mean: not _is_absent(mean))  # type: ignore[misc]
+            elif mean._nnz():
+                parameter.grad = mean
+        self._sent.clear()
 
-    def after_backward(self) -> None:
-        # A model that this pass has not reached has nothing to wait for.
-        self._in_flight = not self._local and (self._guard.ranks_may_differ or self._has_sent())
-        if self._in_flight:
-            self._guard.note()
+    def _begin(self, place: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            shape = self._shapes[place]
+            gradient = _absent_like(shape, self._device)
+            if place in self._sparse:
+                gradient = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device, layout=torch.sparse_coo)
+        if gradient.is_sparse and place not in self._sparse:  # other ranks may have none, and send zeros
+            gradient = gradient.to_dense()
+        self._stand_ins[place].grad = gradient.detach().clone() if gradient.requires_grad else gradient
+        self._send[place]()
 
-    def _has_sent(self) -> bool:
-        return bool(self._distributed._handles)
 
-    def finish(self) -> None:
-        if not self._done:
-            self._guard.complete(self._wait, self._sum)
+def _absent_like(shape: Tensor, device: torch.device) -> Tensor:
+    """Return what is sent for a parameter of a shape and type that has no gradient.
 
-    def _wait(self, dropped: Iterable[nn.Parameter]) -> None:
-        for parameter in dropped:
-            parameter.grad = torch.empty_like(parameter)  # Horovod assigns what it has sent to the gradient
-        self._distributed.synchronize()
-        self._in_flight, self._done = False, True
+    A sum is a negative zero where all of its terms are. That tells parameters without a gradient on any rank from those
+    whose gradient is zero, without a message of its own.
+    """
+    return torch.full_like(shape, complex(-0.0, -0.0) if shape.is_complex() else -0.0, device=device)
 
-    def reopen(self) -> None:
-        self._done = False
+
+def _is_absent(mean: Tensor) -> bool:
+    numbers = torch.view_as_real(mean) if mean.is_complex() else mean
+    return not bool(numbers.any()) and bool(numbers.signbit().all())
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that takes the same gradients and no memory."""
+    return nn.Parameter(parameter.detach().new_zeros(1).expand(parameter.shape))
 
 
 def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[Tensor]] | None:
@@ -242,30 +252,30 @@ def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[li
     return None if over_nccl and size > BUCKET_BYTES else divide(parameters)
 
 
-class _AnyOrder:
-    """Horovod's compression, for tensors in any order of memory. Horovod itself takes contiguous ones only.
+class _AnyTensor:
+    """Horovod's compression, for tensors of any type and in any order of memory.
 
-    One in another order, the gradient of a channels-last weight say, is sent as a contiguous copy and written back.
-    A rank may have no gradient, for which Horovod makes a contiguous one: so all send the same order.
+    Horovod itself takes contiguous ones of its own types. One in another order, the gradient of a channels-last weight
+    say, is sent as a contiguous copy and written back: a rank may have no gradient, for which a contiguous one is sent.
+    bfloat16 is sent as float32, and complex numbers as pairs of real ones.
     """
 
     def __init__(self, compression: Any) -> None:
         self._compression = compression
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, Tensor]]:
-        if tensor.is_sparse:
-            raise ConfigError(
-                f"a gradient of shape {tuple(tensor.shape)} is sparse, and no module has sparse=True, so Horovod was "
-                "to send it in a bucket; set dynamic_graph to True, which sends each gradient by itself"
-            )
-        sent, context = self._compression.compress(tensor.contiguous())
+        dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        sent, context = self._compression.compress(dense.contiguous().to(_SENT_AS.get(dense.dtype, dense.dtype)))
         return sent, (context, tensor)
 
     def decompress(self, sent: Tensor, context: tuple[Any, Tensor] | None) -> Tensor:
         if context is None:  # a sparse gradient, which Horovod gathers uncompressed
             return sent
-        found: Tensor = self._compression.decompress(sent, context[0])
-        return found if context[1].is_contiguous() else context[1].copy_(found)
+        mean: Tensor = self._compression.decompress(sent, context[0])
+        tensor = context[1]
+        if tensor.is_complex():
+            mean = torch.view_as_complex(mean)
+        return mean if tensor.is_contiguous() and mean.dtype == tensor.dtype else tensor.copy_(mean)
 
 
 def _with_own_names(parameters: NamedParameters) -> NamedParameters:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.strategies.base import NamedParameters, Synchronizer
+from trainer.strategies.base import NamedParameters
 from trainer.strategies.flat import Transport, exact_type, mean_of_all, start_mean
-from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.whole_gradients import WholeSynchronizer
 
 
@@ -57,18 +56,13 @@ class _Sent:
     """Waits for the ranks' means."""
 
 
-class LocalSynchronizer(Synchronizer):
+class LocalSynchronizer(WholeSynchronizer):
     """Averages weights in place of gradients, after each round of updates that every rank takes by itself."""
 
-    def __init__(
-        self, model: nn.Module, parameters: NamedParameters, guard: GradientGuard, transport: Transport, rounds: Rounds
-    ) -> None:
-        super().__init__(model)
-        self._parameters, self._transport = dict(parameters), transport
-        self._guard = guard
-        self._whole = WholeSynchronizer(model, parameters, guard, transport)
+    def __init__(self, parameters: NamedParameters, transport: Transport, rounds: Rounds) -> None:
+        super().__init__(parameters, transport)
         self._rounds = rounds
-        self.updates = self._in_round = 0
+        self._in_round = 0
         self._states_differ = self._differs = False
         self._sent: _Sent | None = None
         self._is_new = True
@@ -82,46 +76,33 @@ class LocalSynchronizer(Synchronizer):
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
 
     @property
-    def _is_synchronous(self) -> bool:
+    def _named(self) -> dict[str, nn.Parameter]:
+        named = zip(self.names, self.parameters, strict=True)
+        return {name: parameter for name, parameter in named if parameter is not None}
+
+    @property
+    def weights_are_equal(self) -> bool:
         return self.updates < self._rounds.full_updates
 
-    def keep_local(self, local: bool) -> None:
-        self._whole.keep_local(local)
-
-    def before_backward(self) -> None:
+    def _complete(self) -> None:
         self._is_new = True
-        if self._is_synchronous:
-            self._whole.before_backward()
-
-    def after_backward(self) -> None:
-        if self._is_synchronous:
-            self._whole.after_backward()
-        else:
-            self._guard.note()
-
-    def finish(self) -> None:
-        if self._is_synchronous:
-            self._whole.finish()
-        else:
-            self._guard.check_absent()
-            if self._is_new and not self._has_begun:
-                self._has_begun = True
-                self._take_anchors()
+        if self.weights_are_equal:
+            self._average()
+        elif not self._has_begun:
+            self._has_begun = True
+            self._take_anchors()
 
     def _take_anchors(self) -> None:
+        parameters = self._named
         for name, anchor in self._anchors.items():
-            anchor.copy_(self._parameters[name].detach())
-
-    def reopen(self) -> None:
-        self._is_new = True  # also on a rank without a backward pass: its rounds are as long as the others'
-        self._whole.reopen()
+            anchor.copy_(parameters[name].detach())
 
     def after_step(self) -> None:
         if not self._is_new:  # another optimizer's step on the same gradients
             self._differs = self._has_begun
             return
         self._is_new = False
-        was_synchronous, self.updates = self._is_synchronous, self.updates + 1
+        was_synchronous, self.updates = self.weights_are_equal, self.updates + 1
         if not was_synchronous:
             self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
             if self._in_round == self._rounds.every:
@@ -130,11 +111,11 @@ class LocalSynchronizer(Synchronizer):
     @torch.no_grad()
     def _end_round(self) -> None:
         if not self._rounds.overlap:
-            self._average()
+            self._average_weights()
             return
         self._take_average()
         self._in_round, self._differs = 0, False
-        parameters = [*self._parameters.values()]
+        parameters = [*self._named.values()]
         self._sent = _Sent([*map(_copy, parameters)], start_mean(parameters, self._transport, "weights"))
 
     def _take_average(self) -> None:
@@ -142,19 +123,20 @@ class LocalSynchronizer(Synchronizer):
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        for (name, parameter), own, mean in zip(self._parameters.items(), sent.own, sent.means(), strict=True):
+        for (name, parameter), own, mean in zip(self._named.items(), sent.own, sent.means(), strict=True):
             parameter.copy_(self._go_on_from(name, mean) + (parameter - own))
 
     def _was_written_to(self, sent: _Sent) -> bool:
         """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
-        pairs = zip(self._parameters.values(), sent.own, strict=True)
+        pairs = zip(self._named.values(), sent.own, strict=True)
         changed = any(not torch.equal(parameter.to(own.dtype), own) for parameter, own in pairs)
         return bool(self._transport.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
 
-    def _average(self) -> None:
+    def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
-        means = mean_of_all([*self._parameters.values()], self._transport, "weights")
-        for (name, parameter), mean in zip(self._parameters.items(), means, strict=True):
+        parameters = self._named
+        means = mean_of_all([*parameters.values()], self._transport, "weights")
+        for (name, parameter), mean in zip(parameters.items(), means, strict=True):
             parameter.copy_(self._go_on_from(name, mean))
 
     def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
@@ -172,11 +154,11 @@ class LocalSynchronizer(Synchronizer):
             self._differs = self._differs or self._was_written_to(self._sent)
             self._take_average()
         if self._differs:
-            self._average()
+            self._average_weights()
         if not self._states_differ or not optimizers:
             return
         self._states_differ = False
-        own = {id(parameter) for parameter in self._parameters.values()}
+        own = set(map(id, self._named.values()))
         states = [
             value
             for optimizer in optimizers

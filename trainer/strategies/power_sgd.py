@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.strategies.base import NamedParameters
 from trainer.strategies.flat import Transport, exact_type, mean_of_all
-from trainer.strategies.gradient_guard import GradientGuard
 from trainer.strategies.whole_gradients import WholeSynchronizer
 
 _LEAST_SAVING = 2.0
@@ -86,51 +85,40 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: NamedParameters,
-        guard: GradientGuard,
         transport: Transport,
         *,
         rank: int,
         full_updates: int = 0,
         least_saving: float = _LEAST_SAVING,
     ) -> None:
-        super().__init__(model, parameters, guard, transport)
+        super().__init__(parameters, transport)
         self._full_updates = full_updates
         widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
         self._factors = {
-            place: Factors(self._parameters[place].detach(), width, place)
-            for place, width in enumerate(widths)
-            if width
+            place: Factors(parameters[place][1].detach(), width, place) for place, width in enumerate(widths) if width
         }
-        self._applied: dict[int, Tensor] = {}
 
-    def finish(self) -> None:
-        super().finish()
-        for place, approximation in self._applied.items():
-            # Nobody will apply it, because no rank's backward pass has reached this parameter.
-            if self._parameters[place].grad is None:
-                self._factors[place].error += approximation.reshape(self._factors[place].shape)
-        self._applied = {}
-
-    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> None:
+    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
         if self.updates < self._full_updates:
-            super()._replace_by_mean(gradients)
-            return
+            return super()._replace_by_mean(gradients)
         whole = [place for place in range(len(gradients)) if place not in self._factors]
         sent = [factors.project(gradients[place]) for place, factors in self._factors.items()]
-        means = mean_of_all([*sent, *(gradients[place] for place in whole)], self._transport, "left")
+        others = [*(gradients[place] for place in whole), self.has_gradients()]
+        *means, counts = mean_of_all([*sent, *others], self._transport, "left")
         for place, mean in zip(whole, means[len(sent) :], strict=True):
             gradients[place].copy_(mean)
         lefts = means[: len(sent)]
         if not all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
             self._begin_anew(gradients)
-            return
+            return counts
         sent = [one.project_back(left) for one, left in zip(self._factors.values(), lefts, strict=True)]
         rights = mean_of_all(sent, self._transport, "right")
         for (place, factors), right in zip(self._factors.items(), rights, strict=True):
             factors.approximate(right, gradients[place])
-            self._applied[place] = gradients[place]
+            if not counts[place]:  # nobody will apply it, because no rank's pass has reached this parameter
+                factors.error += gradients[place].reshape(factors.shape)
+        return counts
 
     def _begin_anew(self, gradients: Sequence[Tensor]) -> None:
         """Make gradients that overflowed on some rank NaN on all, and keep them out of the errors."""
@@ -143,7 +131,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         errors = mean_of_all([one.error for one in self._factors.values()], self._transport, "error")
         for factors, mean in zip(self._factors.values(), errors, strict=True):
             factors.error.copy_(mean)
-        kept = {self._names[place]: one for place, one in self._factors.items()}
+        kept = {self.names[place]: one for place, one in self._factors.items()}
         return {
             "kind": "powersgd",
             "updates": self.updates,
@@ -157,7 +145,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
             return
         self.updates = state["updates"]
         for place, factors in self._factors.items():
-            name = self._names[place]
+            name = self.names[place]
             for own, found in ((factors.error, state["errors"].get(name)), (factors.right, state["factors"].get(name))):
                 if found is not None and found.shape == own.shape:
                     own.copy_(found)

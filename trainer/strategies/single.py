@@ -29,7 +29,7 @@ class SingleStrategy(Strategy):
         self.tuning = tune(world)
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        return Synchronizer(model)
+        return Synchronizer()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -1,71 +1,44 @@
-"""Gradient synchronization in one piece, after the backward pass, under every strategy whose gradients are all-reduced.
+"""Gradient synchronization in one piece, at the end of the backward pass, under every strategy with an all-reduce.
 
-Gradients stay on their rank until the step: what is sent of them may then be chosen by looking at all of them.
+Nothing is sent before the last gradient is there: what is sent may then be chosen by looking at all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.strategies.base import NamedParameters, Synchronizer
+from trainer.strategies.base import NamedParameters
 from trainer.strategies.flat import Transport, mean_of_all
-from trainer.strategies.gradient_guard import GradientGuard
+from trainer.strategies.gradients import GradientSynchronizer, assign_means
 
 
-class WholeSynchronizer(Synchronizer):
+class WholeSynchronizer(GradientSynchronizer):
     """Makes the gradients the mean over all ranks in one message for each type of number.
 
     Args:
         parameters: those whose gradients are all-reduced.
-        guard: of these parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: NamedParameters, guard: GradientGuard, transport: Transport
-    ) -> None:
-        super().__init__(model)
-        self._names = [name for name, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
-        self._guard, self._transport = guard, transport
-        self._is_local = self._is_done = False
+    def __init__(self, parameters: NamedParameters, transport: Transport) -> None:
+        super().__init__(parameters)
+        self._transport = transport
         self.updates = 0
-        """Calls of `finish` that all-reduced gradients."""
+        """Backward passes whose gradients were all-reduced."""
 
-    def keep_local(self, local: bool) -> None:
-        self._is_local = local
-
-    def before_backward(self) -> None:
-        self._guard.check()
-        self._is_done = False
-
-    def after_backward(self) -> None:
-        # Nothing is on its way. But a change that other strategies refuse would here be a change of the local
-        # gradients, which is not what was meant.
-        if not self._is_local:
-            self._guard.note()
-
-    def finish(self) -> None:
-        if self._is_done:
-            return
-        self._guard.complete(self._average, self._transport.all_reduce)
+    def _complete(self) -> None:
+        self._average()
         self.updates += 1
-        self._is_done = True
 
-    def reopen(self) -> None:
-        self._is_done = False
+    def _average(self) -> None:
+        gradients = self.gradients()
+        counts = self._replace_by_mean(gradients)
+        assign_means(self.parameters, gradients, lambda place: bool(counts[place]))
 
-    def _average(self, _: object) -> None:
-        gradients = []
-        for parameter in self._parameters:
-            if parameter.grad is None:  # another rank may have one
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        with torch.no_grad():
-            self._replace_by_mean(gradients)
-
-    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> None:
-        for gradient, mean in zip(gradients, mean_of_all(gradients, self._transport, "whole"), strict=True):
+    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Write the means over the gradients; return a number for each, not 0 where any rank has one."""
+        *means, counts = mean_of_all([*gradients, self.has_gradients()], self._transport, "whole")
+        for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean)
+        return counts

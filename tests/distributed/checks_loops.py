@@ -1,0 +1,476 @@
+"""Training loops as scripts have them, each written once: alone on whole batches, and on every rank of one job.
+
+What stands between the backward pass and the step reads and changes gradients as it does in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from trainer import TrainerError, init
+from trainer.data.shard_plan import permutation
+from trainer.strategies.base import Strategy
+
+Batches = list[tuple[Tensor, Tensor]]
+Loop = Callable[[nn.Module, Any, Callable[..., None], Batches], None]
+
+
+def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def with_a_grad_scaler(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
+    scaler = torch.amp.GradScaler(batches[0][0].device.type)
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(scaler.scale(loss_of(model, batch)))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def with_gradients_changed_by_hand(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=False)
+        backward(loss_of(model, batch))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.clamp_(-0.05, 0.05)
+            parameter.grad = parameter.grad / (1 + parameter.grad.norm())
+        nn.utils.clip_grad_value_(model.parameters(), 0.04)
+        optimizer.step()
+
+
+def with_an_optimizer_that_was_not_prepared(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    other = torch.optim.Adam(model.parameters(), lr=0.01)
+    for batch in batches:
+        other.zero_grad()
+        backward(loss_of(model, batch))
+        other.step()
+
+
+def without_an_optimizer(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
+    for batch in batches:
+        backward(loss_of(model, batch))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+
+
+def with_sharpness_aware_steps(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    """SAM (Foret et al. 2021): the gradient is taken where the loss is highest nearby."""
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(loss_of(model, batch))
+        with torch.no_grad():
+            steps = [0.05 * parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
+            for parameter, step in zip(model.parameters(), steps, strict=True):
+                parameter.add_(step)
+        optimizer.zero_grad()
+        backward(loss_of(model, batch))
+        with torch.no_grad():
+            for parameter, step in zip(model.parameters(), steps, strict=True):
+                parameter.sub_(step)
+        optimizer.step()
+
+
+def with_hooks_that_come_late(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    def shrink(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5).clamp_(-1, 1)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(shrink) for parameter in model.parameters()]
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(loss_of(model, batch) / 4)  # within the bounds of the clamp, which is not linear
+        optimizer.step()
+    for hook in hooks:
+        hook.remove()
+
+
+def with_gradients_that_are_kept(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    """As gradient surgery does (Yu et al. 2020): both tasks' gradients are looked at together."""
+    for first, second in itertools.pairwise(batches):
+        kept = []
+        for batch in (first, second):
+            optimizer.zero_grad(set_to_none=True)
+            backward(loss_of(model, batch))
+            kept.append([parameter.grad for parameter in model.parameters()])
+        for parameter, one, other in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = one + 2 * other
+        optimizer.step()
+
+
+def with_two_losses_of_one_pass(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        backward(F.cross_entropy(outputs, targets), retain_graph=True)
+        backward(outputs[:, :2].square().mean())
+        optimizer.step()
+
+
+def with_passes_that_reach_a_part(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    """The first layer's weight alone gets a gradient in the first pass, and the last layer none before the second."""
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        backward(model[0].weight.square().mean())  # type: ignore[index]
+        if number % 2:
+            backward(loss_of(model, batch))
+        optimizer.step()
+
+
+def with_a_closure(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
+    for batch in batches:
+
+        def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return loss
+
+        optimizer.step(closure)
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+
+def tolerance_of(loop: Loop) -> float:
+    return 1e-7 if loop is with_a_closure else 1e-10  # LBFGS divides by differences of gradients
+
+
+LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
+    (with_a_grad_scaler, sgd),
+    (with_gradients_changed_by_hand, sgd),
+    (with_an_optimizer_that_was_not_prepared, sgd),
+    (without_an_optimizer, sgd),
+    (with_sharpness_aware_steps, sgd),
+    (with_hooks_that_come_late, sgd),
+    (with_gradients_that_are_kept, sgd),
+    (with_two_losses_of_one_pass, sgd),
+    (with_passes_that_reach_a_part, sgd),
+    (with_a_closure, sgd),
+    (with_a_closure, lbfgs),
+]
+
+
+def check_loops_equal_one_process(strategy: Strategy) -> None:
+    if strategy.shards:  # whose parameters are others after `prepare`, and need gradients all at once
+        return
+    world, device = strategy.world, strategy.world.device
+    data = make_data(5 * BATCH * world.size).to(device)
+    whole = [*zip(data.inputs.split(BATCH * world.size), data.targets.split(BATCH * world.size), strict=True)]
+    own = [(inputs[world.rank :: world.size], targets[world.rank :: world.size]) for inputs, targets in whole]
+    for loop, make_optimizer in LOOPS:
+        expected, model = make_model().to(device), make_model()
+        loop(expected, make_optimizer(expected), Tensor.backward, whole)
+        run = init(strategy)
+        forward, optimizer = run.prepare(model, make_optimizer(model))
+        loop(forward, optimizer, run.backward, own)
+        try:
+            assert_equal(model, expected, tolerance_of(loop))
+        except AssertionError as error:
+            raise AssertionError(f"{loop.__name__}: {error}") from None
+        assert_same_on_all_ranks(strategy, model)
+
+
+class Answer:
+    """A class of a script's own."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, inputs: Tensor) -> Answer:
+        return Answer(self.inner(inputs))
+
+
+def check_a_forward_pass_may_return_anything_and_run_on_one_rank_alone(strategy: Strategy) -> None:
+    data = make_data(3 * BATCH * strategy.world.size)
+    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
+    run, model = init(strategy), Answering()
+    forward, optimizer = run.prepare(model, sgd(model))
+    for inputs, targets in run.loader(data, BATCH):
+        if run.is_root and not strategy.shards:
+            forward(inputs)  # pictures of what the model does now, in training mode
+        run.backward(F.cross_entropy(forward(inputs).logits, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(model.inner, expected, 1e-12)
+
+
+class Repeated(nn.Module):
+    """A block that is used twice, whose activations are computed anew in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.requires_grad_()
+        for _ in range(2):
+            inputs = checkpoint(self.block, inputs, use_reentrant=self.reentrant)
+        result: Tensor = self.last(inputs)
+        return result
+
+
+def check_reentrant_checkpointing_of_a_block_that_is_used_twice_is_told(strategy: Strategy) -> None:
+    if strategy.shards or strategy.world.size == 1:
+        return
+    for reentrant in (False, True):
+        run, model = init(strategy), Repeated(reentrant)
+        forward, _ = run.prepare(model, sgd(model))
+        inputs = torch.ones(2, 4, device=run.device) + run.rank
+        message = "completed the gradient of .* twice, .* use_reentrant=False"
+        with pytest.raises(TrainerError, match=message) if reentrant else nullcontext():
+            run.backward(forward(inputs).sum())
+        if not reentrant:
+            assert len(set(strategy.all_gather_object(float(model.block.weight.grad.sum())))) == 1  # type: ignore[union-attr]
+    # What that pass has begun to send is finished by the next one.
+    run.backward(model.last(inputs).sum())
+    strategy.barrier()
+
+
+def check_parameters_of_any_type_equal_one_process(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    for dtype in (torch.complex64, torch.complex128, torch.bfloat16, torch.float16):
+        run = init(strategy)
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.full((3, 5), 0.5, dtype=dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run.prepare(model, optimizer)
+        scale = torch.tensor(run.rank + 1.0, device=run.device).to(dtype) * (1j if dtype.is_complex else 1)
+        product = model.weight * scale
+        run.backward((product.abs().square() if dtype.is_complex else product.square()).sum().float())
+        mean = sum((rank + 1.0) ** 2 for rank in range(run.world_size)) / run.world_size
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == dtype
+        assert model.weight.grad.real.float().cpu().flatten().tolist() == pytest.approx([mean] * 15, rel=1e-2)
+        optimizer.step()
+        assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_sweep_keeps_no_model(strategy: Strategy) -> None:
+    """Not that of an earlier call either: the parameters are gone, without a garbage collection."""
+    run, gone = init(strategy), []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(4):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+            model[1].requires_grad_(number % 2 == 0)  # frozen layers of an abandoned model stop no other
+            forward, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))
+            run.backward(forward(torch.ones(2, 4, device=run.device) * (run.rank + 1)).sum())
+            optimizer.step()
+            gone += [weakref.ref(model), weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
+            model[1].requires_grad_(True)
+            del model, forward, optimizer
+        assert [one() for one in gone] == [None] * len(gone) or strategy.shards
+    finally:
+        gc.enable()
+
+
+def check_a_model_that_only_its_optimizer_holds_is_trained(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    run = init(strategy)
+    first, second = nn.Linear(2, 2).double(), nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    run.prepare(nn.ModuleList([first, second]), optimizer)
+    gc.collect()
+    run.backward(second(first(torch.ones(1, 2, dtype=torch.float64, device=run.device) * run.rank)).sum())
+    optimizer.step()
+    both = nn.ModuleList([first, second])
+    assert_same_on_all_ranks(strategy, both)
+
+
+def drawn_ahead(loader: Any) -> Iterator[Any]:
+    """Yield the loader's batches, two of which are drawn before the first is used."""
+    batches = iter(loader)
+    waiting = [*itertools.islice(batches, 2)]
+    for batch in batches:
+        waiting.append(batch)
+        yield waiting.pop(0)
+    yield from waiting
+
+
+def check_batches_that_are_drawn_ahead_or_kept_count_what_they_are(strategy: Strategy) -> None:
+    """The last batch has fewer samples than the others: two of them on rank 0, none elsewhere."""
+    if strategy.shards:
+        return
+    data = make_data(3 * BATCH * strategy.world.size + 2)
+    for kind in ("ahead", "cycle"):
+        epochs = 1 if kind == "ahead" else 2
+        expected = make_model()
+        ours, plain = make_model(), sgd(expected)
+        run = init(strategy)
+        forward, optimizer = run.prepare(ours, sgd(ours))
+        loader = run.loader(data, BATCH)
+        steps = epochs * len(loader)
+        batches = drawn_ahead(loader) if kind == "ahead" else itertools.islice(itertools.cycle(loader), steps)
+        for inputs, targets in batches:
+            run.backward(F.cross_entropy(forward(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        for index in [*permutation(len(data), epoch=0, seed=0).split(BATCH * strategy.world.size)] * epochs:
+            plain.zero_grad()
+            F.cross_entropy(expected(data.inputs[index]), data.targets[index]).backward()
+            plain.step()
+        assert_equal(ours, expected, 1e-12)
+
+
+def check_a_loss_of_two_loaders_batches_that_count_differently_is_told(strategy: Strategy) -> None:
+    if strategy.world.size == 1 or strategy.shards:
+        return
+    run, model = init(strategy), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    long = run.loader(make_data(2 * BATCH * run.world_size), BATCH)
+    short = run.loader(make_data(BATCH * run.world_size + 1), BATCH)
+    told = None
+    for one, other in zip(long, short, strict=True):
+        loss = loss_of(forward, one) + loss_of(forward, other)
+        try:
+            run.backward(loss)
+        except TrainerError as error:
+            told = str(error)
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told is not None
+    assert "several batches of run.loader that count differently" in told
+    strategy.barrier()
+
+
+def check_samples_of_ones_own_count_what_is_said(strategy: Strategy) -> None:
+    """Each rank has another number of samples in each of the two passes of an update, or none at all."""
+    if strategy.shards:
+        return
+    world, model, expected = strategy.world, make_model(), make_model()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, sgd(model))
+    plain = sgd(expected)
+    for update in range(3):
+        sizes = [(3 * rank + 2 * part + update) % 5 for rank in range(world.size) for part in range(2)]
+        data = make_data(sum(sizes))
+        pieces = [*zip(data.inputs.split(sizes), data.targets.split(sizes), strict=True)]
+        for part, place in enumerate((2 * world.rank, 2 * world.rank + 1)):
+            inputs, targets = (one.to(run.device) for one in pieces[place])
+            with run.no_sync() if part == 0 else nullcontext():
+                run.backward(F.cross_entropy(forward(inputs), targets), samples=len(inputs))
+        plain.zero_grad()
+        F.cross_entropy(expected(data.inputs), data.targets).backward()
+        for one in (optimizer, plain):
+            one.step()
+        optimizer.zero_grad()
+    assert_equal(model, expected, 1e-12)
+
+
+def check_accumulation_without_a_loader(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    world, model, expected = strategy.world, make_model(), make_model()
+    data = make_data(4 * BATCH * world.size)
+    run = init(strategy, accumulate=2)
+    forward, optimizer = run.prepare(model, sgd(model))
+    plain = sgd(expected)
+    for number, index in enumerate(torch.arange(len(data)).split(BATCH * world.size)):
+        own = index[world.rank :: world.size]
+        run.backward(F.cross_entropy(forward(data.inputs[own].to(run.device)), data.targets[own].to(run.device)))
+        (F.cross_entropy(expected(data.inputs[index]), data.targets[index]) / 2).backward()
+        assert run.sync_gradients == (number % 2 == 1)
+        if run.sync_gradients:
+            for one in (optimizer, plain):
+                one.step()
+                one.zero_grad()
+    assert_equal(model, expected, 1e-12)
+
+
+def check_a_mean_is_over_the_samples_of_all_ranks(strategy: Strategy) -> None:
+    run = init(strategy)
+    values = torch.arange(BATCH * run.world_size + 2, dtype=torch.float64)
+    mean = run.mean()
+    for (batch,) in run.loader(torch.utils.data.TensorDataset(values), BATCH):
+        mean.add(batch.mean())
+    assert mean.read() == pytest.approx(float(values.mean()), rel=1e-12)
+    mean.add(run.rank, samples=run.rank)
+    expected = sum(rank * rank for rank in range(run.world_size)) / max(sum(range(run.world_size)), 1)
+    assert run.world_size == 1 or mean.read() == pytest.approx(expected)
+
+
+def check_what_rank_0_saves_is_there_whole_or_not_at_all(strategy: Strategy) -> None:
+    run = init(strategy)
+    folder = run.broadcast(tempfile.mkdtemp() if run.is_root else None)
+    path = Path(folder, "made", "weights.pt")
+    run.save({"rank": run.rank}, path)
+    if run.is_root:
+        with pytest.raises(TrainerError, match=r"weights\.pt/below cannot be written: (Not a directory|File exists)"):
+            run.save({}, path / "below")
+    run.barrier()
+    assert torch.load(path) == {"rank": 0}
+    assert [*path.parent.iterdir()] == [path]
+    run.barrier()
+    if run.is_root:
+        shutil.rmtree(folder)
+
+
+def check_a_whole_model_is_copied_and_saved(strategy: Strategy) -> None:
+    """With what `prepare` has registered on it, which does nothing in the copy."""
+    if strategy.shards:
+        return
+    run, model = init(strategy), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    run.backward(
+        loss_of(forward, (torch.ones(2, 1, 6, 6).double().to(run.device), torch.tensor([0, 1]).to(run.device)))
+    )
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    inputs = torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(inputs), model(inputs))
+        other(inputs).sum().backward()  # a plain pass of the copy, which is nobody's
