@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainer.errors import TrainerError
-from trainer.files import write_atomically
+from trainer.files import what_is_no_folder, write_atomically
 from trainer.launch.marks import note_folder
 from trainer.launch.world import World
 
@@ -53,7 +53,8 @@ class RunFolder:
             else:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
         except OSError as error:
-            raise TrainerError(f"output folder {self.path} cannot be written: {error.strerror or error}") from None
+            reason = what_is_no_folder(self.path) or error.strerror or error
+            raise TrainerError(f"output folder {self.path} cannot be written: {reason}") from None
         note_folder(str(self.path))
         self._started = time.monotonic()
         self._events: Any = None
