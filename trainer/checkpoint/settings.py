@@ -150,7 +150,7 @@ def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else repr(value)
+    return f"{value:.7g}" if isinstance(value, float) else repr(value)  # a tensor's rate is one in single precision
 
 
 def _is_number(value: Any) -> bool:
