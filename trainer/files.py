@@ -41,8 +41,13 @@ def what_is_no_folder(path: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _is_refused_write(error: BaseException) -> bool:
