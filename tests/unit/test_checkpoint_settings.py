@@ -118,6 +118,15 @@ def test_what_was_edited_and_what_counts_is_told_at_each_start(
     assert before == pytest.approx(expected)
 
 
+def test_an_edited_rate_is_told_as_the_script_has_it_before_its_warm_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for epochs, rate in ((1, 0.1), (2, 0.3)):
+        train(tmp_path, lambda one: lr_scheduler.LinearLR(one, 0.1), epochs, lr=rate)
+    (line,) = said(capfd)
+    assert "what counts: lr = 0.1 from the checkpoint (script: 0.3); to change" in line
+
+
 @pytest.mark.parametrize(
     ("first", "then", "told"),
     [

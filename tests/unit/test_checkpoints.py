@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from tests.unit.small_trainings import close_all, made, saved, start, step, train
 from tests.unit.test_loader import numbered
 from trainer import Checkpoints, ConfigError, TrainerError, init
+from trainer.checkpoint.commit import commit
 from trainer.checkpoint.committed import load
 
 
@@ -240,6 +242,25 @@ def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, mo
             found.append(places(checkpoints))
         made.pop().close()
     assert found == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
+
+
+def test_the_best_is_the_one_before_until_the_next_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append((checkpoints.best_path, args[1]))
+        return commit(*args, **options)
+
+    monkeypatch.setattr("trainer.checkpoint.writer.commit", watched)
+    run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="max", keep=1)
+    loader = run.loader(numbered(6), 2)
+    for epoch in run.epochs(3):
+        for inputs, _ in loader:
+            step(run, model, optimizer, inputs)
+        checkpoints.rate(epoch)
+    assert [path.name if path else None for path, _ in seen] == [None, *(name for _, name in seen[:-1])]
 
 
 def test_a_pass_before_the_training_takes_nothing_away(tmp_path: Path) -> None:
