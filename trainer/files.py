@@ -28,11 +28,27 @@ def check_writable(path: Path) -> None:
         raise TrainerError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def what_is_no_folder(path: Path) -> str:
+    """Return which part of a folder's path cannot be one, and why, in words; "" where nothing is in the way."""
+    with suppress(OSError):
+        part = next((one for one in (path, *path.parents) if one.is_symlink() or one.exists()), path)
+        if part.is_symlink() and not part.is_dir():
+            return f"{part} is a link to {part.readlink()}, which is no folder; make that one, or name another folder"
+        if part.exists() and not part.is_dir():
+            return f"{part} is a file, and no folder; name another folder"
+    return ""
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def save_atomically(path: Path, value: Any) -> None:

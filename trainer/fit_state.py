@@ -24,6 +24,8 @@ class FitState:
         """Updates since the fit began."""
         self.records: list[EpochRecord] = []
         """Of the epochs that have ended."""
+        self.learning_rate = 0.0
+        """Of the last update, first parameter group."""
         self._strategy = strategy
         kinds = [type(one).__name__ for one in callbacks]
         self._callbacks = {
@@ -52,12 +54,13 @@ class FitState:
             "loss": means["loss"],
             "samples": samples,
             "seconds": self.seconds,
+            "learning_rate": self.learning_rate,
             "callbacks": {name: dict(one.state_dict()) for name, one in self._callbacks.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a state. Rank 0 takes the sums of all ranks, which may have been another number of them."""
-        self.updates = state["updates"]
+        self.updates, self.learning_rate = state["updates"], state.get("learning_rate", 0.0)
         self.records = [_record(one) for one in state["records"]]
         self.begin_epoch()
         self._seconds = state["seconds"]

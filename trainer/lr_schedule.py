@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+
+MORE_STEPS = (
+    "one from a checkpoint keeps its length: begin a longer training in another folder, with the checkpoint's weights, "
+    "or take a LambdaLR, whose function is the script's (docs/surviving.md, Going on)"
+)
+"""What to do where a scheduler is to take more steps than it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,11 @@ def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: 
 
 
 class LearningRate:
-    """Applies a schedule to an optimizer's parameter groups, each relative to its own initial learning rate.
+    """Applies a schedule to an optimizer's parameter groups, each relative to the learning rate of the script.
+
+    A fit that goes on takes the script's as well: the schedule is a function of it, of the settings and of the update's
+    number, so that it holds for another number of ranks. A rate that is neither scaled nor decayed may have been
+    changed by a callback; it is the checkpoint's as long as the script's is the same.
 
     Raises:
         ConfigError: the user has made a scheduler for this optimizer, which would be overwritten.
@@ -80,7 +90,8 @@ class LearningRate:
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
         # PyTorch marks an optimizer's step so, to count its calls.
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not schedule.is_constant:
+        self._has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if self._has_scheduler and not schedule.is_constant:
             raise ConfigError(
                 "a learning rate scheduler was made for this optimizer, and Trainer's own schedule would overwrite it; "
                 "hand it in (Trainer(…, lr_scheduler=…)), or set scale_lr to False and decay to 'none'"
@@ -89,17 +100,19 @@ class LearningRate:
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule = schedule
 
-    @property
-    def description(self) -> str:
-        return self._schedule.describe(self._base[0])
+    def describe(self, update: int = 0) -> str:
+        """Return in words what becomes of the learning rate from update number `update` on."""
+        if self._schedule.is_constant:
+            rate = float(self._optimizer.param_groups[0]["lr"])
+            left = f"learning rate {rate:g}, left to the scheduler that was made for the optimizer"
+            return left if self._has_scheduler else self._schedule.describe(rate)
+        now = f"; now {self._base[0] * self._schedule.factor(update):g}" if update else ""
+        return self._schedule.describe(self._base[0]) + now
 
     def before_update(self, update: int) -> None:
         """Set every group's learning rate for update number `update`, from 0."""
-        if self._schedule.is_constant:
-            return
-        factor = self._schedule.factor(update)
-        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
-            group["lr"] = base * factor
+        if not self._schedule.is_constant:
+            self._set(self._schedule.factor(update))
 
     def after_update(self) -> None:
         """Nothing is left to do; a scheduler of the user's counts its steps here."""
@@ -107,26 +120,33 @@ class LearningRate:
     def after_epoch(self, loss: float) -> None:
         """Nothing is left to do; a scheduler of the user's may count epochs."""
 
+    def check_steps(self, *, updates: int, epochs: int) -> None:
+        """Nothing: the schedule is that of the training's length. A scheduler of the user's may have an end."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the schedule is a function of the update's number."""
-        return {}
+        """Return the script's learning rates, where they are left alone; else the schedule has no state."""
+        return {"left alone": self._base if self._schedule.is_constant else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over nothing."""
+        """Take the script's learning rates in place of those that the optimizer has from a checkpoint."""
+        if not self._schedule.is_constant or state.get("left alone") != self._base:
+            self._set(1.0)
 
     def restore(self) -> None:
         """Restore every group's initial learning rate, so that a second fit starts like the first."""
-        if self._schedule.is_constant:
-            return
+        if not self._schedule.is_constant:
+            self._set(1.0)
+
+    def _set(self, factor: float) -> None:
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
-            group["lr"] = base
+            group["lr"] = base * factor
 
 
 class UsersSchedule:
     """A scheduler of torch.optim.lr_scheduler, in place of `LearningRate`: nothing else changes the learning rate.
 
     Args:
-        scheduler: of the optimizer that is trained with.
+        scheduler: of the optimizer that is trained with; what a checkpoint keeps is its state.
         per: "update" or "epoch", after which the scheduler takes a step.
 
     Raises:
@@ -138,15 +158,19 @@ class UsersSchedule:
             raise ConfigError(f"lr_scheduler_per is {per!r}; valid are update, epoch")
         if isinstance(scheduler, ReduceLROnPlateau) and per == "update":
             raise ConfigError("ReduceLROnPlateau watches the loss of epochs; set lr_scheduler_per to 'epoch'")
-        self._scheduler, self._per = scheduler, per
-        self.description = f"learning rate by {type(scheduler).__name__}, one step per {per}; not scaled"
+        self.scheduler, self._per = scheduler, per
+
+    def describe(self, update: int = 0) -> str:
+        """Return in words what becomes of the learning rate from update number `update` on."""
+        now = f"; now {float(self.scheduler.optimizer.param_groups[0]['lr']):g}" if update else ""
+        return f"learning rate by {type(self.scheduler).__name__}, one step per {self._per}; not scaled{now}"
 
     def before_update(self, update: int) -> None:
         """Nothing: the scheduler has set the learning rate."""
 
     def after_update(self) -> None:
         if self._per == "update":
-            self._scheduler.step()
+            self.scheduler.step()
 
     def after_epoch(self, loss: float) -> None:
         """Take a step after an epoch.
@@ -154,17 +178,23 @@ class UsersSchedule:
         Args:
             loss: of the validation, or of the training where there is none; for schedulers that watch it.
         """
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(loss)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
         elif self._per == "epoch":
-            self._scheduler.step()
+            self.scheduler.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own."""
-        return self._scheduler.state_dict()
+    def check_steps(self, *, updates: int, epochs: int) -> None:
+        """Check that the scheduler has a learning rate for all that is left to train.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scheduler.load_state_dict(dict(state))
+        Raises:
+            ConfigError: it ends earlier.
+        """
+        one, left = self.scheduler, updates if self._per == "update" else epochs
+        if isinstance(one, OneCycleLR) and one.last_epoch + left > one.total_steps:
+            raise ConfigError(
+                f"OneCycleLR was made for {one.total_steps} steps (total_steps), and {one.last_epoch + left} are to be "
+                f"taken, one per {self._per}; {MORE_STEPS}"
+            )
 
     def restore(self) -> None:
         """Nothing: the schedule goes on in the next fit."""

@@ -97,6 +97,8 @@ class Trainer:
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
+        self.checkpoints: Checkpoints | None = None
+        """Of the fit, once it has begun; None without `checkpoint`."""
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
@@ -126,13 +128,9 @@ class Trainer:
         )
         learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
-        checkpoints = self._checkpoints(state, learning_rate)
-        samples_before = len(state.records) * loader.epoch_samples
-        if checkpoints is not None and checkpoints.resumed is not None:
-            samples_before += checkpoints.resumed.positions[0]["taken"]
-        context = self._context(epochs, learning_rate.description, samples_before)
-        self._notify("on_fit_start", context)
+        checkpoints = self.checkpoints = self._make_checkpoints(state, learning_rate)
         try:
+            context = self._begin(epochs, learning_rate, loader)
             for epoch in self.run.epochs(epochs):
                 record = self._train_epoch(loader, learning_rate, epoch + 1, context, validator)
                 learning_rate.after_epoch(record.validation.metrics["loss"] if record.validation else record.train_loss)
@@ -147,13 +145,14 @@ class Trainer:
         self._notify("on_fit_end", context, state.records)
         return state.records
 
-    def _checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
+    def _make_checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
         if self._checkpoint is None:
             return None
         if self._has_fitted:
             raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
         self._has_fitted = True
-        kept = {"fit": state, "learning rate": learning_rate}
+        users = self._users_schedule
+        kept = {"fit": state, "learning rate": users.scheduler if users is not None else learning_rate}
         return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
@@ -186,7 +185,7 @@ class Trainer:
         sums = state.sums
         self._begin_epoch()
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        opens_update, rate = True, float(self.optimizer.param_groups[0]["lr"])
+        opens_update = True
         for step in loader.steps():
             if opens_update:
                 learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
@@ -195,8 +194,8 @@ class Trainer:
                 sums.add_mean(loss, step.count)
             opens_update, taken = step.closes_update, step.taken
             if opens_update:
-                rate = self._update(learning_rate)
-                self._report_update(context, loader, epoch, rate)
+                self._update(learning_rate)
+                self._report_update(context, loader, epoch)
             if time.perf_counter() >= next_event:
                 self._report_progress(context, loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
@@ -208,7 +207,7 @@ class Trainer:
             train_loss=means["loss"],
             samples=samples,
             seconds=state.seconds,
-            learning_rate=rate,
+            learning_rate=state.learning_rate,
             world_size=self.world.size,
             updates=state.updates,
             validation=self._evaluate(validator) if validator is not None else None,
@@ -227,17 +226,16 @@ class Trainer:
         self.run.backward(loss)
         return loss
 
-    def _update(self, learning_rate: LearningRate | UsersSchedule) -> float:
-        """Apply the all-reduced gradients and reset them; return the first group's learning rate of this update."""
+    def _update(self, learning_rate: LearningRate | UsersSchedule) -> None:
+        """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.run.clip_grad_norm_(parameters, self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._state.updates += 1
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         learning_rate.after_update()
-        return rate
 
     def _layout(self, inputs: Any) -> Any:
         if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
@@ -255,7 +253,7 @@ class Trainer:
         )
         self._notify("on_progress", context, event)
 
-    def _report_update(self, context: FitContext, loader: ShardedLoader, epoch: int, rate: float) -> None:
+    def _report_update(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
@@ -263,6 +261,7 @@ class Trainer:
         if not math.isfinite(loss):
             self._finite(self._state.sums, epoch, loader.taken)
         samples = (epoch - 1) * loader.epoch_samples + loader.taken
+        rate = self._state.learning_rate
         record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", context, record)
 
@@ -277,8 +276,17 @@ class Trainer:
             )
         return loss
 
-    def _context(self, epochs: int, learning_rate: str, samples_before: int) -> FitContext:
-        return FitContext(
+    def _begin(self, epochs: int, learning_rate: LearningRate | UsersSchedule, loader: ShardedLoader) -> FitContext:
+        """Tell the callbacks that a fit begins, or goes on; return its context.
+
+        Raises:
+            ConfigError: a scheduler of the user's ends before the fit.
+        """
+        resumed = self.checkpoints.resumed if self.checkpoints is not None else None
+        taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
+        update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates
+        learning_rate.check_steps(updates=last - update, epochs=epochs - before)
+        context = FitContext(
             world=self.world,
             model=self.model,
             optimizer=self.optimizer,
@@ -286,14 +294,16 @@ class Trainer:
             config=self.config,
             strategy_name=type(self.strategy).__name__,
             description=self.strategy.description,
-            learning_rate=learning_rate,
+            learning_rate=learning_rate.describe(update if update < last else 0),
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
             checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
             updates_before=self._state.updates,
-            epochs_before=len(self._state.records),
-            samples_before=samples_before,
+            epochs_before=before,
+            samples_before=before * loader.epoch_samples + taken,
         )
+        self._notify("on_fit_start", context)
+        return context
 
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:

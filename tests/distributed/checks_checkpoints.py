@@ -162,6 +162,7 @@ def check_the_best_is_kept(strategy: Strategy) -> None:
     with shared_folder(strategy) as folder:
         training = Training(strategy)
         checkpoints = training.checkpoints(folder, keep=1, best="max", every_epochs=1)
+        assert (checkpoints.newest_path, checkpoints.best_path) == (None, None)
         for epoch in training.run.epochs(4):
             for inputs, targets in training.loader:
                 training.run.backward(F.cross_entropy(training.forward(inputs), targets))
@@ -169,6 +170,7 @@ def check_the_best_is_kept(strategy: Strategy) -> None:
                     training.optimizer.step()
                     training.optimizer.zero_grad()
             checkpoints.rate([0.1, 0.9, 0.3, 0.2][epoch])
+        assert [checkpoints.newest_path, checkpoints.best_path] == find(folder)
         checkpoints.close()
         strategy.barrier()
         assert [path.name[13:23] for path in find(folder)] == ["epoch-0004", "epoch-0002"]

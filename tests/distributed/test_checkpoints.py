@@ -61,6 +61,20 @@ def test_any_number_of_ranks_goes_on_from_the_parts_that_others_have_written(tmp
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path: Path) -> None:
+    for launcher, ranks, epochs, rate, said, trained in [
+        ("horovodrun-gloo", 2, 1, "0.06", "= 0.12, warmed up from 0.06 over 6 updates, then constant", "0.07, 0.08, "),
+        ("python", 1, 2, "0.06", "learning rate 0.06, then constant\n", ", ".join(["0.06"] * 12)),
+        ("torchrun", 3, 3, "0.01", "over 4 updates, then constant; now 0.03\n", "0.03, 0.03, 0.03, 0.03"),
+    ]:
+        script = ["-m", "tests.distributed.job_with_a_rate", str(tmp_path), str(epochs), rate]
+        outcome = run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"})
+        assert outcome.code == 0, outcome.output
+        assert said in outcome.output
+        assert f"{ranks} ranks have trained with {trained}" in outcome.output
+        assert ("lr = 0.01 from the script (checkpoint: 0.06)" in outcome.output) == (rate == "0.01")
+
+
 @pytest.mark.parametrize("launcher", ["horovodrun-mpi", "horovodrun-gloo", "mpirun"])
 def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launcher: str, tmp_path: Path) -> None:
     outcome = job(launcher, 2, tmp_path, "signal", 4)

@@ -63,4 +63,15 @@ def test_a_file_system_without_locks_tells_jobs_apart_by_the_file(
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "file/x cannot be written: Not a directory" in FolderLock(tmp_path / "file" / "x", "job").acquire()
+    (tmp_path / "gone").symlink_to("/scratch/job")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name, reason in [
+        ("file", "file is a file, and no folder; name another folder"),
+        ("file/x", "file is a file, and no folder"),
+        ("gone", "gone is a link to /scratch/job, which is no folder; make that one, or name another folder"),
+        ("gone/x", "gone is a link to /scratch/job, which is no folder"),
+        ("circle", f"circle is a link to {tmp_path}/circle, which is no folder"),
+    ]:
+        problem = FolderLock(tmp_path / name, "job").acquire()
+        assert f"folder {tmp_path}/{name} cannot be written: {tmp_path}/{reason}" in problem
+    assert "cannot be written: No such file or directory" in FolderLock(Path("/proc/x"), "job").acquire()

@@ -7,8 +7,10 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch import nn
 
 from tests.unit.small_trainings import close_all, made, saved, start, step, train
 from tests.unit.test_loader import numbered
-from trainer import ConfigError, TrainerError, init
+from trainer import Checkpoints, ConfigError, TrainerError, init
+from trainer.checkpoint.commit import commit
+from trainer.checkpoint.committed import load
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +206,9 @@ def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
     checkpoints.finish()
     made.pop().close()
     del held
-    with pytest.raises(ConfigError, match="state 'layer' of the checkpoint does not fit this Linear"):
+    with pytest.raises(
+        ConfigError, match=r"weight of state 'layer', a Linear, has shape \(1, 2\) there and \(1, 3\) here"
+    ):
         start(tmp_path, state={"layer": nn.Linear(3, 1)})
 
 
@@ -214,6 +220,49 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
             step(run, model, optimizer, inputs)
         checkpoints.rate([float("nan"), 0.1, 0.2][epoch])
     assert [epoch for epoch, _, _ in saved(tmp_path)] == [2, 3]
+
+
+def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(checkpoints: Checkpoints) -> list[int]:
+        checkpoints._saver.wait()
+        paths = (checkpoints.newest_path, checkpoints.best_path)
+        return [load(path).facts["updates"] if path is not None else 0 for path in paths]
+
+    found = []
+    for scores in ([0.5, 0.2, 0.9], [0.1, 0.0]):
+        run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="min", keep=1)
+        loader = run.loader(numbered(6), 2)
+        found.append(places(checkpoints))
+        for _ in run.epochs(3 if checkpoints.resumed is None else 5):
+            for inputs, _ in loader:
+                step(run, model, optimizer, inputs)
+            if len(found) == 6:  # the last one would be the best, and is not written
+                full(tmp_path, 1000, monkeypatch)
+            checkpoints.rate(scores.pop(0))
+            with suppress(TrainerError):
+                checkpoints.save()
+            found.append(places(checkpoints))
+        made.pop().close()
+    assert found == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
+
+
+def test_the_best_is_the_one_before_until_the_next_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append((checkpoints.best_path, args[1]))
+        return commit(*args, **options)
+
+    monkeypatch.setattr("trainer.checkpoint.writer.commit", watched)
+    run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="max", keep=1)
+    loader = run.loader(numbered(6), 2)
+    for epoch in run.epochs(3):
+        for inputs, _ in loader:
+            step(run, model, optimizer, inputs)
+        checkpoints.rate(epoch)
+    assert [path.name if path else None for path, _ in seen] == [None, *(name for _, name in seen[:-1])]
 
 
 def test_a_pass_before_the_training_takes_nothing_away(tmp_path: Path) -> None:

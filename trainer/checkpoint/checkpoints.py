@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.commit import find
 from trainer.checkpoint.contents import Contents
 from trainer.checkpoint.flags import FlagReduction
+from trainer.checkpoint.manifest import order_of
 from trainer.checkpoint.positions import Positions
 from trainer.checkpoint.preemption import EXIT_CODE, Preemption
 from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.settings import describe_ends, explain
 from trainer.checkpoint.start import find_start
 from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.together import OthersFailedError
@@ -21,8 +24,10 @@ from trainer.config import CheckpointConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.failure import explain_failures
 from trainer.launch.output import print_line
 from trainer.launch.status import PREEMPTED, report_end, report_phase
+from trainer.lr_schedule import MORE_STEPS
 from trainer.strategies.base import Strategy
 
 _DEFAULT_EVERY_S = 600.0
@@ -75,6 +80,27 @@ class Checkpoints:
         self._is_postponed = self._is_stopping = self._is_failing = False
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
+        explain_failures(explain)
+
+    @property
+    def newest_path(self) -> Path | None:
+        """The newest committed checkpoint in the folder, None before the first.
+
+        Each rank looks on its host's disk, where the same checkpoint is there a moment later than on another. After
+        `save`, `finish` and the loop over `run.epochs`, all ranks see the same.
+        """
+        found = find(self._storage.folder)
+        own = next((path for path in found if (order := order_of(path.name)) and order[0] == self.attempt), None)
+        resumed = self.resumed.checkpoint.path if self.resumed is not None else None
+        return own or (resumed if resumed in found else None)
+
+    @property
+    def best_path(self) -> Path | None:
+        """The committed checkpoint with the best score, None before the first or where `best` is not set.
+
+        Ranks see the same as of `newest_path`.
+        """
+        return next((path for path in self._saver.best_paths() if path.is_dir()), None)
 
     @property
     def writes_s(self) -> list[float]:
@@ -135,7 +161,11 @@ class Checkpoints:
                 "folder of its own before each"
             )
         self._positions.begin()
-        return self._count(range(self.epoch, epochs.stop) if self.resumed else epochs)
+        left = range(self.epoch, epochs.stop) if self.resumed else epochs
+        if self.resumed is not None and self.resumed.is_complete and left and self._world.is_root:
+            for end in describe_ends(self._contents.objects):
+                print_line(f"trainer: WARNING: epochs {left.start + 1} to {left.stop}: {end}; {MORE_STEPS}", sys.stderr)
+        return self._count(left)
 
     def _count(self, epochs: range) -> Iterator[int]:
         for epoch in epochs:

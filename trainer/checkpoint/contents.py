@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.settings import describe_differences, is_rate, kind_differences, kind_of, settings_of
 from trainer.checkpoint.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loss_scaler import LossScaler
+from trainer.lr_schedule import LearningRate
 from trainer.memory_format import align_state
 from trainer.sharded import Scattered, shard_as, shard_optimizer_state
 from trainer.strategies.base import Synchronizer
@@ -49,7 +51,10 @@ class Contents:
     objects: Mapping[str, Any]
     """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
 
-    KEYS: ClassVar = ("models", "optimizers", "synchronizers", "scaler", "objects")
+    settings: dict[str, str] = field(init=False)
+    """What the script has made optimizers and schedulers with; where a checkpoint's count, those."""
+
+    KEYS: ClassVar = ("models", "optimizers", "synchronizers", "scaler", "objects", "kinds", "settings")
     """Of `state`, and of what `load` takes."""
 
     def __post_init__(self) -> None:
@@ -63,6 +68,10 @@ class Contents:
                 )
             if any(one is own for own in (*self.prepared.models, *self.prepared.optimizers)):
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
+        self._kinds = {name: kind_of(one) for name, one in self.objects.items()}
+        self.settings = settings_of(self.prepared.optimizers, self.objects)
+        # Of a script's own loop, the learning rate is a part of the optimizer's state.
+        self._rate_is_own = any(isinstance(one, LearningRate) for one in self.objects.values())
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
@@ -76,6 +85,8 @@ class Contents:
             "synchronizers": [one.state_dict() for one in own.models.values()],
             "scaler": own.scaler.state_dict() if own.scaler is not None else None,
             "objects": {name: one if type(one) is dict else one.state_dict() for name, one in self.objects.items()},
+            "kinds": self._kinds,
+            "settings": self.settings,
         }
 
     def bytes(self) -> int:
@@ -105,12 +116,19 @@ class Contents:
             problems += [f"{where} {problem}" for problem in _optimizer_differences(optimizer, state)]
         for name in sorted(set(self.objects) ^ set(found["objects"])):
             problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
+        kinds = found.get("kinds", {})  # an older checkpoint has none, and no settings
+        for name in [name for name in self._kinds if name in kinds]:
+            problems += kind_differences(name, self._kinds[name], kinds[name])
         if (self.prepared.scaler is None) != (found["scaler"] is None):
             problems.append(f"it was made {'without' if found['scaler'] is None else 'under'} precision fp16")
         return problems
 
-    def load(self, found: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's contents, which `differences` has found to fit."""
+    def load(self, found: Mapping[str, Any]) -> str:
+        """Take over a checkpoint's contents, which `differences` has found to fit.
+
+        Returns:
+            Which settings of the script are others than the checkpoint's, and which of them count, in one line.
+        """
         for model, state in zip(self.prepared.models, found["models"], strict=True):
             model.load_state_dict(shard_as(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, found["optimizers"], strict=True):
@@ -123,14 +141,23 @@ class Contents:
             )  # takes what it can use: other settings than the checkpoint's are fine
         if self.prepared.scaler is not None:
             self.prepared.scaler.load_state_dict(shard_as(found["scaler"], None))
+        self._load_objects(found["objects"])
+        settings = found.get("settings", {})
+        differences = describe_differences(self.settings, settings, rate_is_own=self._rate_is_own)
+        for name in self.settings:
+            if not (self._rate_is_own and is_rate(name)):
+                self.settings[name] = settings.get(name, self.settings[name])
+        return differences
+
+    def _load_objects(self, found: Mapping[str, Any]) -> None:
         for name, one in self.objects.items():
             if type(one) is dict:
-                loaded = shard_as(found["objects"][name], one)
+                loaded = shard_as(found[name], one)
                 one.clear()
                 one.update(loaded)
                 continue
             try:
-                one.load_state_dict(shard_as(found["objects"][name], one.state_dict()))
+                one.load_state_dict(shard_as(found[name], one.state_dict()))
             except Exception as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(

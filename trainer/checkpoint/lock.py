@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.files import what_is_no_folder
+
 _NAME = ".lock"
 # File systems without locks: some network file systems, and some in user space.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -49,7 +51,8 @@ class FolderLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            return f"the checkpoints' folder {self._path.parent} cannot be written: {error.strerror or error}"
+            reason = what_is_no_folder(self._path.parent) or error.strerror or error
+            return f"the checkpoints' folder {self._path.parent} cannot be written: {reason}"
         deadline = time.monotonic() + _FORMER_JOB_ENDS_S
         while not self._try():
             holder = self._holder()

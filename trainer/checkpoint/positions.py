@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.base import Loader
+from trainer.errors import ConfigError
 
 
 class Positions:
@@ -79,5 +80,11 @@ class Positions:
 
     def _give(self, number: int, loader: Loader) -> None:
         if number < len(self._found):
-            loader.load_state_dict(self._found[number])
+            try:
+                loader.load_state_dict(self._found[number])
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}; restore that to go on, or begin in another folder, with the checkpoint's weights "
+                    "(docs/surviving.md, Going on)"
+                ) from None
             loader.skip = self._passes[loader] = self._found[number]["passes"]

@@ -75,6 +75,10 @@ class Saver:
             return False
         return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
 
+    def best_paths(self) -> list[Path]:
+        """Return where the best checkpoint is, and the one that stays the best until that is committed."""
+        return [self._storage.folder / best[1] for best in (self.best, self._best_before) if best is not None]
+
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a copy of the state for `save`; None where this rank does not write, or has saved it already.
 

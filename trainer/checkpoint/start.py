@@ -84,7 +84,7 @@ def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resu
             f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, or "
             "restore what it was made with"
         )
-    contents.load(state)
+    differences = contents.load(state)
     state = shard_as({name: value for name, value in state.items() if name not in contents.KEYS}, None)
     world, states = strategy.world, state["random"]
     resumed = Resumed(
@@ -100,6 +100,8 @@ def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resu
         torch.manual_seed(mix_seeds(resumed.updates, world.rank))
     if world.is_root:
         print_line(f"trainer: {_describe(resumed, len(states))}", sys.stderr)
+        if differences:
+            print_line(f"trainer: WARNING: the script differs from the checkpoint; {differences}", sys.stderr)
     return resumed
 
 

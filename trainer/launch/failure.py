@@ -40,6 +40,7 @@ MISTAKE_CODE = 78
 """Exit code of a rank that a user's mistake has ended, EX_CONFIG of sysexits.h: it is not worth another try."""
 
 _earlier_hooks: list[Callable[..., object]] = []
+_explanations: list[Callable[[BaseException], str]] = []
 _collective_handlers: list[Callable[[], object]] = []
 
 
@@ -59,6 +60,12 @@ def report_failures() -> None:
         sys.excepthook = _end_job
 
 
+def explain_failures(explain: Callable[[BaseException], str]) -> None:
+    """Have errors of other libraries told as a user's mistake, in one line, where `explain` returns one."""
+    if explain not in _explanations:
+        _explanations.append(explain)
+
+
 def at_exit(handler: Callable[[], object]) -> None:
     """Register an exit handler that waits for other ranks, and is therefore left out where this rank fails."""
     _collective_handlers.append(handler)
@@ -67,6 +74,8 @@ def at_exit(handler: Callable[[], object]) -> None:
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     launch = _read_launch()
+    if explanation := next(filter(None, (explain(error) for explain in _explanations)), ""):
+        kind, error = ConfigError, ConfigError(explanation)
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
