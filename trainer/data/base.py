@@ -173,7 +173,8 @@ class Loader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
         taken = self.taken or self.start
-        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **self._holds_for(is_within=True)}
+        holds_for = {"unit": self.unit, **self._holds_for(is_within=True)}
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **holds_for}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the position of `state_dict` when the next epoch is begun.
@@ -181,7 +182,8 @@ class Loader(ABC):
         Raises:
             ConfigError: it is one of other data, or of another order.
         """
-        for name, own in self._holds_for(state["taken"] > 0).items():
+        state = {"unit": "samples", **state}  # which earlier versions do not say
+        for name, own in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
             if state.get(name) != own:
                 raise ConfigError(f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {own}")
         self.epoch, self.start = state["epoch"], state["taken"]

@@ -182,8 +182,7 @@ class ShardedLoader(Loader):
             self._plan_for(state["units"])
 
     def _holds_for(self, is_within: bool) -> dict[str, Any]:
-        order = f"ready batches, {self._order.description}" if self._is_ready else self._order.description
-        return {"samples": self.dataset_length, "shuffle": order, "seed": self.seed}
+        return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
 
     def _plan_from(self, start: int) -> ShardPlan:
         plan = replace(self._whole_plan, start=start)

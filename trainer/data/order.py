@@ -19,7 +19,7 @@ from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
 
 Drawn = Sampler[int] | Iterable[int]
-DrawnBatches = Sampler[list[int]] | Iterable[Sequence[Any]]
+DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 
 @dataclass(frozen=True)
