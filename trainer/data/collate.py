@@ -11,7 +11,7 @@ from torch.utils.data import default_collate, default_convert
 from trainer.data.moving import count_samples, pin
 
 
-@dataclass
+@dataclass(slots=True)
 class Counted:
     """A batch and its samples; None where nothing in a ready batch tells them."""
 

@@ -22,12 +22,12 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     sampler has one.
     """
     mixed = mix_seeds(seed, epoch)
-    for number, one in enumerate(samplers_in(sampler)):
-        if callable(getattr(one, "set_epoch", None)):
-            one.set_epoch(epoch)
-        for held in _held_by(one).values():
-            _seed(held, (mixed + number) % 2**63)
     with _seeded(mixed):
+        for number, one in enumerate(samplers_in(sampler)):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+            for held in _held_by(one).values():
+                _seed(held, (mixed + number) % 2**63)
         return list(sampler)
 
 
