@@ -300,12 +300,13 @@ def check_sizes(
     return not given
 
 
-_OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
-            "worker_init_fn")  # fmt: skip
+OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
+           "worker_init_fn")  # fmt: skip
+"""Those of torch's DataLoader that a loader hands on."""
 
 
 def check_options(options: Mapping[str, Any], own: Sequence[str], loader: str = "a loader") -> None:
     """Raise `ConfigError` for an option that is neither one of DataLoader's nor one of the loader's `own`."""
     for name in options:
-        if name not in _OPTIONS:
-            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *_OPTIONS))}")
+        if name not in OPTIONS:
+            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *OPTIONS))}")
