@@ -126,6 +126,8 @@ def test_each_batch_goes_to_one_rank_and_a_step_takes_as_many_as_there_are_ranks
     assert rows(loaders[0].steps()) == [([0, 1, 2], 3, 6 / 4, True), ([4, 5], 2, 1.0, True), ([8], 1, 2.0, True)]
     # The padding batch is the first samples of the first batch.
     assert rows(loaders[1].steps()) == [([3], 1, 2 / 4, True), ([6, 7], 2, 1.0, True), ([0, 1], 0, 0.0, True)]
+    of_one = ShardedLoader(Rows(9), batch_sampler=[[8], [4, 5], [1]], world=world(1, 2))
+    assert rows(of_one.steps())[-1] == ([8], 0, 0.0, True)
     for loader in loaders:  # an evaluation has no padding
         loader.training = False
     assert [batch.tolist() for loader in loaders for batch in loader] == [[0, 1, 2], [4, 5], [8], [3], [6, 7]]
@@ -187,6 +189,16 @@ def test_an_epochs_batches_are_the_same_on_any_number_of_ranks_and_other_ones_in
     assert epochs_of(3) == [first, second]
     assert sorted(sample for batch in first for sample in batch) == list(range(20))
     assert first != second
+
+
+def test_rank_0s_batches_are_those_of_all_ranks() -> None:
+    class FromRank0(Among):
+        def broadcast(self, value: Any) -> Any:
+            return 2 if isinstance(value, int) else [[3, 2], [1]]
+
+    loader = ShardedLoader(Rows(4), batch_sampler=[[0], [1], [2]], world=world(1, 2), group=FromRank0())
+    assert (len(loader), loader.epoch_samples) == (1, 2)
+    assert [batch.tolist() for batch in loader] == [[1]]
 
 
 def test_the_samplers_within_one_are_seeded_and_told_of_the_epoch() -> None:
@@ -266,21 +278,25 @@ def test_what_an_interrupted_run_drew_has_to_be_drawn_again(keyword: str) -> Non
 
         def __iter__(self) -> Iterator[Any]:
             Other.drawn += 1
-            return iter(self[:] if Other.drawn % 2 else self[::-1])
+            return iter(self[:] if Other.drawn == 1 else self[::-1])
 
     sampler = Other(range(4) if keyword == "sampler" else [[0], [1], [2], [3]])
-    options: dict[str, Any] = {keyword: sampler} | ({"batch_size": 1} if keyword == "sampler" else {})
-    interrupted = ShardedLoader(Rows(4), **options)
-    next(interrupted.steps())
-    again = ShardedLoader(Rows(4), **options)
-    again.load_state_dict(interrupted.state_dict() | {"taken": 1, "epoch": 0})
-    list(again.steps())  # an epoch between two positions is free
+    interrupted, again, later = (
+        ShardedLoader(Rows(4), 1, sampler=sampler)
+        if keyword == "sampler"
+        else ShardedLoader(Rows(4), batch_sampler=sampler)
+        for _ in range(3)
+    )
     passing = interrupted.steps()
     next(passing)
-    state = interrupted.state_dict()
-    again.load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"Other has drawn something else for epoch 1 \(from 0\) than in the"):
+    for loader in (again, later):
+        loader.load_state_dict(interrupted.state_dict())
+    with pytest.raises(
+        ConfigError, match=r"Other has drawn something else for epoch 0 \(from 0\) than in the run that"
+    ):
         list(again.steps())
+    later.epoch, later.start = 1, 0  # as where the loop has not asked for the end of the epoch
+    assert len(list(later.steps())) == 4
 
 
 def test_a_position_in_samples_is_none_in_batches() -> None:

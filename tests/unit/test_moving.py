@@ -177,6 +177,10 @@ def test_what_a_class_adds_to_its_items_is_kept() -> None:
     assert attributes["z"] == 1
     assert move(MOVED["dataclass"], META).same["x"].device == META
     assert move(Encoding(x=X), META).was_asked
+    point = Edge(X)
+    point.start = point.x  # type: ignore[attr-defined]
+    assert move(point, META).start.device == META
+    assert move(Point(X, len), META).x.device == META
     assert move(MOVED["packed sequence"], META).batch_sizes.device.type == "cpu"
 
 
