@@ -18,7 +18,7 @@ from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.contents import Contents
 from trainer.collectives import all_reduce
 from trainer.config import CheckpointConfig, RunConfig, settings_from
-from trainer.data.base import Loader
+from trainer.data.base import NOT_GIVEN, Loader
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
@@ -116,19 +116,19 @@ class Run(RankNames):
 
     @overload
     def loader(
-        self, dataset: IterableDataset[Any], batch_size: int | None = None, *,
+        self, dataset: IterableDataset[Any], batch_size: int | None = NOT_GIVEN, *,
         global_batch_size: int | None = None, training: bool = True, **options: Any,
     ) -> StreamLoader: ...  # fmt: skip
     @overload
     def loader(
-        self, dataset: Dataset[Any] | Sequence[Any], batch_size: int | None = None, *,
+        self, dataset: Dataset[Any] | Sequence[Any], batch_size: int | None = NOT_GIVEN, *,
         global_batch_size: int | None = None, training: bool = True, **options: Any,
     ) -> ShardedLoader: ...  # fmt: skip
 
     def loader(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: int | None = NOT_GIVEN,
         *,
         global_batch_size: int | None = None,
         training: bool = True,

@@ -17,7 +17,10 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 _HERE = "tests.distributed"
 SHARED = (f"{_HERE}.checks_every_strategy", f"{_HERE}.checks_differences")
 HANDLE = (
-    *(f"{_HERE}.checks_handle{part}" for part in ("", "_loaders", "_streams", "_edges", "_parts", "_report", "_drift")),
+    *(
+        f"{_HERE}.checks_handle{part}"
+        for part in ("", "_loaders", "_streams", "_batches", "_edges", "_parts", "_report", "_drift")
+    ),
     f"{_HERE}.checks_loops",
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",

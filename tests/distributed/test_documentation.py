@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, claimed, 
 from tests.distributed.harness import ROOT
 from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
-from trainer import FsdpConfig, TrainerConfig
+from trainer import FsdpConfig, ShardedLoader, StreamLoader, TrainerConfig
+from trainer.data.base import OPTIONS
 from trainer.strategies import NAMES
 
 _FOLDERS = "trainer|scripts|tests|examples|benchmarks|patches|docs|ssh|requirements"
@@ -86,6 +88,14 @@ def test_the_layers_are_those_that_the_contract_has() -> None:
 def test_strategies_are_all_in_the_table() -> None:
     table = (ROOT / "docs/strategies.md").read_text().split("\n\n")[2]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(NAMES)
+
+
+def test_a_loaders_arguments_are_all_in_the_table() -> None:
+    section = (ROOT / "docs/own-loop.md").read_text().split("## Loaders")[1].split("###")[0]
+    rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    takes = {name for kind in (ShardedLoader, StreamLoader) for name in inspect.signature(kind).parameters}
+    by_run = {"dataset", "seed", "accumulate", "world", "on_step", "group", "options"}
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted((takes - by_run) | {*OPTIONS})
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy.typing as npt
 import pytest
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 
 from trainer.data.base import Step
 from trainer.data.loader import InMemory, ShardedLoader
-from trainer.data.moving import move
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
 from trainer.launch.world import World
@@ -239,23 +238,3 @@ def test_a_dataset_without_a_length_is_refused_by_name() -> None:
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ConfigError, match="samples is 0"):
         ShardedLoader(numbered(0), 1)
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-def test_moving_reaches_tensors_in_tuples_lists_and_dicts_and_keeps_the_rest() -> None:
-    meta = torch.device("meta")
-    moved = move({"a": [torch.zeros(1), "text"], "b": (torch.zeros(1), 3)}, meta)
-    assert moved["a"][0].device == moved["b"][0].device == meta
-    assert moved["a"][1:] == ["text"]
-    assert moved["b"][1:] == (3,)
-
-
-def test_moving_keeps_a_named_tuple() -> None:
-    # torch's own collation keeps them, so a dataset's batches can hold some.
-    moved = move(Point(torch.zeros(1), 2), torch.device("meta"))
-    assert isinstance(moved, Point)
-    assert (moved.x.device.type, moved.y) == ("meta", 2)

@@ -118,7 +118,13 @@ def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) ->
         for _ in run.progress(loader):
             pass
     assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 7, None, "4 samples/s")]
-    assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 30) == "epoch 1/2  5 samples, 5 sample"
+    assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 20) == "epoch 1/2  5, 5 samp"
+
+
+def test_batches_that_come_whole_are_counted_as_such(shown: list[Any]) -> None:
+    run = init("single")
+    list(run.progress(run.loader(data(5), batch_sampler=[[0, 1, 2], [3], [4]])))
+    assert shown[:2] == [("epoch 1", 1, 3, "1 batches/s", "0:02 left"), ("epoch 1", 2, 3, "1 batches/s", "0:01 left")]
 
 
 def test_a_loop_that_is_left_early_leaves_no_bar(shown: list[Any]) -> None:

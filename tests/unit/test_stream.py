@@ -170,6 +170,8 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
     ("dataset", "options", "message"),
     [
         (Numbers(0, 4), {}, "either batch_size .* or global_batch_size"),
+        (Numbers(0, 4), {"batch_size": None, "drop_last": True}, "drop_last is for batches that the loader cuts"),
+        (Numbers(0, 4), {"batch_size": 2, "batch_sampler": [[0]]}, "the loader of a stream has no option 'batch_samp"),
         (Numbers(0, 4), {"batch_size": 0}, "batch size is 0; it must be at least 1"),
         (Numbers(0, 4), {"global_batch_size": 1}, "for a stream it must be at least 1 per rank, 2"),
         (

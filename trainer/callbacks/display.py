@@ -45,7 +45,7 @@ class Display:
 
 def _bar(head: str, done: int, samples: int | None, details: Sequence[str], columns: int) -> str:
     if samples is None:
-        return ", ".join([f"{head}  {done:,} samples", *details])[:columns]
+        return ", ".join([f"{head}  {done:,}", *details])[:columns]
     return tqdm.format_meter(  # type: ignore[call-arg]  # further arguments are for the format
         done,
         samples,

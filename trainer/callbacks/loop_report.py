@@ -29,6 +29,7 @@ class _Loader(Protocol):
     """A loader, as far as it is watched."""
 
     training: bool
+    unit: str
     epoch: int
     taken: int
     start: int
@@ -135,7 +136,7 @@ class LoopReport:
                     done = loader.taken if loader.training else loader.samples_after(number)
                     done = min(done, samples or sys.maxsize)
                     rate = (done - before) / (now - started)
-                    details = [*self._shown, f"{rate:,.0f} samples/s"]
+                    details = [*self._shown, f"{rate:,.0f} {loader.unit}/s"]
                     if samples is not None:
                         details.append(f"{clock(self._left(loader, done, samples, rate, now))} left")
                     display.show(self._name(loader), done, samples, details)

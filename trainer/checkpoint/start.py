@@ -107,8 +107,10 @@ def _load(checkpoint: Committed, strategy: Strategy, contents: Contents) -> Resu
 
 def _describe(resumed: Resumed, ranks: int) -> str:
     facts = resumed.checkpoint.facts
-    taken = resumed.positions[resumed.saved_in]["taken"] if resumed.saved_in is not None else 0
-    where = f"epoch {resumed.epoch + 1} after {taken:,} samples" if taken else f"the end of epoch {resumed.epoch}"
+    position = resumed.positions[resumed.saved_in] if resumed.saved_in is not None else {"taken": 0}
+    where = f"the end of epoch {resumed.epoch}"
+    if taken := position["taken"]:
+        where = f"epoch {resumed.epoch + 1} after {taken:,} {position.get('unit', 'samples')}"
     if resumed.is_complete:
         where += " and of the training"
     return (

@@ -6,12 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.data.collate import Counted
 from trainer.errors import ConfigError, TrainerError
 from trainer.launch.marks import note_phase
 from trainer.launch.world import World, current_world
@@ -33,8 +35,11 @@ class Step:
     epoch: int = 0
     """Number of the epoch, from 0."""
     taken: int = 0
-    """Samples of this epoch that all ranks together have taken, those of this step included."""
+    """Units of this epoch that all ranks together have taken, those of this step included; see `Loader.unit`."""
 
+
+NOT_GIVEN: Any = object()
+"""Stands for a batch_size that is left out, because None says that the dataset's items are batches already."""
 
 NO_STEP = Step(None, 1, 1.0, True)
 """What holds between epochs, for batches that come from elsewhere."""
@@ -73,6 +78,7 @@ class Loader(ABC):
         training: False for an evaluation.
         accumulate: steps whose gradients form one update.
         weigh_by: returns what a batch counts for in the mean of an update: its tokens, say, instead of its samples.
+        is_ready: the dataset's items are batches already.
         on_step: called with each training step before its batch is yielded, and after the last one.
         group: the ranks' collectives; not needed on a single rank.
     """
@@ -84,6 +90,7 @@ class Loader(ABC):
         training: bool,
         accumulate: int,
         weigh_by: Callable[[Any], Tensor | float] | None,
+        is_ready: bool,
         on_step: Callable[[Step], None] | None,
         group: Group | None,
     ) -> None:
@@ -93,27 +100,36 @@ class Loader(ABC):
         self.training, self.accumulate = training, accumulate
         self.epoch = 0
         """Number of the next epoch, from 0; set it to continue an interrupted run."""
+        self.unit = "batches" if is_ready else "samples"
+        """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
         self.taken = 0
-        """Samples of the running epoch that all ranks together have taken, those of the last batch included."""
+        """Units of the running epoch that all ranks together have taken, those of the last batch included."""
         self.skip = 0
         """Passes that yield nothing, because an interrupted run has made them in this epoch."""
         self.observer: Observer | None = None
         """Told of the passes of a training."""
         self.start = 0
-        """Samples of the next epoch that an interrupted run has taken."""
+        """Units of the next epoch that an interrupted run has taken."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
-        self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
+        self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
+        self._weigh: Callable[[Step], float] | None = None
+        """Returns what a step of this rank's counts for; None where all ranks know the weights beforehand."""
+        if weigh_by is not None:
+            self._weigh = partial(_weigh_batch, weigh_by)
+        elif self._must_count:  # how many samples a rank has loaded is not known to the others
+            self._weigh = _weigh_samples
+        self._on_step, self._group = on_step, group
 
     @property
     @abstractmethod
     def step_size(self) -> int:
-        """Samples that all ranks together take in one full step."""
+        """Units that all ranks together take in one full step."""
 
     @property
     @abstractmethod
     def epoch_samples(self) -> int | None:
-        """Samples that all ranks together take in an epoch; None where they are not known."""
+        """Units that all ranks together take in an epoch; None where they are not known."""
 
     @property
     @abstractmethod
@@ -135,7 +151,7 @@ class Loader(ABC):
 
     @abstractmethod
     def samples_after(self, steps: int) -> int:
-        """Return the samples that all ranks together have taken after this many steps of the epoch."""
+        """Return the units that all ranks together have taken after this many steps of the epoch."""
 
     @abstractmethod
     def own_samples(self) -> Iterator[Step]:
@@ -155,9 +171,10 @@ class Loader(ABC):
         return timer.epoch(self._told_steps(), self._timed_plan) if timer else self._told_steps()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in samples, so that any number of ranks can go on there, and what it holds for."""
+        """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
         taken = self.taken or self.start
-        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **self._holds_for(is_within=True)}
+        holds_for = {"unit": self.unit, **self._holds_for(is_within=True)}
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **holds_for}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the position of `state_dict` when the next epoch is begun.
@@ -165,7 +182,8 @@ class Loader(ABC):
         Raises:
             ConfigError: it is one of other data, or of another order.
         """
-        for name, own in self._holds_for(state["taken"] > 0).items():
+        state = {"unit": "samples", **state}  # which earlier versions do not say
+        for name, own in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
             if state.get(name) != own:
                 raise ConfigError(f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {own}")
         self.epoch, self.start = state["epoch"], state["taken"]
@@ -175,10 +193,19 @@ class Loader(ABC):
         """Return what a position depends on, one within an epoch or one between two."""
 
     def _begin(self, start: int) -> None:
-        """Tell that a pass begins after `start` samples; called before the first batch is drawn."""
+        """Tell that a pass begins after `start` units; called before the first batch is drawn."""
         self.start, self.taken = 0, start
         if self.observer is not None:
             self.observer.begun(self, is_resumed=start > 0)
+
+    def _count_of(self, loaded: Counted) -> int:
+        """Return the samples of a batch; 1 where they are neither known nor needed."""
+        if loaded.count is None and self._must_count:
+            raise TrainerError(
+                f"no tensor in a batch of type {type(loaded.batch).__name__} tells how many samples it has; say what a "
+                "batch counts for with weigh_by"
+            )
+        return 1 if loaded.count is None else loaded.count
 
     def _told_steps(self) -> Iterator[Step]:
         if self.skip:
@@ -186,7 +213,7 @@ class Loader(ABC):
             return
         on_step, observer, was_left = self._on_step, self.observer, False
         try:
-            for step in self._all_steps() if self._weigh_by is None else self._weighed(self._weigh_by):
+            for step in self._all_steps() if self._weigh is None else self._weighed(self._weigh):
                 if on_step is not None:
                     on_step(step)
                 self.taken, was_left = step.taken, step.closes_update
@@ -206,26 +233,26 @@ class Loader(ABC):
                 on_step(NO_STEP)
             note_phase("between epochs")
 
-    def _weighed(self, weigh_by: Callable[[Any], Tensor | float]) -> Iterator[Step]:
-        """Yield the steps of the next epoch, weighed by what their batches count for. Collective, once per update."""
+    def _weighed(self, weigh: Callable[[Step], float]) -> Iterator[Step]:
+        """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""
         update: list[Step] = []
         for step in self._all_steps():
             update.append(step)
             if not step.closes_update:
                 continue
-            counts = [_count_of(step.batch, weigh_by) if step.count else 0.0 for step in update]
+            counts = [weigh(step) if step.count else 0.0 for step in update]
             total = torch.tensor(sum(counts), dtype=torch.float64)
             if self._group is not None:
                 total = self._group.all_reduce(total, "sum")
-            each = self.world.size / float(total) if total > 0 else 0.0
+            whole = float(total) or 1.0
             for count in counts:
                 weighed = update.pop(0)
-                weighed.weight = count * each
+                weighed.weight = count * self.world.size / whole
                 yield weighed
 
 
-def _count_of(batch: Any, weigh_by: Callable[[Any], Tensor | float]) -> float:
-    found = weigh_by(batch)
+def _weigh_batch(weigh_by: Callable[[Any], Tensor | float], step: Step) -> float:
+    found = weigh_by(step.batch)
     try:
         count = float(found)
     except (TypeError, ValueError, RuntimeError):
@@ -233,6 +260,10 @@ def _count_of(batch: Any, weigh_by: Callable[[Any], Tensor | float]) -> float:
     if not 0 <= count < math.inf:
         raise TrainerError(f"weigh_by has returned {found!r} for a batch; it takes a number that is at least 0")
     return count
+
+
+def _weigh_samples(step: Step) -> float:
+    return float(step.count)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -247,18 +278,35 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and indexed in (None, Dataset.__getitem__)  # the latter raises
 
 
-def check_one_size(batch_size: int | None, global_batch_size: int | None) -> None:
-    """Raise `ConfigError` unless exactly one of the two is given."""
-    if (batch_size is None) == (global_batch_size is None):
-        raise ConfigError("a loader takes either batch_size (per rank) or global_batch_size (of all ranks)")
+def check_sizes(
+    batch_size: int | None, global_batch_size: int | None, batch_sampler: object = None, *, drop_last: bool
+) -> bool:
+    """Return whether the dataset's items are batches already, which `batch_size=None` alone says.
+
+    Raises:
+        ConfigError: several of the three are given, or none; or drop_last where batches are not cut.
+    """
+    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "batch_sampler": batch_sampler}
+    given = [name for name, value in sizes.items() if value is not None and value is not NOT_GIVEN]
+    if len(given) > 1 or (not given and batch_size is NOT_GIVEN):
+        raise ConfigError(
+            "a loader takes either batch_size (per rank) or global_batch_size (of all ranks); or batch_sampler, or "
+            f"batch_size=None for a dataset whose items are batches; {' and '.join(given) or 'none of them'} is given"
+        )
+    if drop_last and not {"batch_size", "global_batch_size"} & set(given):
+        raise ConfigError(
+            "drop_last is for batches that the loader cuts; with batch_sampler or batch_size=None, none is"
+        )
+    return not given
 
 
-_OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
-            "worker_init_fn")  # fmt: skip
+OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
+           "worker_init_fn")  # fmt: skip
+"""Those of torch's DataLoader that a loader hands on."""
 
 
 def check_options(options: Mapping[str, Any], own: Sequence[str], loader: str = "a loader") -> None:
     """Raise `ConfigError` for an option that is neither one of DataLoader's nor one of the loader's `own`."""
     for name in options:
-        if name not in _OPTIONS:
-            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *_OPTIONS))}")
+        if name not in OPTIONS:
+            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *OPTIONS))}")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.data.base import Group, Loader, Step, check_one_size, check_options, is_stream
+from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes, is_stream
+from trainer.data.collate import Collating, Counted
 from trainer.data.moving import move
-from trainer.data.order import EpochOrder
+from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError
@@ -62,13 +63,19 @@ class ShardedLoader(Loader):
     what one process computes with an N times larger batch, whatever the size of the dataset. In an evaluation each
     sample comes once, and a rank may get fewer batches than another.
 
+    Batches that a batch sampler or the dataset has made are not cut: each goes to one rank, and a step takes as many as
+    there are ranks, in the order of the epoch. Positions and lengths are then counted in batches. In the mean of an
+    update each counts for its samples: those whose indices the batch sampler has drawn, or, of a dataset of batches,
+    the length of the first dimension of the first tensor in it.
+
     Args:
         dataset: `InMemory`, or any map-style dataset, such as a list.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; None (given, not left out) for a dataset whose items are batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         shuffle: a new order in every epoch, from `seed`; without it the dataset's own order. By default in training.
         training: False for an evaluation.
         sampler: draws the order of each epoch's samples, instead of `shuffle`: torch's WeightedRandomSampler, say.
+        batch_sampler: draws each epoch's batches, as lists of indices: instead of a batch size and an order.
         drop_last: leave out the samples that do not fill the last step of all ranks.
         weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
         world: the ranks that share the dataset; by default the world that this process was launched into.
@@ -84,12 +91,13 @@ class ShardedLoader(Loader):
     def __init__(
         self,
         dataset: Dataset[Any] | Sequence[Any],
-        batch_size: int | None = None,
+        batch_size: int | None = NOT_GIVEN,
         *,
         global_batch_size: int | None = None,
         shuffle: bool | None = None,
         training: bool = True,
-        sampler: Sampler[int] | None = None,
+        sampler: Drawn | None = None,
+        batch_sampler: DrawnBatches | None = None,
         drop_last: bool = False,
         weigh_by: Callable[[Any], Tensor | float] | None = None,
         seed: int = 0,
@@ -100,26 +108,37 @@ class ShardedLoader(Loader):
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        check_one_size(batch_size, global_batch_size)
+        is_ready = check_sizes(batch_size, global_batch_size, batch_sampler, drop_last=drop_last)
         _check_options(dataset, options)
-        if sampler is not None and shuffle is not None:
-            raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
+        _check_order(shuffle, sampler, batch_sampler)
         super().__init__(
-            world, training=training, accumulate=accumulate, weigh_by=weigh_by, on_step=on_step, group=group
+            world,
+            training=training,
+            accumulate=accumulate,
+            weigh_by=weigh_by,
+            is_ready=is_ready,
+            on_step=on_step,
+            group=group,
         )
+        if batch_sampler is not None:
+            self.unit = "batches"
         self.dataset_length = _length(dataset)
-        """Samples in the dataset, of which an epoch may take others."""
+        """Samples in the dataset, or batches of one that has these; an epoch may take others."""
         shuffle = training if shuffle is None else shuffle
-        self._order = EpochOrder(self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, group=group)
+        self._order = EpochOrder(
+            self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, batch_sampler=batch_sampler, group=group
+        )
         self._whole_plan = ShardPlan(
-            samples=self._order.samples,
+            samples=self._order.units,
             world_size=self.world.size,
-            batch_size=1 if batch_size is None else batch_size,
+            batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
         self._drop_last, self.seed, self.num_workers, self._options = drop_last, seed, num_workers, options
         self.plan = self._plan_from(0)
+        if is_ready and isinstance(dataset, InMemory):
+            raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     @property
@@ -138,8 +157,8 @@ class ShardedLoader(Loader):
         """What has to be the same on all ranks."""
         return {
             "samples of the dataset": self.dataset_length,
-            "samples of an epoch": self.plan.samples,
-            "samples per step": self.plan.step_size,
+            f"{self.unit} of an epoch": self.plan.samples,
+            f"{self.unit} per step": self.plan.step_size,
         }
 
     def __len__(self) -> int:
@@ -150,6 +169,18 @@ class ShardedLoader(Loader):
     def _timed_plan(self) -> ShardPlan:
         return self.plan
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state["taken"] and self._order.drawn is not None:
+            state |= {"units": self.plan.samples, "drawn": self._order.drawn}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "drawn" in state:
+            self._order.expect(state["drawn"])
+            self._plan_for(state["units"])
+
     def _holds_for(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
 
@@ -157,56 +188,74 @@ class ShardedLoader(Loader):
         plan = replace(self._whole_plan, start=start)
         return plan.full_steps() if self._drop_last else plan
 
+    def _plan_for(self, units: int) -> None:
+        """Plan for an epoch that has other units than the one before: a batch sampler may draw more, or fewer."""
+        if self.unit == "batches" and units != self.plan.samples:
+            self._whole_plan = replace(self._whole_plan, samples=units)
+            self.plan = self._plan_from(0)
+
     def updates_before(self, taken: int) -> int:
         """Return the updates in which an epoch of this plan takes its first `taken` samples."""
         return -(-taken // (self.plan.step_size * self.plan.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
-        plan = self._plan_from(self.start)
-        self._begin(plan.start)
-        shards = [plan.shard(step, self.world.rank) for step in range(plan.steps)]
-        # The padding batch is the epoch's first two samples, with weight 0. Two, because BatchNorm over vectors
-        # cannot normalize a single one.
-        places = [shard if shard.stop > shard.start else slice(0, 2) for shard in shards]
-        epoch = self.epoch
-        for number, (shard, batch) in enumerate(zip(shards, self._batches(places), strict=True)):
-            weight = plan.weight(number, self.world.rank)
-            taken = min(plan.start + (number + 1) * plan.step_size, plan.samples)
-            yield Step(batch, shard.stop - shard.start, weight, plan.closes_update(number), epoch, taken)
+        start, number, rank = self.start, self.epoch, self.world.rank
+        self._begin(start)
+        epoch = self._begin_epoch()
+        plan = self._plan_from(start)
+        shards = [plan.shard(step, rank) for step in range(plan.steps)]
+        for step, (shard, loaded) in enumerate(zip(shards, self._load(epoch, shards), strict=True)):
+            count = self._count_of(loaded) if shard.stop > shard.start else 0
+            if epoch.bounds is None:
+                weight = plan.weight(step, rank)
+            else:
+                weight = count * plan.world_size / epoch.count(plan.update(step))
+            taken = min(plan.start + (step + 1) * plan.step_size, plan.samples)
+            yield Step(loaded.batch, count, weight, plan.closes_update(step), number, taken)
 
     def own_samples(self) -> Iterator[Step]:
+        epoch = self._begin_epoch()
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
         own = [shard for shard in shards if shard.stop > shard.start]
-        for shard, batch in zip(own, self._batches(own), strict=True):
+        for loaded in self._load(epoch, own):
             report_phase("evaluation")
             self.on_own_step(True)
-            yield Step(batch, shard.stop - shard.start, 1.0, True)
+            yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
         for _ in range(len(shards) - len(own)):
             self.on_own_step(False)
 
-    def _batches(self, places: Sequence[slice]) -> Iterator[Any]:
-        order = self._order.of(self.epoch)
+    def _begin_epoch(self) -> Epoch:
+        """Return the next epoch, and plan for it. Collective with a sampler."""
+        epoch = self._order.of(self.epoch)
         self.epoch += 1
+        self._plan_for(len(epoch))
+        return epoch
+
+    def _load(self, epoch: Epoch, shards: Sequence[slice]) -> Iterator[Counted]:
+        """Yield the batches of this rank's shards of an epoch; padding batches for those that are empty."""
+        places = [epoch.places(shard) for shard in shards]
         if isinstance(self.dataset, InMemory):
-            return self._cut(self.dataset, order, places)
-        return self._load(order, places)
-
-    def _cut(self, dataset: InMemory, order: Tensor, places: Sequence[slice]) -> Iterator[Batch]:
-        order = order.to(dataset.inputs.device)
-        inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
-        for place in places:
-            index = order[place]
-            cut = inputs.index_select(0, index)
-            yield (transform(cut) if transform else cut), targets.index_select(0, index)
-
-    def _load(self, order: Tensor, places: Sequence[slice]) -> Iterator[Any]:
-        self._places.batches = [order[place].tolist() for place in places]
+            yield from self._cut(self.dataset, epoch.keys, places)
+            return
+        keys = [epoch.keys[place] for place in places]
+        lists = [one.tolist() if isinstance(one, Tensor) else one for one in keys]
+        self._places.batches = [one[0] for one in lists] if self._is_ready else lists
         generator = self._data_loader.generator
         generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
         with usr2_blocked():  # which starts the workers
             batches = iter(self._data_loader)
-        for batch in loading(batches):
-            yield move(batch, self.world.device)
+        for loaded in loading(batches):
+            yield Counted(loaded.count, move(loaded.batch, self.world.device))
+
+    def _cut(self, dataset: InMemory, keys: Tensor | list[Any], places: Sequence[slice]) -> Iterator[Counted]:
+        if not isinstance(keys, Tensor):
+            raise ConfigError("InMemory has its samples by number, and the sampler has drawn something else")
+        order = keys.to(dataset.inputs.device)
+        inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
+        for place in places:
+            index = order[place]
+            cut = inputs.index_select(0, index)
+            yield Counted(len(index), ((transform(cut) if transform else cut), targets.index_select(0, index)))
 
     @cached_property
     def _places(self) -> _Places:
@@ -216,23 +265,25 @@ class ShardedLoader(Loader):
     def _data_loader(self) -> DataLoader[Any]:
         """One for all epochs, so that persistent workers persist."""
         options = {"pin_memory": self.world.device.type == "cuda", **self._options}
+        options["collate_fn"] = Collating(options.get("collate_fn"), is_ready=self._is_ready)
+        which = {"sampler": self._places, "batch_size": None} if self._is_ready else {"batch_sampler": self._places}
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # a list will do as well
-            batch_sampler=self._places,
             num_workers=self.num_workers,
             generator=torch.Generator(),
+            **which,
             **options,
         )
 
 
-class _Places(Sampler[list[int]]):
-    """The indices of each batch of the next epoch."""
+class _Places(Sampler[Any]):
+    """The indices of each batch of the next epoch; of a dataset of batches, the index of each."""
 
     def __init__(self) -> None:
-        self.batches: list[list[int]] = []
+        self.batches: list[Any] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def __len__(self) -> int:
@@ -240,10 +291,19 @@ class _Places(Sampler[list[int]]):
 
 
 def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
-    check_options(options, ("sampler", "drop_last", "weigh_by", "num_workers"))
+    check_options(options, ("shuffle", "sampler", "batch_sampler", "drop_last", "weigh_by", "num_workers"))
     if options and isinstance(dataset, InMemory):
         name = next(iter(options))
         raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
+
+
+def _check_order(shuffle: object, sampler: object, batch_sampler: object) -> None:
+    """Raise `ConfigError` where two arguments say what an epoch takes, and in which order."""
+    if batch_sampler is not None and (shuffle is not None or sampler is not None):
+        other = "sampler" if sampler is not None else f"shuffle={shuffle}"
+        raise ConfigError(f"a batch_sampler draws the order and the batches itself; leave {other} out")
+    if sampler is not None and shuffle is not None:
+        raise ConfigError(f"shuffle is {shuffle}, and a sampler draws the order; give one of the two")
 
 
 def _length(dataset: Any) -> int:

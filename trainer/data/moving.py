@@ -1,22 +1,150 @@
-"""Moves batches of any kind to a rank's device."""
+"""Batches of any kind: moved to a rank's device, pinned on the way there, and counted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor in it (in tuples, lists and dicts, and objects with `.to`) on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping) and not hasattr(value, "to"):  # a tokenizer's batch is a mapping, and has `.to`
-        return type(value)({key: move(item, device) for key, item in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(item, device) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(move(item, device) for item in value)
-    return value.to(device) if hasattr(value, "to") else value
+    """Return `value` with every tensor in it on `device`.
+
+    Tensors, packed sequences and objects with a `.to` of their own are moved by it. Mappings, tuples, lists and other
+    sequences that can be changed, and dataclasses are gone through, at any depth; where something in one has moved, a
+    copy of the same type takes its place. What comes twice, comes twice in the result. Everything else stays as it
+    is, and so does what cannot be copied.
+    """
+
+    def moved(one: Any) -> Any:
+        if isinstance(one, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
+            return one.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
+        return one.to(device) if _has(one, "to") else None
+
+    return _Change(moved).of(value)
+
+
+def pin(value: Any) -> Any:
+    """Return `value` with every tensor in it in pinned memory, gone through as by `move`."""
+
+    def pinned(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.pin_memory() if one.device.type == "cpu" and one.layout is torch.strided else one
+        return one.pin_memory() if _has(one, "pin_memory") else None
+
+    return _Change(pinned).of(value)
+
+
+def count_samples(value: Any) -> int | None:
+    """Return the length of the first dimension of the first tensor in a batch that has one; None without any.
+
+    A packed sequence has as many samples as sequences.
+    """
+    found: list[int] = []
+
+    def look(one: Any) -> Any:
+        if isinstance(one, PackedSequence):
+            found.append(int(one.batch_sizes[0]))
+            return one
+        if isinstance(one, Tensor) and one.dim():
+            found.append(one.size(0))
+        return one if found else None
+
+    _Change(look).of(value)
+    return found[0] if found else None
+
+
+class _Change:
+    """Puts something else in the place of parts of a value.
+
+    Args:
+        part: returns what takes a part's place; None to go through it.
+    """
+
+    def __init__(self, part: Callable[[Any], Any]) -> None:
+        self._part = part
+        # By identity, which only an object that is kept keeps for itself.
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if id(value) not in self._seen:
+            self._seen[id(value)] = (value, value)  # what holds itself ends here
+            changed = self._part(value)
+            self._seen[id(value)] = (value, self._within(value) if changed is None else changed)
+        return self._seen[id(value)][1]
+
+    def _within(self, value: Any) -> Any:
+        if not _is_container(value):
+            return value
+        parts = _parts(value)
+        changed = {key: new for key, part in parts.items() if (new := self.of(part)) is not part}
+        if not changed:
+            return value
+        try:
+            return self._copy(value, parts | changed, changed)
+        except Exception:  # classes of users copy themselves, or do not, in ways of their own
+            return value
+
+    def _copy(self, value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+        if isinstance(value, tuple):
+            new = _tuple(type(value), parts.values())
+            _vars_of(new).update(_vars_of(value))
+        elif isinstance(value, MappingProxyType):
+            new = MappingProxyType(parts)
+        else:
+            new = copy.copy(value)
+            for key, part in changed.items():
+                _put(new, key, part)
+        if _vars_of(value) is value:  # a dict whose attributes are its items
+            new.__dict__ = new
+        for name, part in [*_vars_of(new).items()]:  # what is an item may be an attribute as well
+            _vars_of(new)[name] = self._seen.get(id(part), (part, part))[1]
+        return new
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, type | bytearray | array):
+        return False
+    return isinstance(value, Mapping | tuple | MutableSequence) or is_dataclass(value)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return what a container is made of: its items, or the attributes in which it keeps them."""
+    if isinstance(value, dict | MappingProxyType):
+        return dict(value)
+    if isinstance(value, tuple | list | deque):
+        return dict(enumerate(value))
+    own = [one.name for one in fields(value)] if is_dataclass(value) else []
+    return {name: getattr(value, name) for name in own if hasattr(value, name)} | _vars_of(value)
+
+
+def _put(value: Any, key: Any, part: Any) -> None:
+    """Set a part past what the class itself would do with it: refuse to be changed, or convert it."""
+    kind: Any = next((one for one in (dict, list, deque) if isinstance(value, one)), None)
+    (kind.__setitem__ if kind else object.__setattr__)(value, key, part)
+
+
+def _tuple(kind: type[Any], parts: Iterable[Any]) -> Any:
+    try:
+        return tuple.__new__(kind, parts)  # past a `__new__` of its own, which may take something else
+    except TypeError:  # of torch.return_types, say
+        return kind(parts)
+
+
+def _vars_of(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _has(value: Any, method: str) -> bool:
+    """Return whether an object has a method; what a container holds under that name is none."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(type(value) if _is_container(value) else value, method, None))

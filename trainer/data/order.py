@@ -1,87 +1,164 @@
-"""The order in which an epoch takes a dataset's samples, the same on every rank."""
+"""The order in which an epoch takes a dataset's samples, or batches, the same on every rank."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from trainer.data.base import Group
-from trainer.data.shard_plan import mix_seeds, permutation
+from trainer.data.draws import draw, samplers_in
+from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
+
+Drawn = Sampler[int] | Iterable[int]
+DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What a dataset is asked for in an epoch, in this order. Ranks take units of it: items, or whole batches."""
+
+    keys: Tensor | list[Any]
+    """The dataset's indices."""
+    bounds: Sequence[int] | None = None
+    """Where each batch begins, and the last one ends; None where each item is a unit."""
+
+    def __len__(self) -> int:
+        """Return the number of units."""
+        return len(self.keys) if self.bounds is None else len(self.bounds) - 1
+
+    def places(self, units: slice) -> slice:
+        """Return the places of some units in `keys`; where there are none, those of a padding batch.
+
+        A padding batch is the first two samples of the epoch, or of its first batch. Two, because BatchNorm over
+        vectors cannot normalize a single one.
+        """
+        if units.stop == units.start:
+            return slice(0, 2 if self.bounds is None else min(2, self.bounds[1]))
+        return units if self.bounds is None else slice(self.bounds[units.start], self.bounds[units.stop])
+
+    def count(self, units: slice) -> int:
+        """Return the number of items in some units; 0 where there are none."""
+        places = self.places(units)
+        return places.stop - places.start if units.stop > units.start else 0
 
 
 class EpochOrder:
-    """Shuffled, as the dataset lies, or drawn by a sampler.
+    """Shuffled, as the dataset lies, drawn by a sampler, or drawn in whole batches by a batch sampler.
 
     Args:
-        dataset_length: samples in the dataset.
-        sampler: draws each epoch's samples; its length is the epoch's.
+        dataset_length: items in the dataset.
+        sampler: draws each epoch's items; its length is the epoch's.
+        batch_sampler: draws each epoch's batches. Its length is what is known before it has drawn.
         group: the ranks' collectives, by which all ranks take what rank 0's sampler has drawn.
 
     Raises:
-        ConfigError: the sampler has no length, cuts batches, or divides the samples itself.
+        ConfigError: the sampler has no length, is no such sampler, or divides the samples among ranks itself.
     """
 
     def __init__(
-        self, dataset_length: int, *, shuffle: bool, seed: int, sampler: Sampler[int] | None, group: Group | None
+        self,
+        dataset_length: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        sampler: Drawn | None,
+        batch_sampler: DrawnBatches | None,
+        group: Group | None,
     ) -> None:
-        self.samples = dataset_length if sampler is None else _length_of(sampler)
-        """Samples in an epoch, before any are left out."""
-        self.description = type(sampler).__name__ if sampler is not None else shuffle
+        self.units = dataset_length
+        """Items or batches in an epoch, before any are left out."""
+        self.description: Any = shuffle
+        self.drawn: list[int] | None = None
+        """Number of the epoch that was drawn last, and a checksum of it; None without a sampler."""
         self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
-        self._sampler, self._group = sampler, group
+        self._sampler, self._batch_sampler, self._group = sampler, batch_sampler, group
+        self._expected: list[int] | None = None
+        if sampler is not None:
+            self.units, self.description = _length_of(sampler), type(sampler).__name__
+            if issubclass(type(sampler), BatchSampler):
+                raise ConfigError("a sampler draws samples; leave BatchSampler out, or give it as batch_sampler")
+        elif batch_sampler is not None:
+            length = _length_of(batch_sampler)
+            self.units = group.broadcast(length) if group is not None else length
+            self.description = f"batches of {type(batch_sampler).__name__}"
+            if self.units == 0:
+                raise ConfigError(f"the batch sampler, {type(batch_sampler).__name__}, has no batches")
 
-    def of(self, epoch: int) -> Tensor:
-        """Return the places of an epoch's samples in the dataset: int64, shape (samples,). Collective with a sampler.
+    def expect(self, drawn: list[int] | None) -> None:
+        """Have the next epoch be what an interrupted run has drawn."""
+        self.drawn = self._expected = drawn
+
+    def of(self, epoch: int) -> Epoch:
+        """Return an epoch. Collective with a sampler.
 
         Raises:
-            ConfigError: the sampler has drawn more or fewer than its length.
+            ConfigError: the sampler has drawn more or fewer than its length, what is no batch, or something else than
+                in the run that goes on.
         """
+        if self._batch_sampler is not None:
+            batches = self._draw(self._batch_sampler, epoch, _batch)
+            if not batches:
+                raise ConfigError(f"{type(self._batch_sampler).__name__} has drawn no batch for epoch {epoch} (from 0)")
+            keys = [key for batch in batches for key in batch]
+            return Epoch(_compact(keys), [0, *accumulate(map(len, batches))])
         if self._sampler is not None:
-            return self._draw(self._sampler, mix_seeds(self._seed, epoch))
+            keys = self._draw(self._sampler, epoch, _key)
+            if len(keys) != self.units:
+                raise ConfigError(f"the sampler has drawn {len(keys)} samples, and its length is {self.units}")
+            return Epoch(_compact(keys))
         if self._shuffle:
-            return permutation(self._dataset_length, epoch=epoch, seed=self._seed)
-        return torch.arange(self._dataset_length)
+            return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self._seed))
+        return Epoch(torch.arange(self._dataset_length))
 
-    def _draw(self, sampler: Sampler[int], seed: int) -> Tensor:
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
-        with _seeded(seed):  # what the model draws stays the same
-            drawn = [int(index) for index in sampler]
+    def _draw(self, sampler: Iterable[Any], epoch: int, plain: Callable[[Any], Any]) -> list[Any]:
+        found = [plain(one) for one in draw(sampler, epoch=epoch, seed=self._seed)]
         if self._group is not None:
-            drawn = self._group.broadcast(drawn)
-        if len(drawn) != self.samples:
-            raise ConfigError(f"the sampler has drawn {len(drawn)} samples, and its length is {self.samples}")
-        return torch.tensor(drawn, dtype=torch.int64)
+            found = self._group.broadcast(found)
+        self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(found).encode())], self._expected, None
+        if expected is not None and expected[0] == epoch and expected != self.drawn:
+            raise ConfigError(
+                f"{type(sampler).__name__} has drawn something else for epoch {epoch} (from 0) than in the run that is "
+                "to go on; what it draws has to depend on nothing but set_epoch and the random generators it holds"
+            )
+        return found
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Give a context in which Python's, NumPy's and PyTorch's generators begin with a seed."""
-    python, numpy = random.getstate(), np.random.get_state()
+def _key(index: Any) -> Any:
+    """Return an index as Python's int; a dataset may have other keys as well."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        return operator.index(index)
+    except TypeError:
+        return index
+
+
+def _batch(drawn: Any) -> list[Any]:
+    keys = [_key(index) for index in drawn] if hasattr(drawn, "__iter__") and not isinstance(drawn, str) else []
+    if not keys:
+        raise ConfigError(f"the batch sampler has drawn {drawn!r}; a batch is a list of at least one index")
+    return keys
+
+
+def _compact(keys: list[Any]) -> Tensor | list[Any]:
+    return torch.tensor(keys, dtype=torch.int64) if all(type(key) is int for key in keys) else keys
 
 
 def _length_of(sampler: Any) -> int:
-    if isinstance(sampler, BatchSampler):
-        raise ConfigError("a loader cuts the batches itself, and takes a sampler of samples; leave BatchSampler out")
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigError("a loader divides the samples among the ranks itself; leave DistributedSampler out")
-    if not hasattr(sampler, "__len__"):
-        raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps")
-    return len(sampler)
+    for one in samplers_in(sampler):
+        if isinstance(one, DistributedSampler) and one.num_replicas != 1:
+            raise ConfigError(
+                "a loader divides what is drawn among the ranks itself; leave DistributedSampler out, or give it "
+                "num_replicas=1, rank=0"
+            )
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps") from None

@@ -1,5 +1,7 @@
 """Shard plan: which sample goes to which rank in which step, computed by every rank without communication.
 
+Where batches come whole, they are what the plan calls samples: each rank takes one in a step.
+
 No sample is padded, dropped or counted twice. Step k of N ranks with batch B takes the same samples as step k of one
 process with batch N·B: the next N·B places of the epoch's permutation. Each rank takes one contiguous shard of them.
 Shards differ by at most one sample, so that all ranks finish the last step together, too. Only where fewer than two
@@ -83,6 +85,11 @@ class ShardPlan:
         begin = start + rank * share + min(rank, extra)
         return slice(begin, begin + share + (rank < extra))
 
+    def update(self, step: int) -> slice:
+        """Return the places that all ranks together take in the update to which `step` belongs."""
+        begin = self.start + (step - step % self.accumulate) * self.step_size
+        return slice(begin, min(self.samples, begin + self.accumulate * self.step_size))
+
     def closes_update(self, step: int) -> bool:
         """Return whether the gradients are all-reduced and applied after this step."""
         return (step + 1) % self.accumulate == 0 or step + 1 == self.steps
@@ -96,12 +103,9 @@ class ShardPlan:
         divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
         if self.accumulate == 1 and divided and self.start + (step + 1) * self.step_size <= self.samples:
             return 1.0
-        first = step - step % self.accumulate
-        begin = self.start + first * self.step_size
-        end = min(self.samples, begin + self.accumulate * self.step_size)
-        shard = self.shard(step, rank)
-        count: int = shard.stop - shard.start
-        return count * self.world_size / (end - begin)
+        update, shard = self.update(step), self.shard(step, rank)
+        count, whole = (int(one.stop - one.start) for one in (shard, update))
+        return count * self.world_size / whole
 
 
 def permutation(samples: int, *, epoch: int, seed: int) -> torch.Tensor:

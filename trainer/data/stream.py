@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.data.base import Group, Loader, Step, check_one_size, check_options
+from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes
+from trainer.data.collate import Collating
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.data.workers import usr2_blocked
@@ -18,8 +19,6 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.launch.marks import loading
 from trainer.launch.status import report_phase
 from trainer.launch.world import World
-
-_Counted = tuple[int, Any]
 
 
 class StreamLoader(Loader):
@@ -30,10 +29,13 @@ class StreamLoader(Loader):
     is the mean over samples. A rank whose part has ended repeats its last batch with weight 0. In an evaluation each
     sample comes once, and a rank may get fewer batches than another.
 
+    A stream of batches yields one for each step of the rank. It counts for its samples: the length of the first
+    dimension of the first tensor in it. Positions and lengths are then counted in batches.
+
     Args:
         dataset: an iterable dataset with `shard(num_shards, index)`, which returns one rank's part, as those of
             Hugging Face have it. If it has `set_epoch(epoch)`, that is called before each epoch.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; None (given, not left out) for a stream of batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         already_sharded: take the dataset as it is, because it is this rank's part already.
         training: False for an evaluation.
@@ -55,7 +57,7 @@ class StreamLoader(Loader):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: int | None = NOT_GIVEN,
         *,
         global_batch_size: int | None = None,
         already_sharded: bool = False,
@@ -72,14 +74,20 @@ class StreamLoader(Loader):
     ) -> None:
         check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
         super().__init__(
-            world, training=training, accumulate=accumulate, weigh_by=weigh_by, on_step=on_step, group=group
+            world,
+            training=training,
+            accumulate=accumulate,
+            weigh_by=weigh_by,
+            is_ready=check_sizes(batch_size, global_batch_size, drop_last=drop_last),
+            on_step=on_step,
+            group=group,
         )
-        sizes = _batch_sizes(batch_size, global_batch_size, self.world.size)
+        sizes = _batch_sizes(1 if self._is_ready else batch_size, global_batch_size, self.world.size)
         self._step_size = sum(sizes)
         self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
         self.drop_last = drop_last
         self.samples = 0
-        """Samples that all ranks have drawn so far in this epoch of a training."""
+        """Units (samples, or batches of a stream of these) that all ranks have drawn in this epoch of a training."""
         self._seed, self._steps_taken = seed, 0
         self._length = _length(self.dataset)
         lengths = group.all_gather(self._length) if group else [self._length]
@@ -93,10 +101,10 @@ class StreamLoader(Loader):
     def _make_batches(self, batch_size: int, options: dict[str, Any]) -> DataLoader[Any]:
         if hasattr(self.dataset, "set_epoch"):
             options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
-        options["collate_fn"] = _Counting(options.get("collate_fn") or default_collate)
+        options["collate_fn"] = Collating(options.get("collate_fn"), is_ready=self._is_ready)
         return DataLoader(
             self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
-            batch_size=batch_size,
+            batch_size=None if self._is_ready else batch_size,
             drop_last=self.drop_last,
             generator=torch.Generator(),  # its own: DataLoader would draw from torch's, and change what dropout draws
             **{"pin_memory": self.world.device.type == "cuda"} | options,
@@ -116,7 +124,7 @@ class StreamLoader(Loader):
     @property
     def must_agree(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        return {"samples per step": self.step_size, "drop_last": self.drop_last}
+        return {f"{self.unit} per step": self.step_size, "drop_last": self.drop_last}
 
     def __len__(self) -> int:
         """Return the steps in an epoch with at most one worker, the same on every rank.
@@ -146,8 +154,8 @@ class StreamLoader(Loader):
 
     def _holds_for(self, is_within: bool) -> dict[str, Any]:
         # Which sample comes next is known to each rank of its own part only.
-        within = {"world size": self.world.size, "samples per step": self.step_size} if is_within else {}
-        return {**within, "samples": self._epoch_samples}
+        within = {"world size": self.world.size, f"{self.unit} per step": self.step_size} if is_within else {}
+        return {**within, self.unit: self._epoch_samples}
 
     def _all_steps(self) -> Iterator[Step]:
         batches, epoch = self._draw(), self.epoch
@@ -162,7 +170,7 @@ class StreamLoader(Loader):
             drawn = list(islice(batches, self.accumulate))
             totals = self._totals(drawn)
             if not totals and self.samples == 0:
-                raise TrainerError("the ranks' streams have no samples for a step of this epoch")
+                raise TrainerError(f"the ranks' streams have no {self.unit} for a step of this epoch")
             for place, total in enumerate(totals):
                 # Where this rank's part has ended, its last batch comes again, with weight 0.
                 count, batch = drawn[place] if place < len(drawn) else (0, batch)
@@ -174,15 +182,18 @@ class StreamLoader(Loader):
                 closes_update = place == len(totals) - 1
                 yield Step(move(batch, self.world.device), count, weight, closes_update, epoch, self.samples)
 
-    def _totals(self, drawn: Sequence[_Counted]) -> list[int]:
-        """Return the samples of all ranks in each step of the update; fewer where the epoch ends. Collective."""
-        counts = [count for count, _ in drawn] + [0] * (self.accumulate - len(drawn))
+    def _totals(self, drawn: Sequence[tuple[int, Any]]) -> list[int]:
+        """Return the units of all ranks in each step of the update; fewer where the epoch ends. Collective."""
+        units = [self._units(count) for count, _ in drawn] + [0] * (self.accumulate - len(drawn))
         if self._group is not None:
-            counts = self._group.all_reduce(torch.tensor(counts), "sum").tolist()
+            units = self._group.all_reduce(torch.tensor(units), "sum").tolist()
         least = self.step_size if self.drop_last else 1
-        return counts[: next((place for place, count in enumerate(counts) if count < least), None)]
+        return units[: next((place for place, total in enumerate(units) if total < least), None)]
 
-    def _draw(self) -> Iterator[_Counted]:
+    def _units(self, samples: int) -> int:
+        return 1 if self._is_ready else samples
+
+    def _draw(self) -> Iterator[tuple[int, Any]]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         self._batches.generator.manual_seed(mix_seeds(self._seed, self.epoch, self.world.rank))
@@ -190,24 +201,16 @@ class StreamLoader(Loader):
         drawn = 0
         with usr2_blocked():  # which starts the workers
             batches = iter(self._batches)
-        for count, batch in loading(batches):
-            drawn += count
-            yield count, batch
+        for loaded in loading(batches):
+            count = self._count_of(loaded)
+            drawn += self._units(count)
+            yield count, loaded.batch
         if self._length not in (None, drawn) and not self.drop_last:
             raise TrainerError(
-                f"the stream of rank {self.world.rank} has yielded {drawn} samples, and its length is {self._length}; "
-                "with several workers each has to yield its own part (torch.utils.data.get_worker_info)"
+                f"the stream of rank {self.world.rank} has yielded {drawn} {self.unit}, and its length is "
+                f"{self._length}; with several workers each has to yield its own part "
+                "(torch.utils.data.get_worker_info)"
             )
-
-
-class _Counting:
-    """Collates samples and says how many they were, which a batch of any kind does not tell."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Sequence[Any]) -> _Counted:
-        return len(samples), self._collate(samples)
 
 
 class _Iterable(IterableDataset[Any]):
@@ -221,13 +224,13 @@ class _Iterable(IterableDataset[Any]):
 
 
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:
-    """Return each rank's samples per step."""
-    check_one_size(batch_size, global_batch_size)
-    if batch_size is not None:
+    """Return each rank's units per step."""
+    if global_batch_size is None:
+        batch_size = batch_size or 0
         if batch_size < 1:
             raise ConfigError(f"batch size is {batch_size}; it must be at least 1")
         return [batch_size] * ranks
-    whole = global_batch_size or 0
+    whole = global_batch_size
     if whole < ranks:
         raise ConfigError(
             f"global batch size is {global_batch_size}; for a stream it must be at least 1 per rank, {ranks}"
