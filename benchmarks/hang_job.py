@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import trainer
 
 LONG_S = 600
+SLEEPS_S = {"sleeps": LONG_S, "late": 36}
 STEPS = 60
 
 
@@ -92,8 +93,21 @@ def value_as_over_nccl(run: trainer.Run, length: int = 10) -> None:
     work.wait()
 
 
+def collective_alone() -> None:
+    """Call a collective of the library that the strategy is over, without it."""
+    if dist.is_initialized():
+        dist.barrier()
+    else:
+        import horovod.torch as hvd
+
+        hvd.allreduce(torch.ones(3), name="alone")
+
+
 FAULTS = (
     "none",
+    "late",
+    "collective-alone",
+    "forward-alone",
     "sleeps",
     "spins",
     "stopped",
@@ -111,8 +125,8 @@ def make_fault(fault: str, run: trainer.Run, value: Callable[..., None]) -> None
     """Do what the faulty rank does in place of one step's all-reduce, or beside it."""
     if fault not in ("backward", "loader"):
         tell()
-    if fault == "sleeps":
-        time.sleep(LONG_S)
+    if fault in SLEEPS_S:
+        time.sleep(SLEEPS_S[fault])
     elif fault == "spins":
         spin()
     elif fault == "stopped":
@@ -123,6 +137,8 @@ def make_fault(fault: str, run: trainer.Run, value: Callable[..., None]) -> None
         cut_off()
     elif fault == "exits":
         sys.exit(0)
+    elif fault == "collective-alone":
+        collective_alone()
     if fault != "skips":
         value(run, 11 if fault == "shape" else 10)
 
@@ -152,7 +168,11 @@ def main() -> None:
         if step == STEPS:
             break
         is_now = is_faulty and step == args.step
-        loss = F.cross_entropy(forward(inputs), targets)
+        # In step 2 DDP's forward pass is collective.
+        leaves_out = args.fault == "forward-alone" and step == args.step and not is_faulty
+        if is_now and args.fault == "forward-alone":
+            tell()
+        loss = F.cross_entropy((model if leaves_out else forward)(inputs), targets)
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
             make_fault(args.fault, run, value)

@@ -90,8 +90,9 @@ class Trial:
 
 
 def run_trial(
-    strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> Trial:
+    strategy: str, fault: str, hang_timeout_s: float, extra: Sequence[str] = (), env: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Trial:  # fmt: skip
     """Run one job to its end.
 
     Args:
@@ -111,7 +112,7 @@ def run_trial(
             environment |= more
             environment["PATH"] = os.pathsep.join(filter(None, (more.get("PATH_FIRST", ""), environment["PATH"])))
             commands = [command_for(launcher, 3, arguments)] if not more else _on_two_hosts(launcher, arguments)
-            return _watch(commands, environment, folder)
+            return _watch(commands, environment, folder, timeout_s)
 
 
 def _on_two_hosts(launcher: str, arguments: Sequence[str]) -> list[list[str]]:
@@ -125,7 +126,7 @@ def _on_two_hosts(launcher: str, arguments: Sequence[str]) -> list[list[str]]:
     return [on_host(names[0], [*start, sys.executable, *arguments])]
 
 
-def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folder: str) -> Trial:
+def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folder: str, timeout_s: float) -> Trial:
     log = Path(folder, "log")
     seen_at: dict[str, float] = {}
     with log.open("wb") as sink:
@@ -134,7 +135,7 @@ def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folde
                              cwd=folder)
             for one in commands
         ]  # fmt: skip
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         goes_on = True
         while goes_on:
             # Asked before the log is read, so that what comes with the end is seen as well.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError, TrainerError
@@ -154,8 +155,28 @@ def check_devices(strategy: Strategy) -> None:
             )
 
 
+def check_initialized(model: nn.Module) -> None:
+    """Check that all parameters and buffers have a shape, which those of a lazy module get in its first forward pass.
+
+    Raises:
+        ConfigError: one has none yet.
+    """
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{kind} {name} is of a lazy module and has no shape yet; run one forward pass on a sample input "
+                    "before the model is prepared"
+                )
+
+
 def describe_model(model: nn.Module) -> dict[str, object]:
-    """Describe every parameter and buffer by its type and shape, and parameters by their order of memory."""
+    """Describe every parameter and buffer by its type and shape, and parameters by their order of memory.
+
+    Raises:
+        ConfigError: one of them has no shape yet.
+    """
+    check_initialized(model)
     facts: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"

@@ -293,6 +293,44 @@ def check_checkpoints_go_on_under_another_strategy_and_world_size(strategy: Stra
                 strategy.barrier()
 
 
+class WithEmpty(nn.Module):
+    """A block with a parameter that has no numbers, as of a model whose number of extra tokens is 0."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.extra = layer, nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(torch.cat([inputs, self.extra]))
+        return outputs
+
+
+def check_parameters_without_numbers_train_as_on_one_process(strategy: Strategy) -> None:
+    """Beside others in a block, alone in one, and outside all of them."""
+
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh()]
+            return WithEmpty(nn.Sequential(*map(WithEmpty, layers), nn.Linear(WIDTH, 1))).double()
+
+    model, alone = make(), make()
+    run = init(strategy)
+    forward, optimizer = run.prepare(model, adamw(model.parameters()))
+    by_hand = adamw(alone.parameters())
+    for batch in torch.randn(
+        3, BATCH * strategy.world.size, WIDTH, generator=torch.Generator().manual_seed(1)
+    ).double():
+        run.backward(forward(batch[run.rank * BATCH :][:BATCH].to(run.device)).square().mean())
+        run.clip_grad_norm_(model, 0.01)
+        alone(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+        for one in (optimizer, by_hand):
+            one.step()
+            one.zero_grad()
+    assert_equal(model, alone, 1e-12)
+
+
 def check_a_model_is_compiled_block_by_block(strategy: Strategy) -> None:
     model = make_transformer()
     init(strategy, compile=True).prepare(model)

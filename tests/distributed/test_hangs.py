@@ -70,6 +70,42 @@ def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells
     assert re.search(r"rank 1 on \S+ did not come to all_reduce of \d+ elements \(Gloo's collective \d+", trial.output)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "fault", "step", "called"),
+    [
+        ("ddp", "collective-alone", 10, "torch.distributed.barrier"),
+        ("ddp", "forward-alone", 1, "DDP's forward pass"),
+        pytest.param("horovod over MPI", "collective-alone", 10, "horovod.torch.allreduce"),
+        pytest.param("horovod over Gloo", "collective-alone", 10, "horovod.torch.allreduce", marks=pytest.mark.slow),
+    ],
+)
+def test_a_collective_that_one_rank_alone_calls_is_named_with_its_line(
+    strategy: str, fault: str, step: int, called: str
+) -> None:
+    trial = run_trial(strategy, fault, 4.0, ("--step", str(step)))
+    check(trial)
+    where = rf": rank 1 in {re.escape(called)} \(after step {step}\) at hang_job\.py:\d+"
+    assert re.search(where, trial.verdicts[0])
+    assert "every rank has to call the same collectives" in trial.output
+    assert "network" not in trial.output.partition("trainer: hang: ")[2]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("horovod over MPI", "horovod over Gloo"))],
+)
+def test_long_before_the_limit_it_is_said_once_who_is_waited_for(strategy: str) -> None:
+    trial = run_trial(strategy, "late", 300.0, ("--step", "1"), timeout_s=170.0)
+    assert trial.code == 0, trial.output
+    said = [line for line in trial.output.splitlines() if " waited " in line]
+    assert len(said) == 1, trial.output
+    line = r"trainer: ranks 0, 2 have waited 3\d s for .+ at hang_job\.py:\d+; "
+    line += r"rank 1 on \S+ is in user code at hang_job\.py:\d+; the limit without progress is 300 s"
+    assert re.search(line, said[0])
+    assert "trained" in trial.output
+    assert trial.left == ()
+
+
 def test_a_healthy_job_whose_flight_recorder_is_read_is_left_alone() -> None:
     trial = run_trial("ddp", "none", 4.0, ("--as-over-nccl",), {"TRAINER_FLIGHT_RECORDER": "1"})
     assert trial.code == 0, trial.output

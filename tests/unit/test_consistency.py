@@ -115,6 +115,21 @@ def test_a_models_description_names_every_tensor_with_type_and_shape() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.LazyLinear(2), "parameter 0.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "buffer 0.running_mean"),
+    ],
+)
+def test_a_lazy_module_is_refused_until_it_has_shapes(make: Callable[[], nn.Module], name: str) -> None:
+    model = nn.Sequential(make())
+    with pytest.raises(ConfigError, match=f"^{name} is of a lazy module .* run one forward pass on a sample input"):
+        describe_model(model)
+    model(torch.ones(2, 3))
+    assert str(describe_model(model)[name]).endswith("3]")
+
+
 def test_a_weights_order_in_memory_is_described_where_it_is_not_the_usual_one() -> None:
     layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     list(layer.parameters())[1].requires_grad_(False)

@@ -107,6 +107,34 @@ def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever
     assert (hub.verdict is not None) is is_judged
 
 
+@pytest.mark.parametrize(("excuse", "count"), [("", 1), (WORKS, 1), ("compiles", 0)])
+def test_what_is_waited_for_is_said_once_in_a_wait_and_nothing_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], excuse: str, count: int
+) -> None:
+    monkeypatch.setattr(limits_module, "NOTICE_S", 0.1)
+    ranks = Ranks(waiting(0, 1), View(rank=1, steps=1, excuse=excuse, at="train.py:31"))  # whose limit is 540 s
+    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, None, "job")
+    run(hub, seconds=0.6)
+    assert hub.verdict is None
+    printed = capfd.readouterr().err
+    assert printed.count("trainer: rank 0 has waited") == count
+    assert printed.count("rank 1 on a is in user code at train.py:31") == count
+    for events, seconds, more in ((1, 0.15, 0), (2, 0.35, count)):  # twice as long before the next one
+        ranks.seen[0] = View(rank=0, state=State.WAITING, what="gradients", steps=1, events=events)
+        run(hub, seconds=seconds)
+        assert capfd.readouterr().err.count("has waited") == more
+
+
+def test_where_a_verdict_is_near_no_notice_comes_before(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(limits_module, "NOTICE_S", 0.2)
+    hub = Hub([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9)), None, TOKEN, 0.3, "job")
+    run(hub)
+    assert hub.verdict is not None
+    assert "waited" not in capfd.readouterr().err
+
+
 def test_a_stopped_job_is_waited_for_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = Ranks(View(rank=0, steps=9, process="T"), View(rank=1, steps=9, process="T"))
     hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 0.1, "job")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.hang.judge import Verdict, is_paused, judge
+from trainer.hang.judge import Verdict, is_paused, judge, notice
 from trainer.hang.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
 from trainer.hang.views import WORKS, Host, View, view_from
 from trainer.launch.mark_layout import State
@@ -77,7 +77,7 @@ def test_a_rank_that_is_stopped_in_the_same_collective_is_the_cause() -> None:
 
 
 def test_where_all_wait_the_one_in_another_collective_is_the_cause() -> None:
-    told = judged(host("a", waiting(0), waiting(1, "all_reduce", elements=10), waiting(2)))
+    told = judged(host("a", waiting(0), waiting(1, "all_reduce", elements=10, is_counted=True), waiting(2)))
     assert told.culprits == (1,)
     assert "rank 1 on a waits for all_reduce of 10 elements (collective 4, after step 7), which the others do not" in (
         told.lines
@@ -93,7 +93,50 @@ def test_a_broken_collective_does_not_hide_the_rank_that_is_away() -> None:
 def test_two_ranks_in_different_collectives_are_both_named(other: dict[str, Any]) -> None:
     told = judged(host("a", waiting(0), waiting(1, **{"what": "gradients", **other})))
     assert told.culprits == (0, 1)
-    assert told.first == "no progress for 31 s: rank 0 on a and rank 1 on a wait in different collectives"
+    assert told.first.startswith("no progress for 31 s: rank 0 on a and rank 1 on a wait in different collectives")
+
+
+def test_of_different_collectives_each_is_told_with_its_line_and_no_network_is_blamed() -> None:
+    alone = waiting(0, "DDP's forward pass", at="train.py:31")
+    told = judged(host("a", alone, waiting(1, at="train.py:40")))
+    places = (
+        "rank 0 in DDP's forward pass (after step 7) at train.py:31, rank 1 in the gradients of step 8 at train.py:40"
+    )
+    assert told.first.endswith(f" wait in different collectives: {places}")
+    told = judged(host("a", alone, waiting(1, at="train.py:40"), waiting(2, at="train.py:40")))
+    assert "rank 0 on a did not come to the gradients of step 8: rank 0 in DDP's forward pass" in told.first
+    assert "ranks 1, 2 wait for the gradients of step 8 at train.py:40" in told.lines
+    # The same one from two lines may be right: two models, say, of which a slow network delays one.
+    told = judged(host("a", waiting(0, at="train.py:31"), waiting(1, at="train.py:40")))
+    assert (told.culprits, told.is_sure) == ((), False)
+    assert told.first.endswith(
+        "rank 0 in the gradients of step 8 at train.py:31, rank 1 in the gradients of step 8 at train.py:40"
+    )
+    assert "network" not in "".join(told.lines)
+
+
+NOTICES = [
+    ([waiting(0, at="a.py:4"), absent(1, at="a.py:3"), waiting(2, at="a.py:4")],
+     "ranks 0, 2 have waited 31 s for the gradients of step 8 at a.py:4; rank 1 on a is in user code at a.py:3"),
+    ([waiting(0), absent(1, at="a.py:3", state=State.LOADER)],
+     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a waits for its data at a.py:3"),
+    ([waiting(0), absent(1, phase="saving")],
+     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is in user code (saving)"),
+    ([waiting(0), absent(1, process="T")],
+     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is stopped (by SIGSTOP or Ctrl-Z)"),
+    ([waiting(0), waiting(1, "barrier")],
+     "rank 0 has waited 31 s for the gradients of step 8; rank 1 has waited 31 s for barrier (after step 7)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("views", "text"), NOTICES)
+def test_a_notice_tells_who_waits_and_what_the_others_do(views: list[View], text: str) -> None:
+    assert notice([host("a", *views)], 31.4, 540.0) == f"{text}; the limit without progress is 540 s"
+
+
+@pytest.mark.parametrize("views", [[absent(0), absent(1)], [waiting(0), waiting(1)]])
+def test_no_notice_where_no_rank_waits_for_another_one_as_far_as_is_known(views: list[View]) -> None:
+    assert notice([host("a", *views)], 31.4, 540.0) == ""
 
 
 def test_where_all_wait_for_the_same_nobody_is_blamed() -> None:

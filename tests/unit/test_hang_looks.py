@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer.hang.looks
 from trainer.hang.looks import (
     SIGNAL,
     Frame,
@@ -24,6 +25,7 @@ from trainer.hang.looks import (
     is_debugged,
     look,
     main_frames,
+    place_of,
     read_stacks,
     saves,
     wait_for_stacks,
@@ -141,13 +143,50 @@ def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
     assert waits_in([backward], 0.0, is_recorded=True) == ""
     assert waits_in([frame("/home/me/train.py"), backward], 0.0) == ""
     assert waits_in([frame(f"{SITE}/torch/nn/parallel/distributed.py")], 0.0) == "gradients"
-    assert waits_in([frame(f"{SITE}/torch/distributed/distributed_c10d.py")], 0.0) == "torch.distributed"
-    assert waits_in([frame(f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")], 0.0) != ""
     # These compute and write, whatever they wait for in between.
     assert waits_in([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")], 0.0) == ""
     assert waits_in([frame(f"{SITE}/torch/distributed/tensor/_dispatch.py")], 1.0) == ""
-    assert waits_in([frame(f"{SITE}/horovod/torch/mpi_ops.py")], 0.0) == "Horovod"
     assert waits_in([], 0.0) == ""
+
+
+C10D, LOGGER = "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"
+FULLY_SHARD, MPI_OPS = "torch/distributed/fsdp/_fully_shard/_fsdp_state.py", "horovod/torch/mpi_ops.py"
+DDP, FUNCTION, BACKWARD = "torch/nn/parallel/distributed.py", "torch/autograd/function.py", "torch/autograd/graph.py"
+FUNCTIONS = "torch/nn/modules/_functions.py"
+
+
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        ([(C10D, "barrier"), (LOGGER, "wrapper")], "torch.distributed.barrier"),
+        (
+            [(C10D, "all_gather"), (LOGGER, "wrapper"), (C10D, "all_gather_object"), (LOGGER, "wrapper")],
+            "torch.distributed.all_gather_object",
+        ),
+        ([(C10D, "all_reduce"), ("train.py", "backward"), (FUNCTION, "apply"), (BACKWARD, "x")],
+         "torch.distributed.all_reduce"),
+        ([(DDP, "_pre_forward"), (DDP, "forward"), ("trainer/strategies/ddp.py", "forward")], "DDP's forward pass"),
+        ([(DDP, "backward"), (FUNCTION, "apply"), (BACKWARD, "x")], "gradients"),
+        ([(C10D, "all_gather"), (FULLY_SHARD, "_pre_forward")], "fully_shard's forward pass"),
+        ([(C10D, "reduce_scatter"), (FULLY_SHARD, "post_backward"), (BACKWARD, "x")], "gradients"),
+        ([(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
+         "horovod.torch.allreduce"),
+        ([(C10D, "all_gather"), (LOGGER, "wrapper"), (FUNCTIONS, "forward")], "SyncBatchNorm's forward pass"),
+        ([(MPI_OPS, "synchronize"), ("horovod/torch/sync_batch_norm.py", "backward")], "SyncBatchNorm's backward pass"),
+    ],
+)  # fmt: skip
+def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple[str, str]], what: str) -> None:
+    frames = [frame(f"{SITE}/{path}", name) for path, name in [*calls, ("../../train.py", "train")]]
+    assert waits_in(frames, 0.0) == what
+
+
+def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
+    library = trainer.hang.looks.__file__
+    theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
+    assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
+        "model.py:31"
+    )
+    assert place_of(theirs) == ""
 
 
 @pytest.mark.parametrize("computes", [True, False])

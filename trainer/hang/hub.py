@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from trainer.hang.judge import Verdict, is_paused, judge
-from trainer.hang.limits import Limit
+from trainer.hang.judge import Verdict, is_paused, judge, notice
+from trainer.hang.limits import Limit, Notices
 from trainer.hang.mismatch import explain, has_failed
 from trainer.hang.ranks import LocalRanks
-from trainer.hang.report import announce, say_why, warn, write_stacks
+from trainer.hang.report import announce, say, say_why, warn, write_stacks
 from trainer.hang.views import Host, View, view_from
 from trainer.hang.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
@@ -46,7 +46,7 @@ class Hub:
         self._hosts, self._ranks, self._listener = hosts, ranks, listener
         self._token, self._script = token, script
         self._links: list[Link] = []
-        self._limit = Limit(given_s, now)
+        self._limit, self._notices = Limit(given_s, now), Notices()
         self._started = self._beat_at = now
         self._has_warned = self._has_explained = self._is_paused = False
         self._look_until = self._next_look = self._failed_at = 0.0
@@ -142,21 +142,37 @@ class Hub:
             here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
             if here - self._looked and now < self._look_until:
                 return
-            self._look_until, self._next_look = 0.0, now + _AGAIN_S
+            self._look_until = 0.0
             for number in here - self._looked:
                 self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
-            excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
-            verdict = judge(self._hosts, idle_s)
-            # Whoever sets the limit knows how long a rank may work by itself.
-            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
-            if "debugger" in excuses:
-                self._limit.postpone(now)
-            elif (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
-                self.verdict = verdict
-        elif idle_s > self._limit.seconds and now >= self._next_look:
+            self._conclude(now, idle_s)
+        elif self._is_look_due(now, idle_s):
             self._look_until, self._looked = now + _LOOK_S, {0}
             self._tell({"do": "look"})
             self._note(self._hosts[0], self._ranks.views_with_stacks(), time.monotonic())
+
+    def _is_look_due(self, now: float, idle_s: float) -> bool:
+        if idle_s > self._limit.seconds:
+            return now >= self._next_look
+        return self._notices.is_due(idle_s, self._limit.seconds)
+
+    def _conclude(self, now: float, idle_s: float) -> None:
+        """Judge by what was seen at a look, or say before the limit what is waited for."""
+        excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+        if "debugger" in excuses:
+            self._limit.postpone(now)
+        elif idle_s > self._limit.seconds:
+            self._next_look = now + _AGAIN_S
+            verdict = judge(self._hosts, idle_s)
+            # Whoever sets the limit knows how long a rank may work by itself.
+            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
+            if (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
+                self.verdict = verdict
+        elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
+            self._notices.on_said()
+            say([f"trainer: {text}"])
+        else:
+            self._notices.put_off(idle_s)
 
     def _note(self, host: Host, views: dict[int, View], now: float) -> None:
         moved = False
@@ -170,6 +186,7 @@ class Hub:
             host.views[rank] = view
         if moved:
             self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)
+            self._notices.on_progress()
             self._look_until = 0.0
 
     def _accept(self) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.hang.limits import TRAINING
-from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE
+from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE, is_users
 from trainer.hang.views import SAVING, WORKS, Host, View
 from trainer.launch.mark_layout import ENDED, State
 
-MOST_NAMED, _MOST_FRAMES = 8, 6
+MOST_NAMED, _MOST_FRAMES, _MOST_PLACES = 8, 6, 4
 _INNERMOST = 2
-_OTHERS = ("/site-packages/", "/lib/python3", "/trainer/strategies/", "/trainer/data/", "/trainer/updates.py")
 EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
 SAME_COLLECTIVES = "every rank has to call the same collectives in the same order, with tensors of the same shape"
 UNREACHABLE, UNWATCHED = "host unreachable", "not watched"
@@ -46,18 +45,45 @@ class Verdict:
 
 def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     """Return the verdict on a job in which nothing has happened for so long; None where no rank waits for another."""
+    waiting, absent = _sorted(hosts)
+    if not waiting:
+        return None
+    return _say(hosts, waiting, absent or dict.fromkeys(_different(waiting), ""), idle_s)
+
+
+def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
+    """Return in one line which ranks have waited for so long, and what the others do; "" where nothing tells that.
+
+    Args:
+        limit_s: after which there will be a verdict.
+    """
+    waiting, absent = _sorted(hosts)
+    places = by_place(waiting)
+    if not waiting or (not absent and len(places) == 1):
+        return ""
+    host_of = {rank: host.name for host in hosts for rank in host.ranks}
+    views = {rank: view for host in hosts for rank, view in host.views.items()}
+    told = [
+        f"{list_of(ranks)} {'have' if len(ranks) > 1 else 'has'} waited {idle_s:.0f} s for {place}"
+        for place, ranks in list(places.items())[:_MOST_PLACES]
+    ]
+    for rank, why in list(absent.items())[:_MOST_PLACES]:
+        told.append(f"rank {rank} on {host_of[rank]} {_where_it_is(views.get(rank), why)}")
+    if len(absent) > _MOST_PLACES:
+        told.append(f"and {len(absent) - _MOST_PLACES} more ranks do not wait")
+    return f"{'; '.join(told)}; the limit without progress is {limit_s:.0f} s"
+
+
+def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], Mapping[int, str]]:
+    """Return the ranks that wait, and of the others those that are the surest to keep them waiting, with the reason."""
     views = {rank: host.views[rank] for host in hosts for rank in host.ranks if rank in host.views}
     missing = {rank: problem for host in hosts if (problem := _problem(host)) for rank in host.ranks}
     present = {rank: view for rank, view in sorted(views.items()) if rank not in missing}
     waiting = {rank: view for rank, view in present.items() if view.waits and view.process not in _STATES}
-    if not waiting:
-        return None
     seen = dict.fromkeys(present, "")
     ranks = [rank for host in hosts for rank in host.ranks]
     absent = {rank: {**missing, **seen}.get(rank, UNWATCHED) for rank in ranks if rank not in waiting}
-    if absent:
-        return _say(hosts, waiting, _surest(absent, views), idle_s)
-    return _say(hosts, waiting, dict.fromkeys(_different(waiting), ""), idle_s)
+    return waiting, _surest(absent, views)
 
 
 def _different(waiting: Mapping[int, View]) -> list[int]:
@@ -104,10 +130,10 @@ def _say(hosts: Sequence[Host], waiting: Mapping[int, View], blamed: Mapping[int
     if len(blamed) > MOST_NAMED:
         lines.append(f"and {len(blamed) - MOST_NAMED} more ranks that did not come")
     lines += [
-        f"{list_of(ranks)} wait{'s' * (len(ranks) == 1)} for {what}" for what, ranks in by_collective(others).items()
+        f"{list_of(ranks)} wait{'s' * (len(ranks) == 1)} for {place}" for place, ranks in by_place(others).items()
     ]
     lines.append(f"what to do: {_advice(blamed, views, others)}")
-    first = f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, others)}"
+    first = f"no progress for {idle_s:.0f} s: {_in_short(blamed, host_of, waiting)}"
     is_sure = bool(blamed) and not any(_may_go_on(views.get(rank), why) for rank, why in blamed.items())
     return Verdict((first, *lines), tuple(blamed), is_sure)
 
@@ -120,20 +146,40 @@ def _may_go_on(view: View | None, why: str) -> bool:
 
 def _shown(frames: Sequence[str]) -> list[str]:
     """Return the innermost frames, and those of the user's own files around them."""
-    own = [frame for frame in frames if not any(part in frame for part in _OTHERS)]
+    own = [frame for frame in frames if is_users(frame)]
     shown = dict.fromkeys((*frames[:_INNERMOST], *own))
     return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
-def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], others: Mapping[int, View]) -> str:
+def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], waiting: Mapping[int, View]) -> str:
     if not blamed:
-        names = list(by_collective(others))
-        return f"all ranks wait for {names[0] if len(names) == 1 else 'others'}, and none of them is missing"
+        names = list(by_collective(waiting))
+        what = f"all ranks wait for {names[0] if len(names) == 1 else 'others'}, and none of them is missing"
+        return what if len(by_place(waiting)) == 1 else f"{what}: {_in_places(waiting)}"
     who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:MOST_NAMED])
-    if not others:
-        return f"{who} wait in different collectives"
-    what = next(iter(by_collective(others)))
-    return f"{who} did not come to {what}"
+    others = {rank: view for rank, view in waiting.items() if rank not in blamed}
+    own = {rank: view for rank, view in waiting.items() if rank in blamed}
+    if others:
+        what = f"{who} did not come to {next(iter(by_collective(others)))}"
+        return f"{what}: {_in_places(own)}" if own else what
+    what = f"{who} wait in different collectives"
+    return f"{what}: {_in_places(own)}" if len(by_place(own)) > 1 else what
+
+
+def _in_places(waiting: Mapping[int, View]) -> str:
+    places = [f"{list_of(ranks)} in {place}" for place, ranks in by_place(waiting).items()]
+    return ", ".join(places[:_MOST_PLACES]) + (", …" if len(places) > _MOST_PLACES else "")
+
+
+def _where_it_is(view: View | None, why: str) -> str:
+    if why or view is None or view.process in _STATES or view.phase == ENDED or view.state == State.FAILED:
+        return _what_it_does(view, why, has_others=False).removesuffix(":")
+    doing = "waits for its data" if view.state == State.LOADER else "is in user code"
+    return f"{doing}{f' at {view.at}' * bool(view.at)}{_phase(view)}"
+
+
+def _phase(view: View) -> str:
+    return f" ({view.phase})" if view.phase not in TRAINING else ""
 
 
 def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
@@ -153,7 +199,7 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         "waits for its data" if view.state == State.LOADER else "computes" if view.cpu > 0.5 else "does something else"
     )
     where = ":" if view.frames else ", and has not told its stack"
-    return f"{doing}{f' ({view.phase})' if view.phase not in TRAINING else ''}{where}"
+    return f"{doing}{_phase(view)}{where}"
 
 
 def name(view: View) -> str:
@@ -168,8 +214,18 @@ def name(view: View) -> str:
     elements = f" of {view.elements:,} elements" if view.elements else ""
     start = " at the start" if steps == 0 else ""
     backend = view.group.partition(" ")[0]
-    which = f"{backend}'s collective {view.number}" if backend else f"collective {view.collectives + 1}"
-    return f"{view.what}{elements}{start} ({which}, after step {steps})"
+    which = f"{backend}'s collective {view.number}, " if backend else ""
+    if view.is_counted:
+        which = f"collective {view.collectives + 1}, "
+    return f"{view.what}{elements}{start} ({which}after step {steps})"
+
+
+def by_place(waiting: Mapping[int, View]) -> dict[str, list[int]]:
+    """Return the ranks in each collective, by its name and the line of the user's that has called it."""
+    groups: dict[str, list[int]] = {}
+    for rank, view in waiting.items():
+        groups.setdefault(f"{name(view)}{f' at {view.at}' * bool(view.at)}", []).append(rank)
+    return groups
 
 
 def by_collective(waiting: Mapping[int, View]) -> dict[str, list[int]]:
@@ -187,6 +243,8 @@ def list_of(ranks: Sequence[int]) -> str:
 
 
 def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mapping[int, View]) -> str:
+    if not blamed and len(by_place(others)) > 1:
+        return SAME_COLLECTIVES
     if not blamed:
         return "look for what they wait on in the network between the hosts (`trainer doctor`), or for another shape"
     rank, why = next(iter(blamed.items()))

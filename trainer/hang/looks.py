@@ -165,7 +165,22 @@ def waits_in(frames: list[Frame], cpu: float, *, is_recorded: bool = False) -> s
     """
     if not frames or ((cpu > 0.2 or is_recorded) and is_in_backward(frames)):
         return ""
-    return waits_for(frames[0].path)
+    return waits_for([(frame.path, frame.name) for frame in frames])
+
+
+_NOT_THE_USERS = (
+    "/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", f"{Path(__file__).resolve().parent.parent}/"
+)  # fmt: skip
+
+
+def is_users(frame: str) -> bool:
+    """Return whether a frame, as it is printed, is of the user's own files."""
+    return not any(part in frame for part in _NOT_THE_USERS)
+
+
+def place_of(frames: list[Frame]) -> str:
+    """Return where the user's own code is, such as "train.py:31"; "" where none is known."""
+    return next((f"{Path(frame.path).name}:{frame.line}" for frame in frames if is_users(str(frame))), "")
 
 
 def is_in_backward(frames: list[Frame]) -> bool:

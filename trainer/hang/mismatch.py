@@ -117,7 +117,7 @@ def _called_beside(behind: View, view: View) -> View:
     if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
         return view
     earlier = replace(view, what=view.last, elements=view.last_elements, state=behind.state)
-    return replace(earlier, collectives=behind.collectives, steps=behind.steps)
+    return replace(earlier, is_counted=True, collectives=behind.collectives, steps=behind.steps)
 
 
 def _what_it_did(view: View) -> str:

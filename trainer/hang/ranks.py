@@ -26,6 +26,7 @@ from trainer.hang.looks import (
     is_in_backward,
     look,
     main_frames,
+    place_of,
     read_stacks,
     saves,
     wait_for_stacks,
@@ -151,7 +152,7 @@ class LocalRank:
             return replace(view, excuse=WORKS if view.process == UNINTERRUPTIBLE else "")
         stacks = read_stacks(self._stacks, before)
         frames = main_frames(stacks, self._thread)
-        view = replace(view, stacks=stacks, frames=tuple(map(str, frames)))
+        view = replace(view, stacks=stacks, frames=tuple(map(str, frames)), at=place_of(frames))
         view = self._with_wait(view, frames)
         if is_debugged(frames):
             return replace(view, excuse="debugger")

@@ -39,6 +39,8 @@ class View:
     """Share of a processor that its main thread takes."""
     frames: tuple[str, ...] = ()
     """Its main thread's stack, the innermost line first, once it was looked at."""
+    at: str = ""
+    """Where the user's own code is in that stack, such as "train.py:31"."""
     stacks: str = ""
     """Of all threads."""
     excuse: str = ""

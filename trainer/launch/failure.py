@@ -20,7 +20,7 @@ from trainer.files import writable_places
 from trainer.launch.environment import Launch, launches, read_launch
 from trainer.launch.marks import note_failure
 from trainer.launch.output import print_line
-from trainer.launch.stacks import waits_for
+from trainer.launch.stacks import Call, waits_for
 from trainer.launch.status import LOST_PEER, MISTAKE, report_failure
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
@@ -81,7 +81,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
     # An error of a backward pass on this rank alone has the same innermost line.
-    was_in_collective = note_failure(waits_for(_innermost(trace)) if lost_peer else "")
+    was_in_collective = note_failure(waits_for(_calls(trace)) if lost_peer else "")
     is_mistake = issubclass(kind, (ConfigError, DataError))
     report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch)
     if issubclass(kind, TrainerError):
@@ -98,11 +98,10 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     end_process(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
 
 
-def _innermost(trace: TracebackType | None) -> str:
-    """Return the file of a traceback's last line. Reads no source, whose disk may be why this rank fails."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename if trace is not None else ""
+def _calls(trace: TracebackType | None) -> list[Call]:
+    """Return a traceback's calls, the innermost first. Reads no source, whose disk may be why this rank fails."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
+    return [(code.co_filename, code.co_name) for code in reversed(codes)]
 
 
 def _read_launch() -> Launch:

@@ -13,7 +13,7 @@ ENDED = "ended"
 MAGIC = b"trnmarks"
 HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
 # State, collectives, events, elements, what is waited for, whether it is counted; the last collective; failures.
-STATE = struct.Struct("<qqqq24s?q24sq")
+STATE = struct.Struct("<qqqq48s?q48sq")
 COUNTS = struct.Struct("<qq")  # steps of optimizers; updates
 PROGRESS = struct.Struct("<q")
 AT_STATE = HEAD.size

@@ -75,6 +75,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             if config.compile:
                 part.compile()
             before = _parameters(part)
+            for parameter in before.values():
+                if not parameter.numel():  # nothing to train, and fully_shard cannot reduce a gradient without numbers
+                    parameter.requires_grad_(False)
             # Resharded after the forward pass in any case, so that a model is whole within a pass only.
             fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
             after = _parameters(part)
