@@ -22,7 +22,9 @@ from jsonschema import Draft202012Validator
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _METADATA = {
     "type": "object", "required": ["name"],
-    "properties": {"name": {"type": "string"}, "labels": _TEXTS, "annotations": _TEXTS},
+    "properties": {
+        **dict.fromkeys(("name", "namespace"), {"type": "string"}), **dict.fromkeys(("labels", "annotations"), _TEXTS),
+    },
 }  # fmt: skip
 
 
