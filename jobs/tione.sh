@@ -34,7 +34,7 @@ cat > "$request" <<'REQUEST'
     "ImageUrl": "ccr.ccs.tencentyun.com/example/trainer:1"
   },
   "StartCmdInfo": {
-    "StartCmd": "exec torchrun --nnodes 2 --nproc-per-node 2 --node-rank \"$RANK\" --master-addr \"$MASTER_ADDR\" --master-port \"$MASTER_PORT\" --log-dir runs/mnist --tee 3 --no-python python examples/mnist.py --checkpoint runs/checkpoints"
+    "StartCmd": "exec torchrun --nnodes 2 --nproc-per-node 2 --node-rank \"$RANK\" --master-addr \"$MASTER_ADDR\" --master-port \"$MASTER_PORT\" --log-dir runs/mnist --tee 3 --no-python -- python examples/mnist.py --checkpoint runs/checkpoints"
   },
   "DataSource": "CFS",
   "DataConfigs": [

@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_PYTHON, _SHELL = re.compile(r"(python|pypy)[\d.]*"), re.compile(r"(ba|da|k|z)?sh")
+# Options that end an interpreter's own, and options with a value, which may also be a word of its own.
+_PYTHON_ENDS, _PYTHON_VALUES = "cm", "WX"
+_SHELL_ENDS, _SHELL_VALUES = "c", "oO"
+_LAUNCHERS = frozenset({
+    "horovodrun", "torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "aprun",
+    "deepspeed", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "horovod.runner",
+    "horovod.runner.launch", "deepspeed.launcher.runner",
+})  # fmt: skip
+"""Programs and modules that start several processes of a training."""
+_SUBCOMMANDS = {"accelerate": "launch", "trainer": "run"}
+"""Programs and modules that do so with this word."""
+_WRAPPERS = frozenset({
+    "env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid", "nsys",
+})  # fmt: skip
+"""Programs that start the one whose name follows, behind options of their own."""
+_ENVIRONMENTS = frozenset({
+    "uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba", "apptainer", "singularity",
+})  # fmt: skip
+"""The same, perhaps in another folder, or with other files."""
 
-def without_dashes(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command without the `--` that may stand before it."""
-    return tuple(command[1:] if command[:1] == ["--"] else command)
+
+@dataclass(frozen=True)
+class Target:
+    """What a command starts in the end, behind `env`, other wrappers and interpreters."""
+
+    program: str
+    script: str = ""
+    """A file that an interpreter runs."""
+    module: str = ""
+    """Of `python -m`."""
+    launcher: str = ""
+    """The words for a launcher of several processes; empty for any other program."""
+    is_here: bool = True
+    """Whether it starts in the folder, and with the files, that the command starts with."""
+
+
+def to_command(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a command without the `--` that may stand before it, its environment variables as `env` takes them."""
+    command = tuple(words[1:] if words[:1] == ["--"] else words)
+    if all(map(_ASSIGNMENT.fullmatch, command)):
+        return ()
+    return ("env", *command) if _ASSIGNMENT.fullmatch(command[0]) else command
+
+
+def target_of(command: Sequence[str]) -> Target:
+    """Return what a command starts in the end, as far as its words tell."""
+    at = _behind_wrappers(command)
+    is_here = not _is_elsewhere(command[:at])
+    program, *rest = command[at:]
+    name = Path(program).name
+    if _PYTHON.fullmatch(name):
+        option, value, behind = _script_of(rest, _PYTHON_ENDS, _PYTHON_VALUES)
+        if option:
+            module = value if option == "m" else ""
+            launcher = _launcher(module, behind)
+            return Target(program, "", module, f"{name} -m {launcher}" if launcher else "", is_here)
+        return Target(program, value, "", _launcher(Path(value).name, behind), is_here)
+    if _SHELL.fullmatch(name):
+        option, value, _ = _script_of(rest, _SHELL_ENDS, _SHELL_VALUES)
+        if option and (words := re.findall(r"[^\s;&|()]+", value)):
+            return replace(target_of(["env", *words]), is_here=False)
+        return Target(program, value, is_here=is_here)
+    return Target(program, launcher=_launcher(name, rest), is_here=is_here)
 
 
 def script_of(command: Sequence[str]) -> str:
@@ -17,8 +80,70 @@ def script_of(command: Sequence[str]) -> str:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """Return the stem of the script, the module of `python -m`, or the program's name."""
-    # Anywhere else, -m is an option of the script's own.
-    if len(command) > 2 and command[1] == "-m":
-        return command[2]
-    return Path(script_of(command) or command[0]).stem
+    """Return a name for a job: the stem of the script, the module of `python -m`, or the program's name.
+
+    It has letters, digits, ".", "_" and "-" only.
+    """
+    target = target_of(command)
+    found = target.module or Path(target.script or script_of(command) or target.program or command[0]).stem
+    return re.sub(r"[^\w.-]+", "-", found).strip("-.") or "train"
+
+
+def refuse_launcher(command: Sequence[str], starter: str) -> str:
+    """Return what is wrong with a command that starts several processes by itself; empty for any other one.
+
+    Args:
+        starter: who starts one for each rank already.
+    """
+    launcher = target_of(command).launcher if command else ""
+    if not launcher:
+        return ""
+    script = next((word for word in command if word.endswith(".py") and " " not in word), "train.py")
+    return (
+        f"the command begins with {launcher}, but {starter} starts the ranks itself; give what one rank runs, "
+        f"as in -- python {script}"
+    )
+
+
+def _behind_wrappers(command: Sequence[str]) -> int:
+    """Return where the program stands."""
+    if Path(command[0]).name not in _WRAPPERS | _ENVIRONMENTS:
+        return 0
+    others = [at for at, word in enumerate(command) if at and not (word.startswith("-") or _ASSIGNMENT.fullmatch(word))]
+    # Which options of a wrapper have values is known of none.
+    known = [at for at in others if _is_known(command[at])]
+    return min(known or others or [0])
+
+
+def _is_elsewhere(wrappers: Sequence[str]) -> bool:
+    return any(Path(word).name in _ENVIRONMENTS or word.startswith(("-C", "--chdir")) for word in wrappers)
+
+
+def _is_known(word: str) -> bool:
+    name = Path(word).name
+    is_interpreter = _PYTHON.fullmatch(name) or _SHELL.fullmatch(name)
+    return bool(is_interpreter or name in _LAUNCHERS or name in _SUBCOMMANDS or word.endswith((".py", ".sh")))
+
+
+def _script_of(words: Sequence[str], ends: str, with_value: str) -> tuple[str, str, Sequence[str]]:
+    """Return the option that ends an interpreter's own, if it is there, its value or the script, and what follows."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "-" or not word.startswith("-"):
+            return "", word.removeprefix("-"), rest
+        for at, letter in enumerate(word[1:] if word[1] != "-" else "", 2):
+            if letter in ends:
+                value = word[at:] or "".join(rest[:1])
+                return letter, value, rest if word[at:] else rest[1:]
+            if letter in with_value:
+                del rest[: not word[at:]]
+                break
+    return "", "", rest
+
+
+def _launcher(name: str, rest: Sequence[str]) -> str:
+    if name in _LAUNCHERS:
+        return name
+    word = next((word for word in rest if not word.startswith("-")), "")
+    return f"{name} {word}" if _SUBCOMMANDS.get(name, "") == word != "" else ""

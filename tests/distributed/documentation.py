@@ -169,7 +169,7 @@ ON_NODE_A = {
     "--lr 0.001": _scaling_of_mnist("1x2", is_slow=True),
 }
 
-_TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:29500 project/train.py"
+_ON_NODE = "--nproc-per-node 2 --master-addr a --master-port 29500 project/train.py"
 # Commands that tests/docker/test_documentation.py runs on this machine, each in a test of its own.
 BY_DOCKER = (
     "docker run --rm trainer:cpu python examples/mnist.py",
@@ -179,12 +179,16 @@ BY_DOCKER = (
     "PROJECT_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.project.yml up --build -d",
     "CODE_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d",
     "horovodrun -np 4 -H a:2,b:2 python project/train.py",
-    f"docker compose exec -d b {_TORCHRUN}",
-    _TORCHRUN,
+    f"docker compose exec -d b torchrun --nnodes 2 --node-rank 1 {_ON_NODE}",
+    f"torchrun --nnodes 2 --node-rank 0 {_ON_NODE}",
 )
 
 # Commands that something else in this project runs, with its words there.
 ELSEWHERE = {
+    "torchrun --nproc-per-node 2 -- train.py --log INFO": (
+        "tests/distributed/test_supervise.py",
+        '"torchrun", "--nproc-per-node", "2", "--", "train.py", "--log", "INFO"',
+    ),
     "python -m tests.security.attacks elastic PORT /tmp/marker": (
         "tests/security/test_exploits.py",
         '"tests.security.attacks", "elastic"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.screen import Session, run_on_terminal
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
 WATCHED = "tests.distributed.job_that_is_watched"
+HANG_JOB = str(ROOT / "benchmarks" / "hang_job.py")
 SCRIPT = ROOT / "tests" / "distributed" / "job_that_is_killed.py"
 DEADLINE_S = 90.0
 
@@ -231,6 +233,27 @@ def test_a_command_that_does_not_exist_is_not_started(supervised: Supervised) ->
     ended = supervised.run("-np", "2", "--name", "job_that_is_killed", "no-such-command")
     assert ended.code == 127
     assert "there is no command 'no-such-command'" in ended.output
+
+
+def test_torchrun_takes_no_option_of_the_scripts_for_its_own(supervised: Supervised) -> None:
+    own = ["--log", "INFO", "--r", "3", "--np=2", "--", "--n", "4"]
+    (supervised.folder / "train.py").write_text("import sys; print(sys.argv[1:])")
+    run = ("-np", "2", "--torchrun", "--name", "job_that_is_killed")
+    ended = supervised.run(*run, sys.executable, "train.py", *own)
+    assert ended.code == 0, ended.output
+    assert ended.output.count(str(own)) == 2
+    plain = ["torchrun", "--nproc-per-node", "2", "--", "train.py", "--log", "INFO"]
+    done = subprocess.run(plain, cwd=supervised.folder, env=supervised.environment, capture_output=True, check=False)
+    assert done.stdout.count(b"['--log', 'INFO']") == 2
+
+
+def test_what_the_watch_has_found_out_is_in_the_last_line(supervised: Supervised) -> None:
+    run = ("-np", "2", "--torchrun", "--max-restarts", "0", "--name", "job_that_is_killed")
+    ended = supervised.run(*run, sys.executable, HANG_JOB, "shape", "--strategy", "ddp")
+    assert ended.code == 1, ended.output
+    why = re.search(r"trainer: why it failed: (rank 0 on .*)", ended.output)
+    assert why is not None, ended.output
+    assert f"; the last failure: {why[1]}; rank 1 on " in ended.output.splitlines()[-1]
 
 
 # Takes the place of ssh: the other host is this machine, until the file is there.

@@ -19,10 +19,10 @@ from celpy.adapter import json_to_cel
 from celpy.evaluation import CELEvalError
 from jsonschema import Draft202012Validator
 
-_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+_TEXT, _TEXTS = {"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}
 _METADATA = {
     "type": "object", "required": ["name"],
-    "properties": {"name": {"type": "string"}, "labels": _TEXTS, "annotations": _TEXTS},
+    "properties": {"name": _TEXT, "namespace": _TEXT, "labels": _TEXTS, "annotations": _TEXTS},
 }  # fmt: skip
 
 

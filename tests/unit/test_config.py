@@ -198,8 +198,11 @@ def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment:
     ],
 )
 def test_a_launcher_in_the_ranks_of_another_is_refused(environment: dict[str, str], outer: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{outer} processes are nested"):
+    with pytest.raises(ConfigError, match=f"^{outer} processes are nested") as error:
         read_launch(environment)
+    # Who reaches the store of a c10d rendezvous runs code.
+    assert "c10d" not in str(error.value)
+    assert ("--nnodes 4 --node-rank N --master-addr HOST" in str(error.value)) == outer.startswith("torchrun")
     assert {launch.launcher for launch in launches(environment)} == {outer.split()[0], outer.split()[-3]}
 
 

@@ -110,7 +110,7 @@ def test_who_ignores_the_first_signal_is_killed_and_as_many_are_blamed_as_there_
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(ranks_module, "_TERMINATED_S", 0.1)
-    monkeypatch.setattr(ranks_module, "report_hang", lambda _, message: told.append(message))
+    monkeypatch.setattr(ranks_module, "report_verdict", lambda rank, kind, message: told.append(message))
     with subprocess.Popen([sys.executable, "-c", IGNORES], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         address = Address(**json.loads(process.stdout.readline()))

@@ -131,11 +131,25 @@ def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
 
 def test_a_hang_is_noted_in_the_file_of_another_process_and_stays(file: Path) -> None:
     status.report_phase("training")
-    status.report_hang(1, "1: rank 1 did not come")
+    status.report_verdict(1, status.HANG, "1: rank 1 did not come")
     status.report_failure("lost peer", "follows from it", Launch(rank=1, size=4))
     found = read(file)
     assert (found.error, found.message, found.phase) == ("hang", "1: rank 1 did not come", "training")
-    status.report_hang(3, "nobody's")  # has no file
+    status.report_verdict(3, status.HANG, "nobody's")  # has no file
+
+
+def test_that_ranks_called_different_collectives_is_noted_beside_no_error_of_a_rank_s_own(file: Path) -> None:
+    launch = Launch(rank=1, size=4)
+    status.report_failure("lost peer", "follows from it", launch)
+    status.report_verdict(1, status.DIFFERENT, "rank 2 called another one")
+    status.report_failure("lost peer", "follows from it", launch)
+    assert (read(file).error, read(file).message) == ("different collectives", "rank 2 called another one")
+
+
+def test_a_rank_s_own_error_stays(file: Path) -> None:
+    status.report_failure("MemoryError", "", Launch(rank=1, size=4))
+    status.report_verdict(1, status.DIFFERENT, "rank 2 called another one")
+    assert read(file).error == "MemoryError"
 
 
 @pytest.mark.parametrize("job", ["abc", None])
@@ -149,6 +163,6 @@ def test_a_hang_is_not_noted_in_a_folder_that_another_user_could_have_made(
         monkeypatch.delenv("TRAINER_JOB")
     else:
         monkeypatch.setattr(status, "is_own", lambda _: False)
-    status.report_hang(1, "1: rank 1 did not come")
+    status.report_verdict(1, status.HANG, "1: rank 1 did not come")
     assert (folder / "rank-1").read_bytes() == bytes(status.SIZE)
     assert read(file).error == ""

@@ -22,6 +22,9 @@ from trainer.submit.schedulers import SCHEDULERS
 NAMES = ("mpijob", "trainjob", "jobset")
 NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]
 FULL = ["--time", "2h", "--memory", "16GB", "--cpus-per-rank", "2", "--gpus-per-node", "4", "--claim", "runs"]
+WHERE = ["--namespace", "team", "--node-selector", "example.com/gpu=h100", "--node-selector", "zone=1", "--toleration",
+         "nvidia.com/gpu:NoSchedule", "--toleration", "for=training:NoExecute", "--toleration", "spot", "--pull-secret",
+         "registry"]  # fmt: skip
 COMMAND = ["--", "python", "train.py", "--text", "it's $(HOME): {image} #1"]
 needs_crds = pytest.mark.needs("crds")
 
@@ -36,7 +39,7 @@ def crds() -> list[dict[str, Any]]:
 
 
 @needs_crds
-@pytest.mark.parametrize("options", [[], FULL], ids=["bare", "full"])
+@pytest.mark.parametrize("options", [[], [*FULL, *WHERE]], ids=["bare", "full"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_manifest_is_strictly_valid(name: str, options: list[str]) -> None:
     for document in documents(name, *NODES, *options, *COMMAND):
@@ -175,15 +178,63 @@ def test_a_claim_that_kubernetes_would_refuse_is_refused() -> None:
         render("jobset", *NODES, "--claim", "a, b: c", *COMMAND)
 
 
+def pods(value: Any) -> list[dict[str, Any]]:
+    """The specifications of pods in a manifest."""
+    if isinstance(value, list):
+        return [pod for one in value for pod in pods(one)]
+    if not isinstance(value, dict):
+        return []
+    own = [value] if "terminationGracePeriodSeconds" in value else []
+    return own + [pod for one in value.values() for pod in pods(one)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pod_is_placed_as_it_was_asked_for(name: str) -> None:
+    made = documents(name, *NODES, *WHERE, *COMMAND)
+    assert {document["metadata"]["namespace"] for document in made} == {"team"}
+    found = pods(made)
+    assert len(found) == (2 if name == "mpijob" else 1)
+    for pod in found:
+        assert pod["nodeSelector"] == {"example.com/gpu": "h100", "zone": "1"}
+        assert pod["tolerations"] == [
+            {"operator": "Exists", "key": "nvidia.com/gpu", "effect": "NoSchedule"},
+            {"operator": "Equal", "key": "for", "value": "training", "effect": "NoExecute"},
+            {"operator": "Exists", "key": "spot"},
+        ]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_a_place_that_kubernetes_would_refuse_is_refused() -> None:
+    bad = ["--namespace", "A", "--node-selector", "gpu", "--toleration", "gpu:Never", "--pull-secret", "a b"]
+    with pytest.raises(ConfigError) as error:
+        render("jobset", *NODES, *bad, *COMMAND)
+    for problem in (
+        "--namespace is 'A'; valid are small letters", "--node-selector is 'gpu'; valid is a label, as in gpu=h100",
+        "--toleration is 'gpu:Never'; valid is a taint", "--pull-secret is 'a b'; valid are small letters",
+    ):  # fmt: skip
+        assert problem in str(error.value)
+    with pytest.raises(ConfigError, match="slurm has no --namespace; it is an option for Kubernetes"):
+        render("slurm", "--nodes", "1", "--ranks-per-node", "1", "--namespace", "team", *COMMAND)
+
+
+def test_torchrun_leaves_the_scripts_options_alone() -> None:
+    assert containers("trainjob")["trainer"]["command"] == ["tini", "--", "torchrun", "--no-python", "--"]
+    assert '--no-python -- "$@"' in containers("jobset")["node"]["args"][0]
+
+
 def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
     objects = ["trainjob.trainer.kubeflow.org/a", "trainingruntime.trainer.kubeflow.org/a"]
     assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
+    command = SCHEDULERS["trainjob"].cancel_command(f"{objects[0]} --namespace=team")
+    assert list(command) == ["kubectl", "delete", objects[0], "--namespace=team", objects[1]]
 
 
 def kubectl(folder: Path, condition: str, pods: str = "pod/train-launcher") -> None:
+    """Write a `kubectl` that notes how it was called."""
     ended = {"type": condition, "status": "True", "reason": "BackoffLimit", "message": "two pods"}
     status = {"conditions": [{"type": "Created", "status": "True"}, ended]}
     stand_in(folder, "kubectl", f"""
+        echo "$*" >> {folder}/calls
         case "$*" in
             create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
             "get pods"*status.phase!=Pending*) echo {pods} ;;
@@ -222,3 +273,19 @@ def test_the_lines_of_several_pods_are_told_apart(
     assert capsys.readouterr().out.splitlines() == [
         f"[pod/train-{pod}] epoch {epoch}" for pod in (0, 1) for epoch in (1, 2)
     ]
+
+
+def test_kubectl_is_told_the_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl(tmp_path, "Succeeded")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "mpijob", *NODES, "--namespace", "team", "--follow", *COMMAND]) == 0
+    created, *calls = (tmp_path / "calls").read_text().splitlines()
+    assert created.startswith("create -f runs/train.yaml")  # which has it
+    assert {call.split()[0] for call in calls} == {"get", "logs"}
+    assert [call for call in calls if "--namespace=team" not in call.split()] == []
+    shown = capsys.readouterr().err
+    assert "kubectl delete mpijob.kubeflow.org/train --namespace=team ends it" in shown
+    assert "training.kubeflow.org/job-role=launcher --namespace=team\n" in shown

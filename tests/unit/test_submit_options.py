@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from tests.unit.job_files import render
 from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.submit.job import Job, secrets_in, shell_command
+from trainer.submit.job import Job, shell_command
 from trainer.submit.options import to_options
+from trainer.submit.schedulers import SCHEDULERS
+from trainer.submit.secrets import secrets_in
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "4"]
 COMMAND = ["--", "python", "train.py"]
@@ -54,6 +57,63 @@ def test_the_job_is_named_after_its_script() -> None:
         read = to_options([*SLURM, "--", *command])
         assert read is not None
         assert read.job.name == name
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "script", "name"),
+    [
+        ("jobset", "My_Train.py", "my-train"),
+        ("mpijob", "3d/2_stage.v2.py", "job-2-stage-v2"),
+        ("trainjob", "训练.py", "job"),
+        ("jobset", f"{'a' * 39}_b.py", "a" * 39),
+        ("slurm", "my script.py", "my-script"),
+        ("pbs", "2 stages.py", "job-2-stages"),
+        ("tione", f"{'a' * 99}.py", "a" * 60),
+    ],
+)
+def test_a_name_that_the_scheduler_would_refuse_is_made_a_valid_one(scheduler: str, script: str, name: str) -> None:
+    needs = [] if scheduler in ("slurm", "pbs") else ["--image", "a:1"]
+    needs += ["--directive=InstanceType=a"] if scheduler == "tione" else []
+    read = to_options([scheduler, "--nodes", "1", "--ranks-per-node", "1", *needs, "--", "python", script])
+    assert read is not None
+    assert read.job.name == name
+
+
+def test_variables_before_the_command_are_those_of_its_environment() -> None:
+    assert "env A=x B= python train.py" in render(*SLURM, "--", "A=x", "B=", "python", "train.py")
+    assert "there is no command" in problems_of(*SLURM, "--", "A=x")
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        ("horovodrun -np 4 python a/b.py", "horovodrun"),
+        ("/usr/bin/mpirun -np 4 python a/b.py", "mpirun"),
+        ("srun python a/b.py", "srun"),
+        ("A=x torchrun --nproc-per-node 2 a/b.py", "torchrun"),
+        ("python -um torch.distributed.run a/b.py", "python -m torch.distributed.run"),
+        ("python venv/bin/torchrun a/b.py", "torchrun"),
+        ("accelerate launch a/b.py", "accelerate launch"),
+        ("deepspeed a/b.py", "deepspeed"),
+        ("trainer run -np 2 python a/b.py", "trainer run"),
+        ("python -m trainer run -np 2 python a/b.py", "python -m trainer run"),
+        ("timeout 60 uv run horovodrun -np 2 python a/b.py", "horovodrun"),
+        ("bash -c 'cd x && exec horovodrun -np 2 python \"$0\"' a/b.py", "horovodrun"),
+    ],
+)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_launcher_in_the_job_is_refused(scheduler: str, command: str, launcher: str) -> None:
+    problems = problems_of(scheduler, *SLURM[1:], "--", *shlex.split(command))
+    said = (
+        f"the command begins with {launcher}, but the job starts the ranks itself; give what one rank runs, as in -- "
+    )
+    assert f"{said}python a/b.py" in problems
+    assert "\n" not in problems
+
+
+def test_a_word_that_is_a_launchers_elsewhere_is_none() -> None:
+    for command in ("python a.py torchrun", "python -m own.launcher --with srun", "accelerate test", "./tool mpirun"):
+        assert "starts the ranks itself" not in problems_of(*SLURM, "--bad", "--", *command.split())
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -122,12 +182,55 @@ def test_a_secret_does_not_get_into_a_file() -> None:
         "A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD", "--wandb_api_key",
         "--token", "--token", "logger.api_key", "hf_token",
     ]  # fmt: skip
-    harmless = ("--pad-token", "<pad>", "--max-tokens=3", "token.py", "--key", "A=secret", "monkey=1", "pad_token=x",
-                "sort_key=length", "HF_TOKEN")  # fmt: skip
-    assert secrets_in(job_with(*harmless)) == []
     problems = problems_of(*SLURM, "--", "env", "HF_TOKEN=hush", "python", "a.py")
     assert "the value of HF_TOKEN would be written" in problems
     assert "hush" not in problems
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--wandb-key abc", "--wandb-key"),
+        ("--wandbKey abc", "--wandbKey"),
+        ("+logger.wandb.key=abc", "+logger.wandb.key"),
+        ("--password x", "--password"),
+        ("-passphrase x", "-passphrase"),
+        ("--apikey x", "--apikey"),
+        ("--client-secret x", "--client-secret"),
+        ("--authToken=x", "--authToken"),
+        ("--aws-secret-access-key x", "--aws-secret-access-key"),
+        ("--smtp-pass x", "--smtp-pass"),
+        ("PGPASSWORD=x", "PGPASSWORD"),
+        ("MYSQL_PWD=x", "MYSQL_PWD"),
+        ("--env=HF_TOKEN=x", "HF_TOKEN"),
+        ("--vendor-key 8f14e45fceea167a5a36dedd4bea2543", "--vendor-key"),
+        ("--tracker https://user:pw@host/project", "a password in a URL"),
+        ("--url=https://host/?token=abc", "token"),
+        ("hf_abcdefghijklmnopqrstuvwxyz", "an access token"),
+    ],
+)
+def test_a_secret_is_known_by_its_name_or_its_look(words: str, name: str) -> None:
+    assert secrets_in(job_with("python", "a.py", *words.split())) == [name]
+
+
+def test_a_secret_in_the_words_of_a_shell_or_in_json_is_one_too() -> None:
+    assert secrets_in(job_with("bash", "-c", "WANDB_API_KEY=x python a.py")) == ["WANDB_API_KEY"]
+    assert secrets_in(job_with("--config", '{"api_key": "x", "sort_key": "y"}')) == ["api_key"]
+    assert secrets_in(job_with("--header", "Authorization: Bearer x")) == ["Authorization"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pad-token <pad>", "--max-tokens=3", "token.py", "--key secret", "A=secret", "monkey=1", "pad_token=x",
+        "sort_key=length", "HF_TOKEN", "--tokenizer gpt2", "--num-tokens 5", "--key-dim 64", "--keyframes 3",
+        "--secret-file path", "--password-file=p", "--token-path p", "--eos-token-id 2", "--cache-key images",
+        "--bypass", "--passes 2", "--second-pass 1", "--data https://host:80/a@b", "--data s3://bucket/key=1/x",
+        "HF_TOKEN=$HF_TOKEN", "WANDB_API_KEY=", "--label-key label_of_the_image_2024_v2",
+    ],
+)  # fmt: skip
+def test_an_ordinary_option_is_no_secret(words: str) -> None:
+    assert secrets_in(job_with("python", "a.py", *words.split())) == []
 
 
 def job_with(*words: str) -> Job:

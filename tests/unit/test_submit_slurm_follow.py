@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,24 +150,63 @@ def test_the_lines_of_an_arrays_jobs_are_told_apart(tmp_path: Path, capsys: pyte
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", [["python", "trian.py"], ["python", "-u", "a/train.py"], ["./train2.py"]])
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("python trian.py", "trian.py"),
+        ("python -u a/train.py", "a/train.py"),
+        ("python3.11 -W ignore -X dev -uOWdefault nope.py train.py", "nope.py"),
+        ("./train2.py", "./train2.py"),
+        ("./nope.sh train.py", "./nope.sh"),
+        ("bash -eo pipefail nope.sh", "nope.sh"),
+        ("A=x B= python nope.py", "nope.py"),
+        ("nice -n 5 env -u A python nope.py", "nope.py"),
+    ],
+)
 def test_a_script_that_is_not_there_is_not_submitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, missing: str
 ) -> None:
-    stand_in(tmp_path, "sbatch", "touch submitted; echo 17")
-    assert main(["submit", *SLURM, "--", *command]) == 2
-    assert capsys.readouterr().err == (
-        f"trainer submit: {command[-1]} is not a file in {tmp_path}, the folder in which the job will run\n"
-    )
-    assert not (tmp_path / "submitted").exists()
-    assert not (tmp_path / "runs").exists()
+    refused = f"{Path(missing)} is not a file in {tmp_path}, the folder in which the job will run"
+    check_refusal(tmp_path, capsys, command.split(), refused)
+
+
+def check_refusal(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], refused: str, *options: str
+) -> None:
+    stand_in(folder, "sbatch", "touch submitted; echo 17")
+    assert main(["submit", *SLURM, *options, "--", *command]) == 2
+    assert capsys.readouterr().err == f"trainer submit: {refused}\n"
+    assert not (folder / "submitted").exists()
+    assert not (folder / "runs").exists()
+
+
+def test_a_file_that_may_not_be_executed_is_not_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "train.py may not be executed; call chmod +x train.py, or begin with python"
+    check_refusal(tmp_path, capsys, ["./train.py"], refused)
+
+
+def test_a_module_that_this_python_does_not_have_is_not_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    refused = f"there is no module missing.part, neither in this environment nor in {tmp_path}"
+    check_refusal(tmp_path, capsys, ["python", "-um", "missing.part"], refused)
+    (tmp_path / "own").mkdir()
+    for words in (
+        ["python", "-m", "own.part"],
+        ["python", "-m", "json.tool"],
+        ["env", "PYTHONPATH=src", "python", "-mx"],
+    ):
+        assert main(["submit", *SLURM, "--", *words]) == 0
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--", "python", "-m", "a.py"], ["--", "env", "A=1", "python", "a.py"], ["--", "python", "train.py", "a.py"],
+    [["--", "/opt/python", "-m", "a.py"], ["--", "python", "train.py", "a.py"],
+     ["--", "env", "-C", "a", "python", "a.py"],
      ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"],
-     ["--", "mytool", "out.py"], ["--", "./in_container.sh", "/w/a.py"], ["--", "python", "-mfoo", "a.py"]],
+     ["--", "mytool", "out.py"], ["--", "/in_container.sh", "a.py"], ["--", "bash", "-c", "cd a; python a.py"],
+     ["--", "uv", "run", "a.py"], ["--image", "a.sif", "--", "python", "-mfoo", "a.py"]],
 )  # fmt: skip
 def test_a_script_that_may_be_elsewhere_is_not_looked_for(tmp_path: Path, words: list[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")

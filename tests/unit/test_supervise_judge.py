@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
 
-from trainer.launch.status import HANG, LOST_PEER, MISTAKE, RankStatus
-from trainer.supervise.attempt import find_dead
+from trainer.launch.status import DIFFERENT, HANG, LOST_PEER, MISTAKE, RankStatus
+from trainer.supervise.attempt import Attempt, Running, Times, find_dead
 from trainer.supervise.hosts import Host
 from trainer.supervise.judge import Facts, Judgement, Verdict, hint, judge
+from trainer.supervise.signals import Signals
+from trainer.supervise.sweep import Answer
+
+ORDERS = list(permutations(range(3)))
 
 
 def rank(number: int, **reported: Any) -> RankStatus:
@@ -19,7 +26,7 @@ def rank(number: int, **reported: Any) -> RankStatus:
 
 def judged(*ranks: RankStatus, **facts: Any) -> Judgement:
     by_number = {one.rank: one for one in ranks}
-    hosts = {one.rank: "ab"[one.rank] for one in ranks}
+    hosts = {one.rank: "abc"[one.rank] for one in ranks}
     return judge(Facts(launcher="horovodrun", ranks=by_number, host_of=hosts, **facts))
 
 
@@ -43,6 +50,46 @@ def test_an_exception_is_told_with_its_rank_and_host_and_those_that_follow_are_n
     assert told == Judgement(Verdict.FAILED, "rank 1 on b failed in update 10: MemoryError", ("b",))
     told = judged(rank(0, error="KeyError", message="'x'\nmore", update=0, first_update=0), codes=[1])
     assert told.text == "rank 0 on a failed before its first update: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("phase", ["training", "done"])  # the second where its exit handlers have run
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ({"error": "MemoryError"}, "rank {} on {} failed in update 10: MemoryError"),
+        ({"error": MISTAKE, "message": "lr is 0"}, "rank {} on {}: lr is 0"),
+        ({"error": HANG, "message": "0: why"}, "why"),
+        ({"error": DIFFERENT, "message": "rank 1 called another one"}, "rank 1 called another one"),
+        ({}, "rank {} on {} died without a word in update 10"),
+    ],
+)
+def test_a_rank_that_has_lost_another_one_is_not_the_cause(
+    order: Sequence[int], phase: str, cause: dict[str, str], said: str
+) -> None:
+    """Whichever number it has, and in whichever order they were seen to die."""
+    first, second, guilty = order
+    others = [rank(number, error=LOST_PEER, phase=phase) for number in (first, second)]
+    for dead in ([first], [first, second], [guilty, first], [first, guilty], list(order)):
+        if guilty in dead or cause:
+            told = judged(*others, rank(guilty, **cause), codes=[1], dead=dead, ended=[first])
+            assert told.text == said.format(guilty, "abc"[guilty])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_where_only_those_that_lost_another_one_have_said_something_they_are_not_blamed(order: Sequence[int]) -> None:
+    first, second, third = order
+    early = rank(third, phase="done")
+    told = judged(
+        rank(first, error=LOST_PEER), rank(second, error=LOST_PEER, phase="done"), early, codes=[1], dead=[first]
+    )
+    lost = " and ".join(f"rank {number} on {'abc'[number]}" for number in sorted((first, second)))
+    text = f"{lost} lost another rank in update 10, after rank {third} on {'abc'[third]} had ended"
+    assert told == Judgement(Verdict.FAILED, text)
+    told = judged(*(rank(number, error=LOST_PEER) for number in order), codes=[1], dead=[first])
+    assert told.text == "rank 0 on a and rank 1 on b and rank 2 on c lost another rank in update 10"
+    assert told.hosts == ()
+    assert told.may_be_network
 
 
 def test_a_hang_that_the_watch_has_found_is_told_with_its_hosts() -> None:
@@ -147,3 +194,25 @@ def test_a_rank_that_was_not_asked_to_end_before_it_died_is_the_cause(seen: list
 
 def test_on_one_host_the_first_deaths_that_were_seen_are_the_cause() -> None:
     assert list(find_dead([0, 1], {0, 1}, (), {0: "a", 1: "a"})) == [0, 1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("guilty_is_here", [True, False])
+def test_of_an_attempt_the_rank_is_named_that_died_without_a_word(order: Sequence[int], guilty_is_here: bool) -> None:
+    """One that had lost another rank died first, and one was left and had to be killed."""
+    first, killed, guilty = order
+    hosts = (Host("localhost", 2 + guilty_is_here), *([] if guilty_is_here else [Host("b", 1)]))
+    place = dict.fromkeys(order, "localhost") | {guilty: hosts[-1].name}
+    attempt = Attempt(hosts, "job", Times(time.monotonic()), 0.0)
+    running = Running(attempt, hosts, "horovodrun", 0.0, Signals(), str)
+    states = {number: rank(number) for number in order} | {first: rank(first, error=LOST_PEER)}
+    for number in order:
+        running._ranks.note(place[number], states[number])
+    running._ranks.dead, running._ranks.killed = (first,), frozenset([killed])
+    answers = [
+        Answer(host.name, True, ranks=tuple(states[one] for one in order if place[one] == host.name)) for host in hosts
+    ]
+    running._conclude(answers, [1])
+    running._ranks.close()
+    name = f"rank {guilty} on {place[guilty]}"
+    assert attempt.judgement.text == f"{name} died without a word in update 10"

@@ -41,6 +41,9 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
         (("python", "-m"), "python"),
         (("python", "-m", "my.training", "-m", "x"), "my.training"),
         (("python", "train.py", "-m", "seed=1,2"), "train"),
+        (("A=x", "python", "-X", "dev", "my script.py"), "my-script"),
+        (("bash", "start it.sh"), "start-it"),
+        (("./\n",), "train"),
     ],
 )
 def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: str) -> None:
@@ -58,7 +61,12 @@ def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: st
         (("-np", "2", "--wait-for-hosts", "nan", "x"), "--wait-for-hosts is nan"),
         (("-np", "2", "--max-restarts", "-1", "x"), "--max-restarts is -1"),
         (("-np", "2"), "there is no command to start"),
+        (("-np", "2", "A=x"), "there is no command to start"),
         (("-np", "2", "--name", "../x", "x"), "--name is '../x'"),
+        (
+            ("-np", "2", "--", "horovodrun", "-np", "2", "python", "a.py"),
+            "the command begins with horovodrun, but trainer run starts the ranks itself; give what one rank runs",
+        ),
     ],
 )
 def test_a_value_that_is_not_valid_is_named(

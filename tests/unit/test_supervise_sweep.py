@@ -104,7 +104,7 @@ def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path) -> Non
 def test_torchrun_has_one_agent_for_each_host() -> None:
     environment = environment_for("one")
     (alone,) = torchrun([HERE], ["python", "train.py"], environment)
-    assert alone.command[-6:] == ("--node-rank", "0", "--nproc-per-node", "1", "python", "train.py")
+    assert alone.command[-7:] == ("--node-rank", "0", "--nproc-per-node", "1", "--", "python", "train.py")
     assert option(alone.command, "--master-addr") == "127.0.0.1"
     first, second = torchrun([Host("localhost", 2), THERE], ["python", "train.py"], environment)
     assert (option(first.command, "--node-rank"), option(first.command, "--nproc-per-node")) == ("0", "2")

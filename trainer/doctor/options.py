@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from trainer.command import script_of, without_dashes
+from trainer.command import script_of, to_command
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts
 
@@ -75,6 +75,6 @@ def to_options(parsed: argparse.Namespace) -> Options:
         raise ConfigError(f"--timeout is {parsed.timeout_s:g}; valid is 5 to 100")
     hosts = parse_hosts(parsed.hosts) if parsed.hosts else (Host("localhost", 1),)
     return Options(
-        hosts=hosts, script=script_of(without_dashes(parsed.command)), timeout_s=parsed.timeout_s,
+        hosts=hosts, script=script_of(to_command(parsed.command)), timeout_s=parsed.timeout_s,
         as_json=parsed.as_json, with_gpus=parsed.with_gpus,
     )  # fmt: skip

@@ -135,6 +135,7 @@ class Hub:
         if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
             say_why(lines)
+            self._ranks.note_why("; ".join(lines))
 
     def _judge(self, now: float) -> None:
         idle_s = now - self._limit.progress_at

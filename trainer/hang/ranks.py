@@ -34,7 +34,7 @@ from trainer.hang.looks import (
 )
 from trainer.hang.views import SAVING, WORKS, View
 from trainer.launch.mark_layout import SIZE, Recorded, State, read_mark
-from trainer.launch.status import report_hang
+from trainer.launch.status import DIFFERENT, HANG, report_verdict
 
 _LOOK_S = 1.0
 _WORKS = 0.1
@@ -223,12 +223,17 @@ class LocalRanks:
             rank.compare_children()
         return {number: rank.with_stacks(asked[number]) for number, rank in self.by_rank.items()}
 
+    def note_why(self, said: str) -> None:
+        """Note why the job has failed where `trainer run` finds it."""
+        for rank in self.by_rank:
+            report_verdict(rank, DIFFERENT, said)
+
     def end(self, said: str, culprits: tuple[int, ...]) -> None:
         """End all ranks, and note why where `trainer run` finds it."""
         message = f"{','.join(map(str, culprits[:_MOST_TOLD]))}: {said}"
         for number, wait_s in ((signal.SIGTERM, _TERMINATED_S), (signal.SIGKILL, 0.0)):
             for rank in self.by_rank:
-                report_hang(rank, message)
+                report_verdict(rank, HANG, message)
             for one in self.by_rank.values():
                 one.signal(number)
             deadline = time.monotonic() + wait_s

@@ -98,7 +98,8 @@ def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
                 raise ConfigError(
                     f"{nested}, so that several models may train side by side; start the script with one of the two. "
                     f"If {outer.launcher} starts torchrun on every node, join them: torchrun --nnodes {outer.size} "
-                    "--rdzv-backend c10d --rdzv-endpoint HOST:29500. If they shall train side by side, call the script "
+                    f"--node-rank N --master-addr HOST --master-port 29500, with another N from 0 to {outer.size - 1} "
+                    "on each node. If they shall train side by side, call the script "
                     f"with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
                 )
         elif outer.launcher != "srun" and outer.size > 1 and (inner.rank, inner.size) != (outer.rank, outer.size):

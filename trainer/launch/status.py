@@ -27,8 +27,9 @@ JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work: to be started again, or not."""
-MISTAKE, LOST_PEER, HANG = "mistake", "lost peer", "hang"
-"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's; a hang.
+MISTAKE, LOST_PEER, HANG, DIFFERENT = "mistake", "lost peer", "hang", "different collectives"
+"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's; a hang;
+ranks that had called different collectives.
 
 The message of a hang begins with the ranks that are to blame, as in "1,3: …".
 """
@@ -77,7 +78,7 @@ class RankStatus:
     """The signal that has asked it to save and end; 0 without one."""
     phase: str = ""
     error: str = ""
-    """MISTAKE, LOST_PEER or the class name of the exception with which it failed; empty without one."""
+    """One of these kinds, or the class name of the exception with which it failed; empty without one."""
     message: str = ""
 
     @property
@@ -183,19 +184,25 @@ def report_failure(kind: str, message: str, place: Place) -> None:
         report_join(place)
     if _file is not None:
         phase, before = _TEXTS.unpack_from(_file, _AT_TEXTS)[:2]
-        if before.rstrip(b"\0") == HANG.encode():
+        if before.rstrip(b"\0").decode() in (HANG, DIFFERENT):
             return  # which is why this rank fails
         _TEXTS.pack_into(_file, _AT_TEXTS, phase, kind.encode()[:80], message.encode()[:512])
 
 
-def report_hang(rank: int, message: str) -> None:
-    """Note in the file of another process, a rank of this host, that the job is ended because it hangs."""
+def report_verdict(rank: int, kind: str, message: str) -> None:
+    """Note in the file of another process, a rank of this host, what has been found out about the job.
+
+    Args:
+        kind: HANG: the job is ended because of it; or DIFFERENT, which leaves a rank's own error where it has one.
+    """
     folder = _own_folder()
     if folder is None or not is_own(folder):
         return
     with suppress(OSError), (folder / f"rank-{rank}").open("r+b") as file:
-        file.seek(_AT_TEXTS + 16)
-        file.write(struct.pack("80s512s", HANG.encode(), message.encode()[:512]))
+        status = read_status(file.read(SIZE))
+        if status is not None and (kind == HANG or status.error in ("", LOST_PEER)):
+            file.seek(_AT_TEXTS + 16)
+            file.write(struct.pack("80s512s", kind.encode(), message.encode()[:512]))
 
 
 def _own_folder() -> Path | None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass
 
 INDEX = "{index}"
 """Stands in the command for the number of a job of an array."""
-# What is a secret in every program that has it; `--pad-token` and `sort_key=` are none.
-_WORDS = r"(?:secret|passw(?:or)?d|(?:api|auth|access|secret|private|session|bearer|hub|hf)[-_]?(?:key|token))"
-_OPTION = re.compile(rf"-[\w-]*?{_WORDS}|--?token", re.IGNORECASE)
-_VARIABLE = re.compile(rf"(?i:[\w.+]*?{_WORDS}|token)|[A-Z0-9_]*(?:KEY|TOKEN)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +30,14 @@ class Job:
     """Numbers as in "0-3,7", one job for each; empty for a single job."""
     claim: str = ""
     """A PersistentVolumeClaim for runs/, on Kubernetes."""
+    namespace: str = ""
+    """Of Kubernetes, as the next three."""
+    node_selector: tuple[str, ...] = ()
+    """Labels that nodes have to have, as in "gpu=h100"."""
+    tolerations: tuple[str, ...] = ()
+    """Taints that nodes may have, as in "gpu=h100:NoSchedule"."""
+    pull_secrets: tuple[str, ...] = ()
+    """Names of secrets with which the image is pulled."""
     made_by: str = ""
     """The command that writes this job's file."""
     directives: tuple[str, ...] = ()
@@ -63,16 +66,6 @@ def shell_command(command: tuple[str, ...], index: str = "") -> str:
         else shlex.quote(word)
         for word in command
     )
-
-
-def secrets_in(job: Job) -> list[str]:
-    """Return the options and variables that hold secrets in a command or a directive, without their values."""
-    parts = [word.partition("=") for word in job.command]
-    found = [name for name, is_set, _ in parts if _OPTION.fullmatch(name) or (is_set and _VARIABLE.fullmatch(name))]
-    # As in --export=ALL,HF_TOKEN=… of Slurm.
-    return found + [
-        name for text in job.directives for name in re.findall(r"(\w+)=", text) if _VARIABLE.fullmatch(name)
-    ]
 
 
 def duration(seconds: int) -> str:

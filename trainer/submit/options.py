@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from trainer.command import name_of
+from trainer.command import name_of, refuse_launcher, to_command
 from trainer.errors import ConfigError
-from trainer.submit.job import INDEX, Job, secrets_in
+from trainer.submit.job import INDEX, Job
 from trainer.submit.schedulers import SCHEDULERS, Scheduler
+from trainer.submit.secrets import secrets_in
 
 _DESCRIPTION = """\
 Write the job file of a training for a cluster's scheduler, and submit it. The ranks save when the time limit is near
@@ -96,7 +97,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         problems.append(f"{shlex.join(unknown)} is no option" + hint)
     elif unknown:
         problems.append(_unknown_option(unknown, valid))
-    job = _read(parsed, tuple(arguments[end + 1 :]), scheduler, problems)
+    job = _read(parsed, to_command(arguments[end:]), scheduler, problems)
     if job.command:
         problems += _check_command(job)
     elif not lacks_dashes:
@@ -126,7 +127,15 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument("--cpus-per-rank", metavar="N", help="cores of each rank (the scheduler's default)")
     group.add_argument("--memory", metavar="16GB", help="memory of each node (the scheduler's default)")
     group.add_argument("--image", metavar="IMAGE", help="the container image in which the ranks run (none)")
-    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim of Kubernetes for runs/ (none)")
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for runs/ (none)")
+    group.add_argument("--namespace", metavar="NAME", help="of the job (that of kubectl)")
+    for name, metavar, text in (
+        ("node-selector", "LABEL=VALUE", "a label that nodes have to have; may be repeated"),
+        ("toleration", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have; may be repeated"),
+        ("pull-secret", "NAME", "a secret with which the image is pulled; may be repeated"),
+    ):
+        group.add_argument(f"--{name}", action="append", default=[], metavar=metavar, help=text)
     group = parser.add_argument_group("the job")
     group.add_argument("--name", help="of the job and its file (the script's)")
     group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
@@ -164,13 +173,16 @@ def _read(
     nodes, ranks = reader.count("nodes", required=True), reader.count("ranks_per_node", required=True)
     gpus = reader.count("gpus_per_node") or 0
     launcher = parsed.launcher or (scheduler.launchers[0] if scheduler else "")
+    name = name_of(command or ("train",))
     return Job(
-        name=parsed.name or name_of(command or ("train",)), command=command, nodes=nodes or 1,
+        name=parsed.name or (scheduler.name_from(name) if scheduler else name), command=command, nodes=nodes or 1,
         ranks_per_node=ranks or gpus or 1,
         launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
         memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.time("time", "2h"),
         grace_s=reader.time("grace", "120s") or 1, image=parsed.image or "", array=parsed.array or "",
-        directives=tuple(parsed.directive), claim=parsed.claim or "",
+        directives=tuple(parsed.directive), claim=parsed.claim or "", namespace=parsed.namespace or "",
+        node_selector=tuple(parsed.node_selector), tolerations=tuple(parsed.toleration),
+        pull_secrets=tuple(parsed.pull_secret),
     )  # fmt: skip
 
 
@@ -215,7 +227,9 @@ def _check_command(job: Job) -> list[str]:
         f"the value of {word} would be written into the job file; set it in the environment of the job"
         for word in secrets_in(job)
     ]
-    if any(not word.isprintable() for word in (*job.command, *job.directives, job.image, job.claim)):
+    if problem := refuse_launcher(job.command, "the job"):
+        problems.append(problem)
+    if any(not word.isprintable() for word in (*job.command, *job.directives, job.image)):
         problems.append("the command has a line break or another character that is not printable; put it into a script")
     return problems
 
@@ -247,5 +261,6 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
 
 
 def _option(field: str) -> str:
-    names = {"directives": "directive", "memory_gib": "memory", "time_s": "time"}
+    names = {"directives": "directive", "memory_gib": "memory", "time_s": "time", "tolerations": "toleration",
+             "pull_secrets": "pull-secret"}  # fmt: skip
     return "--" + names.get(field, field).replace("_", "-")

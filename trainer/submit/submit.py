@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.command import script_of
+from trainer.command import target_of
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.submit.options import Options, to_options
@@ -52,18 +56,29 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_script(options: Options) -> None:
-    """Raise `ConfigError` where `script.py` or `python script.py` names no file in the folder that the nodes see."""
-    job = options.job
-    if not options.scheduler.runs_here(job):
+    """Raise `ConfigError` where a command's script or program names no file in the folder that the nodes see."""
+    target = target_of(options.job.command)
+    if not options.scheduler.runs_here(options.job) or not target.is_here:
         return
-    is_python = Path(job.command[0]).name.startswith("python")
-    words = job.command[1:3] if is_python else job.command[:1]
-    if any(word.startswith(("-m", "-c")) for word in words):
-        return
-    script = script_of([word for word in words if not word.startswith("-")][:1])
+    # The PATH of the nodes may have a program without a slash.
+    program = target.program if "/" in target.program or target.program.endswith(".py") else ""
+    path = Path(target.script or program)
     # An absolute path may be one of an image's own, or of the nodes'.
-    if script and not Path(script).is_absolute() and not Path(script).is_file():
-        raise ConfigError(f"{script} is not a file in {Path.cwd()}, the folder in which the job will run")
+    if path.name and not path.is_absolute() and not path.is_file():
+        raise ConfigError(f"{path} is not a file in {Path.cwd()}, the folder in which the job will run")
+    if program and path.is_file() and not os.access(path, os.X_OK):
+        raise ConfigError(f"{path} may not be executed; call chmod +x {shlex.quote(str(path))}, or begin with python")
+    is_plain = target.program == options.job.command[0] and not options.job.image  # else PYTHONPATH may be another
+    if is_plain and target.module and not _has_module(target.program, target.module.partition(".")[0]):
+        raise ConfigError(f"there is no module {target.module}, neither in this environment nor in {Path.cwd()}")
+
+
+def _has_module(python: str, module: str) -> bool:
+    """Return whether a Python finds a module; True where it is not the one that this program runs in."""
+    found = shutil.which(python)
+    if found is None or Path(found).parent != Path(sys.executable).parent:
+        return True
+    return bool(find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())]))
 
 
 def follow(options: Options, job_id: str) -> int:

@@ -156,16 +156,19 @@ class Running:
 
     def _conclude(self, answers: Sequence[Answer], codes: Sequence[int]) -> None:
         attempt, ranks = self._attempt, self._ranks
-        names = {host.name for host in attempt.hosts}
+        names, here = {host.name for host in attempt.hosts}, {host.name for host in attempt.hosts if host.is_here}
         gone = set[int]()
         # A host that is back without being in this attempt may still have the files of an earlier one.
         for answer in (answer for answer in answers if answer.host in names):
             for status in answer.ranks:
                 ranks.note(answer.host, status)
-                if status.pid not in answer.processes and not status.has_ended:
+                is_killed = answer.host in here and status.rank in ranks.killed
+                if status.pid not in answer.processes and not (status.has_ended or is_killed):
                     gone.add(status.rank)
         asked = {number for number, status in ranks.all.items() if status.signal}
-        dead = find_dead(ranks.dead, gone, asked, ranks.host_of)
+        # One that has said why it ends may have been seen first, because those that are left take their time.
+        silent = [number for number in ranks.dead if not ranks.all[number].has_ended]
+        dead = find_dead(silent, gone, asked, ranks.host_of)
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
         facts = Facts(
             launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=dead,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from trainer.launch.status import DONE, HANG, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
+from trainer.launch.status import DIFFERENT, DONE, HANG, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
 from trainer.supervise.hosts import Host, names
 
 PREEMPTED_CODE, MISTAKE_CODE = 75, 78
@@ -76,13 +76,11 @@ def judge(facts: Facts) -> Judgement:
         return Judgement(Verdict.DONE, "done", code=0, is_last=True)
     if facts.asked_for:
         return Judgement(Verdict.PREEMPTED, facts.asked_for, code=PREEMPTED_CODE, is_last=facts.is_last)
-    for number, rank in sorted(facts.ranks.items()):
-        if rank.error == HANG:
-            return _judge_verdict(facts, rank.message)
-        if rank.error == MISTAKE:
-            return Judgement(
-                Verdict.MISTAKE, f"{_name(facts, number)}: {rank.message}", code=MISTAKE_CODE, is_last=True
-            )
+    if hung := _with_error(facts, HANG):
+        return _judge_verdict(facts, facts.ranks[hung[0]].message)
+    if mistaken := _with_error(facts, MISTAKE):
+        text = f"{_name(facts, mistaken[0])}: {facts.ranks[mistaken[0]].message}"
+        return Judgement(Verdict.MISTAKE, text, code=MISTAKE_CODE, is_last=True)
     if mistakes := [code for code in facts.codes if code in _MISTAKES]:
         return Judgement(
             Verdict.MISTAKE, f"{facts.launcher} has ended with code {mistakes[0]}", code=mistakes[0], is_last=True
@@ -126,26 +124,53 @@ def _blame(facts: Facts) -> Judgement:
     if facts.lost:
         text = "; ".join(f"host {host} is lost: {why}" for host, why in facts.lost.items())
         return Judgement(Verdict.FAILED, text, tuple(facts.lost), may_be_network=True)
+    # What the ranks themselves say of different collectives follows from that.
+    if different := _with_error(facts, DIFFERENT):
+        return Judgement(Verdict.FAILED, facts.ranks[different[0]].message)
     failed = [number for number, rank in sorted(facts.ranks.items()) if rank.error not in ("", LOST_PEER)]
     if failed:
         rank = facts.ranks[failed[0]]
         what = f"{rank.error}: {rank.message}" if rank.message else rank.error
         text = f"{_name(facts, failed[0])} failed{_when(rank)}: {what.splitlines()[0][:200]}"
         return Judgement(Verdict.FAILED, text, (facts.host_of[failed[0]],))
-    if silent := [number for number in facts.dead if facts.ranks[number].phase != DONE]:
-        who = " and ".join(_name(facts, number) for number in silent)
-        text = f"{who} died without a word{_when(facts.ranks[silent[0]])}{_signal(facts.codes)}"
-        if facts.ended:  # by sys.exit, after which a launcher ends the others; no host is to blame
-            before = " and ".join(_name(facts, number) for number in facts.ended)
-            return Judgement(Verdict.FAILED, f"{text}, after {before} had ended")
-        return Judgement(Verdict.FAILED, text, tuple(sorted({facts.host_of[number] for number in silent})))
+    # A rank that has lost another one ends too, and may be the first that was seen to.
+    if silent := [number for number in facts.dead if not facts.ranks[number].has_ended]:
+        return _blame_silent(facts, silent)
     killed = [-code for code in facts.codes if code < 0]
     if killed:
         return Judgement(Verdict.FAILED, f"{facts.launcher} was ended by {signal.Signals(killed[0]).name}")
+    lost = _with_error(facts, LOST_PEER)
+    if lost and not _signal(facts.codes):
+        return _blame_none(facts, lost)
     code = next((code for code in facts.codes if code), 1)
     joined = "" if facts.ranks else ", before a rank had joined"
     text = f"{facts.launcher} has ended with code {code}{_signal(facts.codes)}{joined}"
     return Judgement(Verdict.FAILED, text, may_be_network=True)
+
+
+def _blame_silent(facts: Facts, silent: Sequence[int]) -> Judgement:
+    text = f"{_names(facts, silent)} died without a word{_when(facts.ranks[silent[0]])}{_signal(facts.codes)}"
+    if ended := [number for number in facts.ended if not facts.ranks[number].error]:
+        # By sys.exit, after which a launcher ends the others; no host is to blame.
+        return Judgement(Verdict.FAILED, f"{text}, after {_names(facts, ended)} had ended")
+    return Judgement(Verdict.FAILED, text, tuple(sorted({facts.host_of[number] for number in silent})))
+
+
+def _blame_none(facts: Facts, lost: Sequence[int]) -> Judgement:
+    """Return what there is to say where all failures follow from one that nobody has reported."""
+    text = f"{_names(facts, lost[:8])} lost another rank{_when(facts.ranks[lost[0]])}"
+    ended = [number for number, rank in sorted(facts.ranks.items()) if rank.phase == DONE and not rank.error]
+    if ended:
+        return Judgement(Verdict.FAILED, f"{text}, after {_names(facts, ended[:8])} had ended")
+    return Judgement(Verdict.FAILED, text, may_be_network=True)
+
+
+def _with_error(facts: Facts, error: str) -> list[int]:
+    return [number for number, rank in sorted(facts.ranks.items()) if rank.error == error]
+
+
+def _names(facts: Facts, numbers: Sequence[int]) -> str:
+    return " and ".join(_name(facts, number) for number in numbers)
 
 
 def _name(facts: Facts, number: int) -> str:

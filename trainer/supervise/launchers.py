@@ -90,7 +90,8 @@ def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[
 def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
     """Return one agent of torchrun for each host; their rendezvous is a port of the first one.
 
-    It is the static one: the agents of c10d load pickles from the store, which asks nobody who they are.
+    It is the static one: the agents of c10d load pickles from the store, which asks nobody who they are. Without `--`,
+    torchrun would take the script's options for its own where they abbreviate one, as --log does.
     """
     run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--no-python")
     is_alone = len(hosts) == 1 and hosts[0].is_here
@@ -100,7 +101,7 @@ def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping
     for number, host in enumerate(hosts):
         agent = (
             *run, "--rdzv-backend", "static", *address, "--rdzv-id", environment[JOB], "--nnodes", str(len(hosts)),
-            "--node-rank", str(number), "--nproc-per-node", str(host.slots), *command,
+            "--node-rank", str(number), "--nproc-per-node", str(host.slots), "--", *command,
         )  # fmt: skip
         starts.append(Start(agent) if host.is_here else through_ssh(host, agent, environment))
     return starts

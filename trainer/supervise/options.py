@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.command import name_of, without_dashes
+from trainer.command import name_of, refuse_launcher, to_command
 from trainer.errors import ConfigError
 from trainer.supervise.hosts import Host, parse_hosts, slots_of
 
@@ -141,9 +141,11 @@ def to_options(parsed: argparse.Namespace) -> Options:
         if getattr(parsed, name) is not None and not getattr(parsed, name) >= 0:
             option = name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"--{option} is {getattr(parsed, name)}; valid is a number of at least 0")
-    command = without_dashes(parsed.command)
+    command = to_command(parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
+    if problem := refuse_launcher(command, "trainer run"):
+        raise ConfigError(problem)
     name = parsed.name or name_of(command)
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
         raise ConfigError(f"--name is {name!r}; valid are letters, digits, '.', '_' and '-'")

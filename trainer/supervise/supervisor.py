@@ -78,7 +78,7 @@ class _Supervisor:
             if refusal is not None:
                 if text := hint(judgement, self._options.hosts):
                     self._events.say("hint", text)
-                return self._end(refusal.text, refusal.code)
+                return self._end(f"{refusal.text}; the last failure: {judgement.text}", refusal.code)
 
     def _code(self, code: int) -> int:
         interrupted_by = self._signals.interrupted_by

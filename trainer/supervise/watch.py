@@ -39,6 +39,8 @@ class Ranks:
         """Ranks of this host whose processes were found gone first, without an orderly end."""
         self.ended: tuple[int, ...] = ()
         """Ranks that had ended in good order by then."""
+        self.killed: frozenset[int] = frozenset()
+        """Ranks of this host that ran until `kill` was called."""
         self.lost: set[str] = set()
         """Hosts that have stopped to answer."""
         self.joined_at: float | None = None
@@ -82,6 +84,7 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the ranks of this host."""
+        self.killed = frozenset(self._descriptors)
         for descriptor in self._descriptors.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

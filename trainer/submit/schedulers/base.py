@@ -16,8 +16,11 @@ from typing import ClassVar
 from trainer.errors import ConfigError, TrainerError
 from trainer.submit.job import Job
 
-CLAIM: Mapping[str, str] = {"claim": "its nodes share a file system"}
-"""What schedulers other than Kubernetes lack."""
+KUBERNETES_ONLY: Mapping[str, str] = {
+    "claim": "its nodes share a file system",
+    **dict.fromkeys(("namespace", "node_selector", "tolerations", "pull_secrets"), "it is an option for Kubernetes"),
+}
+"""What other schedulers lack."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,14 @@ class Scheduler(ABC):
     """What can start the ranks; the first is the default."""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+    longest_name: ClassVar[int] = 63
+    """Characters that the name of a job may have."""
     early_s: ClassVar[int] = 0
     """How long before the announced time the signal of the time limit may come."""
+
+    def name_from(self, text: str) -> str:
+        """Return a valid name for a job, made from that of its script."""
+        return re.sub(r"^(?![A-Za-z])", "job-", re.sub(r"[^A-Za-z0-9_.-]+", "-", text))[: self.longest_name]
 
     @abstractmethod
     def render(self, job: Job) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainer.submit.job import Job, shell_command
-from trainer.submit.schedulers.base import CLAIM, Scheduler, fill, read_new
+from trainer.submit.schedulers.base import KUBERNETES_ONLY, Scheduler, fill, read_new
 
 _SCRIPT = """\
 #!/bin/bash
@@ -57,7 +57,7 @@ class Batch(Scheduler):
     """A batch script with one mpirun."""
 
     launchers = ("mpirun",)
-    lacks: ClassVar[Mapping[str, str]] = {**CLAIM, "image": "start the container runtime in the command"}
+    lacks: ClassVar[Mapping[str, str]] = {**KUBERNETES_ONLY, "image": "start the container runtime in the command"}
     product: ClassVar[str]
     submit_command: ClassVar[str]
     prefix: ClassVar[str]

@@ -9,6 +9,7 @@ apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: "{name}"
+  {namespace}
 spec:
   # When a pod ends with an error, all are made again, and go on from the newest checkpoint. torchrun has one exit code
   # for all errors, so that a mistake in the script is tried as often.
@@ -41,7 +42,7 @@ spec:
               args:
               - |
                 exec torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node} --node-rank "$JOB_COMPLETION_INDEX" \\
-                    --master-addr {name}-node-0-0.{name} --master-port 29500 --no-python "$@"
+                    --master-addr {name}-node-0-0.{name} --master-port 29500 --no-python -- "$@"
               - node
               {arguments}
               {resources}

@@ -17,13 +17,21 @@ RESTARTS = 10
 _ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
 # The names of pods, which are longer, have to stay below 64 characters.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_CLAIM = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+_OBJECT = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_WORD = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_KEY = rf"([a-z0-9]([-.a-z0-9]{{0,251}}[a-z0-9])?/)?{_WORD}"
+_LABEL = re.compile(rf"(?P<key>{_KEY})=(?P<value>({_WORD})?)", re.ASCII)
+_TOLERATION = re.compile(
+    rf"(?P<key>{_KEY})(=(?P<value>({_WORD})?))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?", re.ASCII
+)
 
 
 class Kubernetes(Scheduler):
     """Job files are YAML, submitted with `kubectl create`."""
 
     suffix = ".yaml"
+    longest_name = 40
     product: ClassVar[str]
     """Its name in the head of a file."""
     lacks: ClassVar[Mapping[str, str]] = {
@@ -38,12 +46,18 @@ class Kubernetes(Scheduler):
     pods: ClassVar[str]
     """The label selector of the pods whose logs are shown."""
 
+    def name_from(self, text: str) -> str:
+        """Return a valid name for a job, made from that of its script."""
+        words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+        return re.sub(r"^(?![a-z])", "job-", words)[: self.longest_name].rstrip("-")
+
     def parts(self, job: Job) -> dict[str, object]:
         """Return what goes into the template."""
         return {
             "name": job.name, "nodes": job.nodes, "ranks_per_node": job.ranks_per_node, "restarts": RESTARTS,
             "deadline": f"activeDeadlineSeconds: {job.time_s}\n" if job.time_s else "", "image": quoted(job.image),
             "pod": pod(job), "container": _CONTAINER, "resources": resources(job), "arguments": arguments(job.command),
+            "namespace": f"namespace: {quoted(job.namespace)}\n" if job.namespace else "",
         }  # fmt: skip
 
     def render(self, job: Job) -> str:
@@ -65,10 +79,15 @@ class Kubernetes(Scheduler):
             problems.append(
                 f"--name is {job.name!r}; {self.name} takes up to 40 small letters, digits and '-', a letter first"
             )
-        if job.claim and not _CLAIM.fullmatch(job.claim):
-            problems.append(
-                f"--claim is {job.claim!r}; valid are small letters, digits, '-' and '.', as in --claim runs"
-            )
+        for option, texts, pattern, valid in (
+            ("claim", (job.claim,), _OBJECT, "are small letters, digits, '-' and '.', as in --claim runs"),
+            ("namespace", (job.namespace,), _NAMESPACE, "are small letters, digits and '-', as in --namespace team"),
+            ("pull-secret", job.pull_secrets, _OBJECT, "are small letters, digits, '-' and '.'"),
+            ("node-selector", job.node_selector, _LABEL, "is a label, as in gpu=h100"),
+            ("toleration", job.tolerations, _TOLERATION, "is a taint, as in gpu=h100:NoSchedule or gpu:NoExecute"),
+        ):
+            bad = [text for text in texts if text and not pattern.fullmatch(text)]
+            problems += [f"--{option} is {text!r}; valid {valid}" for text in bad]
         return problems
 
     def runs_here(self, job: Job) -> bool:
@@ -77,12 +96,14 @@ class Kubernetes(Scheduler):
         return False
 
     def submit(self, path: Path) -> str:
-        """Create what the file describes; the job is the last of it."""
-        return call("kubectl", "create", "-f", str(path), "-o", "name").splitlines()[-1]
+        """Create what the file describes; the job is the last of it. Its id has the namespace, as kubectl takes it."""
+        job_id = call("kubectl", "create", "-f", str(path), "-o", "name").splitlines()[-1]
+        namespace = re.search(r'^  namespace: "(.+)"$', path.read_text(), re.MULTILINE)
+        return f"{job_id} --namespace={namespace[1]}" if namespace else job_id
 
     def states(self, job_id: str) -> Mapping[str, State]:
         """Read the job's conditions."""
-        status = json.loads(call("kubectl", "get", job_id, "-o", "json")).get("status", {})
+        status = json.loads(call("kubectl", "get", *job_id.split(), "-o", "json")).get("status", {})
         true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
         ended = next((one for one in true if one in _ENDS), None)
         if ended is None:
@@ -92,13 +113,13 @@ class Kubernetes(Scheduler):
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read the logs of the job's pods."""
-        del job_id
+        own = job_id.split()[1:]
         # Of a pod that is not running yet, kubectl prints an error among the logs.
         started = "--field-selector=status.phase!=Pending"
-        pods = call("kubectl", "get", "pods", "-l", fill(self.pods, name=job.name), started, "-o", "name").split()
+        pods = call("kubectl", "get", "pods", "-l", fill(self.pods, name=job.name), started, "-o", "name", *own).split()
         found = ""
         for pod in pods:
-            log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors")
+            log = call("kubectl", "logs", pod, "--all-containers", "--ignore-errors", *own)
             begin = seen.get(pod, 0) if seen.get(pod, 0) <= len(log) else 0  # a container that was started again
             prefix = f"[{pod}] " if len(pods) > 1 else ""
             found += with_prefix(prefix, log[begin:].removeprefix("\n"))
@@ -107,12 +128,12 @@ class Kubernetes(Scheduler):
 
     def logs(self, job: Job, job_id: str) -> str:
         """Return the command that shows the pods' logs."""
-        del job_id
-        return f"kubectl logs --all-containers --prefix -l {fill(self.pods, name=job.name)}"
+        words = ["kubectl logs --all-containers --prefix -l", fill(self.pods, name=job.name), *job_id.split()[1:]]
+        return " ".join(words)
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends a job."""
-        return ("kubectl", "delete", job_id)
+        return ("kubectl", "delete", *job_id.split())
 
 
 def quoted(text: str) -> str:
@@ -152,7 +173,22 @@ def pod(job: Job) -> str:
         "- name: shm\n  emptyDir: {medium: Memory}\n"
         f"# {why}\n"
         f"- name: runs\n  {runs}\n"
+        f"{_where(job)}"
     )
+
+
+def _where(job: Job) -> str:
+    """Return the fields that choose a pod's node, and pull its image; empty without any."""
+    labels = {found["key"]: found["value"] for text in job.node_selector if (found := _LABEL.fullmatch(text))}
+    taints = [found.groupdict() for text in job.tolerations if (found := _TOLERATION.fullmatch(text))]
+    tolerations = [
+        {"operator": "Exists" if taint["value"] is None else "Equal"}
+        | {name: value for name, value in taint.items() if value is not None}
+        for taint in taints
+    ]
+    secrets = [{"name": name} for name in job.pull_secrets]
+    fields = {"nodeSelector": labels, "tolerations": tolerations, "imagePullSecrets": secrets}
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items() if value)
 
 
 _CONTAINER = """\

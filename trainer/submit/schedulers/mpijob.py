@@ -29,6 +29,7 @@ apiVersion: kubeflow.org/v2beta1
 kind: MPIJob
 metadata:
   name: "{name}"
+  {namespace}
 spec:
   # Ranks of each worker.
   slotsPerWorker: {ranks_per_node}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.submit.job import Job, duration, shell_command
-from trainer.submit.schedulers.base import CLAIM, Scheduler, State, call, exit_detail, fill, read_new
+from trainer.submit.schedulers.base import KUBERNETES_ONLY, Scheduler, State, call, exit_detail, fill, read_new
 
 _PROOF = "Run on 2026-11-22 with Slurm 22.05.8, on two nodes in containers (tests/docker/test_slurm.py)."
 _ENDED = frozenset(
@@ -127,7 +127,7 @@ class Slurm(Scheduler):
     summary = "Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer)"
     suffix = ".sbatch"
     launchers = ("srun", "torchrun")
-    lacks = CLAIM
+    lacks = KUBERNETES_ONLY
     early_s = 60
 
     def render(self, job: Job) -> str:

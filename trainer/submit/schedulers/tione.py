@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer.submit.job import Job, shell_command
-from trainer.submit.schedulers.base import Scheduler, State, call, fill, need
+from trainer.submit.schedulers.base import KUBERNETES_ONLY, Scheduler, State, call, fill, need
 
 _SCRIPT = """\
 #!/bin/bash
@@ -36,7 +36,7 @@ tccli tione CreateTrainingTask --version 2021-11-11 --cli-input-json "file://$re
 """
 _START = (
     'exec torchrun --nnodes {nodes} --nproc-per-node {ranks} --node-rank "$RANK" --master-addr "$MASTER_ADDR" '
-    '--master-port "$MASTER_PORT" --log-dir runs/{name} --tee 3 --no-python {command}'
+    '--master-port "$MASTER_PORT" --log-dir runs/{name} --tee 3 --no-python -- {command}'
 )
 _FIELDS = (
     "ResourceGroupId", "InstanceType", "GpuType", "ImageType", "RegistryRegion", "RegistryId", "CFSSource.Id",
@@ -54,7 +54,9 @@ class TIONE(Scheduler):
     summary = "Tencent's TI-ONE: torchrun on each node (not run)"
     suffix = ".sh"
     launchers = ("torchrun",)
+    longest_name = 60
     lacks: ClassVar[Mapping[str, str]] = {
+        **KUBERNETES_ONLY,
         "array": "submit a job for each, under a --name of its own",
         "time_s": "its API has no limit; end the task with `tccli tione StopTrainingTask`",
         "claim": "runs/ comes from a file system, as in --directive=CFSSource.Id=cfs-…",
@@ -78,8 +80,8 @@ class TIONE(Scheduler):
         ]
         if not job.image:
             problems.append("--image is missing; tione runs the ranks in containers")
-        if len(job.name) > 60:
-            problems.append(f"--name is {job.name!r}; tione takes up to 60 characters")
+        if len(job.name) > self.longest_name:
+            problems.append(f"--name is {job.name!r}; tione takes up to {self.longest_name} characters")
         if ("ResourceGroupId" in own) == ("InstanceType" in own):
             problems.append(
                 "tione needs one of --directive=ResourceGroupId=rsg-… (a resource group of yours) and "

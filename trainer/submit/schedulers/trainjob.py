@@ -13,6 +13,7 @@ apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
   name: "{name}"
+  {namespace}
   labels: {trainer.kubeflow.org/framework: torch}
 spec:
   # The operator sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and others, which torchrun reads.
@@ -45,6 +46,7 @@ apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
   name: "{name}"
+  {namespace}
 spec:
   runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: "{name}"}
   {deadline}
@@ -53,7 +55,8 @@ spec:
     numNodes: {nodes}
     numProcPerNode: {ranks_per_node}
     {resources}
-    command: [tini, --, torchrun, --no-python]
+    # --: torchrun would take the script's options for its own.
+    command: [tini, --, torchrun, --no-python, --]
     args:
     {arguments}
 """
@@ -80,5 +83,5 @@ class TrainJob(Kubernetes):
 
     def cancel_command(self, job_id: str) -> Sequence[str]:
         """Return the command that ends the job and deletes its runtime, whose name another submission needs."""
-        name = job_id.partition("/")[2]
+        name = job_id.split()[0].partition("/")[2]
         return (*super().cancel_command(job_id), f"trainingruntime.trainer.kubeflow.org/{name}")
