@@ -24,7 +24,7 @@ from trainer.strategies.process_group import ProcessGroupStrategy
 class DDPStrategy(ProcessGroupStrategy):
     """Data parallelism over torch.distributed."""
 
-    name = "distributed data parallel"
+    name = "DDP"
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
