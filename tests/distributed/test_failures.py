@@ -47,7 +47,7 @@ def test_a_bug_on_one_rank_ends_the_job(launcher: str) -> None:
 
 
 def test_mpirun_in_each_of_several_tasks_of_srun_is_refused() -> None:
-    tasks = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    tasks = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     outcome = run_job("mpirun", 2, ["-c", "import trainer; trainer.init()"], env=tasks)
     assert outcome.code not in (0, 124)
     assert "rank 0 on host" in outcome.output

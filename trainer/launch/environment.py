@@ -129,12 +129,11 @@ def _is_meant(outer: Launch, inner: Launch, environ: Mapping[str, str]) -> bool:
     if inner.launcher == "torchrun":
         # Of the nodes that have to wait for each other, one may be left after a failure.
         return environ.get("GROUP_WORLD_SIZE") != "1" or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if (inner.rank, inner.size) == (outer.rank, outer.size):
-        return True
-    # A rank on mpirun's own node has the environment that mpirun was called in, others that of a daemon there.
-    daemon, mpirun = (environ.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("local_daemon", "hnp"))
-    is_over_mpi = inner.launcher == "mpirun" or "HOROVOD_LAUNCHER" in environ
-    return outer.launcher == "srun" and is_over_mpi and not (mpirun and daemon == mpirun)
+    if outer.launcher == "srun" and (inner.launcher == "mpirun" or "HOROVOD_LAUNCHER" in environ):
+        # A rank on mpirun's own node has the environment that mpirun was called in, others that of a daemon there.
+        daemon, mpirun = (environ.get(f"OMPI_MCA_orte_{name}_uri") for name in ("local_daemon", "hnp"))
+        return mpirun is None or daemon != mpirun
+    return (inner.rank, inner.size) == (outer.rank, outer.size)
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch:
