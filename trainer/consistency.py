@@ -48,10 +48,20 @@ class PeriodicCheck:
         self._passes = 0
         self._strategy = strategy
 
-    def compare_when_due(
+    def is_due(self) -> bool:
+        """Count a backward pass of all ranks; return whether it is one of these."""
+        if self._due < 0:
+            return False
+        self._passes += 1
+        if self._passes - 1 != self._due:
+            return False
+        self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
+        return True
+
+    def compare(
         self, position: tuple[int, int, int] | None, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]
     ) -> None:
-        """Count a backward pass of all ranks, and compare where it is one of these. Collective then.
+        """Compare the ranks. Collective.
 
         Args:
             position: the number of the loader whose batch is trained on, its epoch from 0, and the batches it has
@@ -62,10 +72,6 @@ class PeriodicCheck:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        self._passes += 1
-        if self._passes - 1 != self._due:
-            return
-        self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
         host = socket.gethostname()
         self._compare_positions(host, position)
         facts: dict[str, object] = {}

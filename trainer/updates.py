@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +51,12 @@ class Updates:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Optimizer] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """By id, the optimizers that have stepped since the last all-reduce of a model's gradients."""
-        self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepping: set[int] = set()
+        """The ids of optimizers within a step."""
         self._norms: weakref.WeakSet[_BatchNorm] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
-        self._is_local = self._is_padding = self._has_exchanged = False
+        self._is_local = self._is_padding = self._has_compared = False
+        self._has_models = self._has_optimizers = False
         self._in_no_sync = self._backwards = 0
         self._periodic = PeriodicCheck(strategy)
         self._kept: Callable[[], nn.Parameter | None] = _none
@@ -84,7 +87,7 @@ class Updates:
         Args:
             forward: the module to call for it.
         """
-        plain = type(synchronizer) is Synchronizer
+        self._has_models, plain = True, type(synchronizer) is Synchronizer
         self._models[model] = (lambda: synchronizer) if plain else weakref.ref(synchronizer)
         for held in self._optimizers.values():
             held.synchronizers = None
@@ -109,8 +112,9 @@ class Updates:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps checked. Collective."""
-        prepare_optimizer(self._strategy, optimizer, self._before_step, self._after_step)
-        self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups))
+        self._has_optimizers = True
+        own = self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups))
+        prepare_optimizer(self._strategy, optimizer, partial(self._before_step, own), partial(self._after_step, own))
         held = parameters_of(optimizer)
         # So that a model which nobody else holds, a list of two networks say, lives as long as what trains it.
         optimizer.__dict__["_trainer_models"] = [
@@ -198,7 +202,8 @@ class Updates:
             kept = next((one for one in self._trained() if one.grad is not None), None)
             self._kept = weakref.ref(kept) if kept is not None and not self.sync_gradients else _none
         else:
-            self._exchange([one for one in synchronizers if one.is_reached])
+            if self._active:
+                self._exchange([one for one in synchronizers if one.is_reached])
             self._after_exchange()
 
     def _exchange(self, reached: Sequence[Synchronizer]) -> None:
@@ -222,21 +227,25 @@ class Updates:
             timer.mark_synchronized()
         if self.scaler is not None:
             self.scaler.unscale(self._optimizers)
-        if not self._optimizers:
+        if not self._has_optimizers:
             self.completed.on_step(self.weighing.has_loader)
-        if not self._has_exchanged and self._strategy.world.size > 1:
+        if self._periodic.is_due():
+            self._compare()
+
+    def _compare(self) -> None:
+        if not self._has_compared:
             warn_of_twins(self._strategy, self.weighing.first_inputs)
-        self._has_exchanged = True
+        self._has_compared = True
         equal = all(one.weights_are_equal for one in self._synchronizers()) and not self._strategy.shards
         position = self.weighing.position if self.weighing.has_loader else None
-        self._periodic.compare_when_due(position, self._optimizers, [*self._models] if equal else [])
+        self._periodic.compare(position, self._optimizers, [*self._models] if equal else [])
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (one for model in self._models for one in model.parameters() if one.requires_grad)
 
     def _check_backward(self) -> None:
         self._stepping.clear()  # what an error in a step has left
-        if not self._models:
+        if not self._has_models:
             raise TrainerError(
                 "run.backward came before run.prepare: the ranks would train models of their own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
@@ -266,33 +275,35 @@ class Updates:
             self._exchange([one for one in self._synchronizers() if one.has_local_gradients])
             self._after_exchange()
 
-    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _before_step(
+        self, own: _Optimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Check a step, and prepare what combines it with the other ranks'. A hook of the optimizer."""
-        if optimizer in self._stepping:  # the step of a class that calls its parent's
+        if id(optimizer) in self._stepping:  # the step of a class that calls its parent's
             return None
-        self._stepping.add(optimizer)
+        self._stepping.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._complete(optimizer)
-            for synchronizer in self._synchronizers_of(optimizer):
+            self._complete(own, optimizer)
+            for synchronizer in self._synchronizers_of(own, optimizer):
                 synchronizer.before_step()
             if self.scaler is not None:
                 self.scaler.before_step(optimizer)
             return None
         if self.scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
             raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
-        averaging = self._averaging(optimizer, closure)
+        averaging = self._averaging(own, optimizer, closure)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs
         return args, {**kwargs, "closure": averaging}
 
-    def _averaging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _averaging(self, own: _Optimizer, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that returns the mean loss over all ranks, on which the optimizer's decisions depend."""
 
         def average() -> Any:
             loss = closure()
-            self._complete(optimizer)
-            self._stepping.add(optimizer)  # still within the step
+            self._complete(own, optimizer)
+            self._stepping.add(id(optimizer))  # still within the step
             if loss is None:
                 return None
             world, weight = self._strategy.world, self.weighing.weight
@@ -302,16 +313,18 @@ class Updates:
 
         return average
 
-    def _complete(self, optimizer: Optimizer) -> None:
+    def _complete(self, own: _Optimizer, optimizer: Optimizer) -> None:
         """Check that a step has complete gradients, and all-reduce what was left on this rank."""
-        own = self._optimizers[optimizer]
         if len(optimizer.param_groups) != own.groups:
             check_parameters(self._strategy, [*self._models], [optimizer])
             own.groups, own.synchronizers = len(optimizer.param_groups), None
         is_repeated = self._backwards == own.backwards_at_step
         if is_repeated or not self.sync_gradients:
             self._check_step(optimizer)
-        synchronizers = self._synchronizers_of(optimizer)
+        own.backwards_at_step = self._backwards
+        synchronizers = self._synchronizers_of(own, optimizer)
+        if not synchronizers:
+            return
         # This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
         missed = [one for one in synchronizers if is_repeated and id(optimizer) in self._stepped.get(one, ())]
         if missed or any(one.has_local_gradients for one in synchronizers):
@@ -319,7 +332,6 @@ class Updates:
             self._after_exchange()
         for one in synchronizers:
             self._stepped.setdefault(one, set()).add(id(optimizer))
-        own.backwards_at_step = self._backwards
 
     def _check_step(self, optimizer: Optimizer) -> None:
         if not self.sync_gradients:
@@ -333,23 +345,25 @@ class Updates:
                 "run.backward(loss) before each step, and zero the gradients after it"
             )
 
-    def _after_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._stepping.discard(optimizer)
+    def _after_step(
+        self, own: _Optimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._stepping.discard(id(optimizer))
         self.completed.on_step(self.weighing.has_loader)
-        for synchronizer in self._synchronizers_of(optimizer):
+        for synchronizer in self._synchronizers_of(own, optimizer):
             synchronizer.after_step()
         if self.scaler is not None:
             self.scaler.after_step(optimizer)
 
-    def _synchronizers_of(self, optimizer: Optimizer) -> list[Synchronizer]:
+    def _synchronizers_of(self, own: _Optimizer, optimizer: Optimizer) -> Sequence[Synchronizer]:
         """Return those of the models whose parameters the optimizer holds."""
-        own = self._optimizers[optimizer]
+        if not self._active:
+            return ()
         if own.synchronizers is None:
             held = parameters_of(optimizer)
-            models = self.models.items() if self._active else ()
             own.synchronizers = [
                 weakref.ref(synchronizer)
-                for model, synchronizer in models
+                for model, synchronizer in self.models.items()
                 if type(synchronizer) is not Synchronizer and held & set(map(id, model.parameters()))
             ]
         return [synchronizer for held_one in own.synchronizers if (synchronizer := held_one()) is not None]

@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.launch.output import print_line
 from trainer.strategies.base import Strategy
 
+_REMEMBERED = 64
+"""Tensors of batches, after which those that nobody holds any more are left out."""
 _AHEAD = (
     "trainer: WARNING: run.backward came after the last batch of the loader's epoch, and the model's inputs are none "
     "of the loader's tensors: uneven batches count as even ones. Transform batches in the dataset or in the model, "
@@ -43,9 +44,11 @@ class Weighing:
 
     def __init__(self, strategy: Strategy, accumulate: int, on_step: Callable[[Step], None]) -> None:
         self._strategy, self._accumulate, self._on_step = strategy, accumulate, on_step
+        # Alone and without accumulation, each batch counts 1 and closes an update.
+        self._is_watching = strategy.world.size > 1 or accumulate > 1
         self._current = NO_STEP
         self._steps: dict[int, tuple[weakref.ref[Tensor], int, Step]] = {}
-        """By the id of each tensor of a batch that somebody still holds."""
+        """By the id of each tensor of a batch."""
         self._seen: list[tuple[int, Step]] = []
         """The batches of the forward passes since the last backward pass, with their loaders' numbers."""
         self._thread = threading.get_ident()
@@ -83,15 +86,23 @@ class Weighing:
         self._drawn[source] += 1
         self.has_loader, self.position = True, (source, step.epoch, self._drawn[source])
         self._is_uneven |= step.weight != 1.0
-        for tensor in _tensors(step.batch):
-            key = id(tensor)
-            self._steps[key] = (weakref.ref(tensor, partial(_forget, self._steps, key)), source, step)
+        if self._is_watching:
+            self._remember(source, step)
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
-            self._seen = [one for one in self._seen if one[0] != source]  # whose backward pass was skipped
+            if self._seen:  # of which those of this loader have had no backward pass
+                self._seen = [one for one in self._seen if one[0] != source]
             self._activate(step)
+
+    def _remember(self, source: int, step: Step) -> None:
+        if len(self._steps) > _REMEMBERED:
+            self._steps = {key: found for key, found in self._steps.items() if found[0]() is not None}
+        for tensor in _tensors(step.batch):
+            self._steps[id(tensor)] = (weakref.ref(tensor), source, step)
 
     def watch(self, model: nn.Module) -> None:
         """Look at the inputs of a model's forward passes."""
+        if not self._is_watching:
+            return
         for handle in _WATCHED.pop(model, ()):
             handle.remove()
         _WATCHED[model] = [model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)]
@@ -135,6 +146,9 @@ class Weighing:
             TrainerError: the loss is of batches with different weights.
             ConfigError: `samples` is not a number that is at least 0.
         """
+        if samples is None and self.has_loader and not self._is_watching:
+            self.weight = self._current.weight
+            return self.weight
         seen, self._seen = self._seen, []
         if samples is not None:
             self.weight = self._weigh(samples, is_local, parameters)
@@ -208,10 +222,6 @@ def _digest(tensor: Tensor) -> object:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _forget(steps: dict[int, Any], key: int, gone: object) -> None:
-    steps.pop(key, None)
 
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()

@@ -233,12 +233,17 @@ def one_error(errors: list[Exception | None], kind: type[Exception]) -> str:
     return message
 
 
+def when_due(check: PeriodicCheck, *facts: Any) -> None:
+    if check.is_due():
+        check.compare(*facts)
+
+
 def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:
     rank, due = Gathered(("a", (0, 0, 2))), []
     check = PeriodicCheck(rank)
     for number in range(4000):
         try:
-            check.compare_when_due((0, 0, 1), [], [])
+            when_due(check, (0, 0, 1), [], [])
         except TrainerError:
             due.append(number)
     assert due == [0, *(2**power for power in range(11)), 2048, 3072]
@@ -247,14 +252,14 @@ def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes()
 
 def test_a_single_rank_compares_nothing() -> None:
     alone = Gathered()
-    PeriodicCheck(alone).compare_when_due((0, 0, 1), [], [small()])
+    when_due(PeriodicCheck(alone), (0, 0, 1), [], [small()])
     assert alone.asked == 0
 
 
 @pytest.mark.parametrize(("ranks", "odd", "same"), [(2, 1, 0), (2, 0, 0), (3, 0, 1), (3, 1, 0), (3, 2, 0)])
 def test_the_rank_that_has_drawn_other_batches_is_named(ranks: int, odd: int, same: int) -> None:
     positions = [(0, 2, 7 + (rank == odd)) for rank in range(ranks)]
-    found = one_error(compare(ranks, lambda rank, check: check.compare_when_due(positions[rank], [], [])), TrainerError)
+    found = one_error(compare(ranks, lambda rank, check: when_due(check, positions[rank], [], [])), TrainerError)
     named = odd if ranks > 2 else 1  # of two ranks, neither is the odd one
     assert (
         f"rank {named} on host a is at batch {positions[named][2]} of loader 0, in its epoch 2 (from 0), "
@@ -264,7 +269,7 @@ def test_the_rank_that_has_drawn_other_batches_is_named(ranks: int, odd: int, sa
 
 def test_a_loader_or_an_epoch_that_one_rank_alone_has_begun_is_named() -> None:
     for here, there in (((0, 0, 7), (1, 0, 7)), ((0, 0, 7), (0, 1, 7)), ((0, 0, 7), None)):
-        errors = compare(2, lambda rank, check: check.compare_when_due((here, there)[rank], [], []))  # noqa: B023
+        errors = compare(2, lambda rank, check: when_due(check, (here, there)[rank], [], []))  # noqa: B023
         assert "rank 1 on host a" in one_error(errors, TrainerError)
     assert "has drawn none of run.loader" in str(errors[0])
 
@@ -272,7 +277,7 @@ def test_a_loader_or_an_epoch_that_one_rank_alone_has_begun_is_named() -> None:
 def test_an_optimizer_of_another_learning_rate_is_named_with_its_number() -> None:
     def job(rank: int, check: PeriodicCheck) -> None:
         optimizers = [SGD(small().parameters(), lr=0.1), SGD(small().parameters(), lr=0.1 * (1 + rank))]
-        check.compare_when_due(None, optimizers, [])
+        when_due(check, None, optimizers, [])
 
     message = r"lr of the optimizer's group 0 \(optimizer 1\): rank 0 .* 0.1, rank 1 .* 0.2"
     assert re.search(message, one_error(compare(2, job), ConfigError))
@@ -306,10 +311,10 @@ def test_a_weight_of_which_one_bit_differs_is_named(name: str, bit: int) -> None
         models = [small(), of_all_types()]
         models[0].load_state_dict({"weight": torch.ones(3, 2), "bias": torch.zeros(3)})
         for _ in range(2):
-            check.compare_when_due(None, [], models)
+            when_due(check, None, [], models)
         if rank == 2:
             flip(models[1].get_parameter(name), bit)
-        check.compare_when_due(None, [], models)
+        when_due(check, None, [], models)
 
     expected = f"the weights of rank 2 on host a are not those of rank 0, first in {name}, at backward pass 3: "
     assert expected in one_error(compare(3, job), TrainerError)
@@ -321,7 +326,7 @@ def test_the_rank_whose_weights_differ_is_named(ranks: int, odd: int, named: int
         weights = nn.ParameterDict({"first": nn.Parameter(torch.ones(3)), "second": nn.Parameter(torch.ones(()))})
         if rank == odd:
             weights["second"].data.add_(1e-6)
-        check.compare_when_due(None, [], [weights])
+        when_due(check, None, [], [weights])
 
     expected = f"the weights of rank {named} on host a are not those of rank {same}, first in second, at"
     assert expected in one_error(compare(ranks, job), TrainerError)
@@ -329,6 +334,6 @@ def test_the_rank_whose_weights_differ_is_named(ranks: int, odd: int, named: int
 
 def test_weights_that_are_each_ranks_own_are_not_compared() -> None:
     def job(rank: int, check: PeriodicCheck) -> None:
-        check.compare_when_due(None, [SGD([nn.Parameter(torch.full((2,), float(rank)))], lr=0.1)], [])
+        when_due(check, None, [SGD([nn.Parameter(torch.full((2,), float(rank)))], lr=0.1)], [])
 
     assert compare(2, job) == [None, None]
