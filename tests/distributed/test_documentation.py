@@ -58,6 +58,7 @@ def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None
     snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
     outcome = in_shell(tmp_path, command)
     assert outcome.code == 0, outcome.output
+    assert "trainer: WARNING" not in outcome.output
     check_weights(tmp_path, snippets, LAUNCHED[command])
 
 
