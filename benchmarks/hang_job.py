@@ -107,7 +107,6 @@ FAULTS = (
     "none",
     "late",
     "collective-alone",
-    "forward-alone",
     "sleeps",
     "spins",
     "stopped",
@@ -168,11 +167,7 @@ def main() -> None:
         if step == STEPS:
             break
         is_now = is_faulty and step == args.step
-        # In step 2 DDP's forward pass is collective.
-        leaves_out = args.fault == "forward-alone" and step == args.step and not is_faulty
-        if is_now and args.fault == "forward-alone":
-            tell()
-        loss = F.cross_entropy((model if leaves_out else forward)(inputs), targets)
+        loss = F.cross_entropy(forward(inputs), targets)
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
             make_fault(args.fault, run, value)

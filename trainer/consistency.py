@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -90,7 +91,7 @@ class PeriodicCheck:
     def _compare_weights(self, host: str, models: Iterable[nn.Module]) -> None:
         named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
         sums = _sums_of_bits([parameter for _, parameter in named])
-        together = self._strategy.all_gather_object((host, hash(tuple(sums))))
+        together = self._strategy.all_gather_object((host, hashlib.sha256(repr(sums).encode()).hexdigest()))
         other = _odd_one([total for _, total in together])
         if other is None:
             return

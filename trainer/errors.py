@@ -1,5 +1,7 @@
 """Errors that a user can mend; the text of each is the whole message."""
 
+import re
+
 
 class TrainerError(Exception):
     """A mistake or failure that its one line explains; shown without a traceback."""
@@ -11,3 +13,8 @@ class ConfigError(TrainerError, ValueError):
 
 class DataError(TrainerError):
     """A data file is missing, damaged, or does not fit the others."""
+
+
+def name_rank(message: str, rank: int, size: int, host: str) -> str:
+    """Begin a message with the rank that it comes from, unless there is only one or it names one already."""
+    return message if size == 1 or re.match(r"rank \d+ on host ", message) else f"rank {rank} on host {host}: {message}"

@@ -46,6 +46,14 @@ def test_a_bug_on_one_rank_ends_the_job(launcher: str) -> None:
     assert "Traceback" in outcome.output
 
 
+def test_mpirun_in_each_of_several_tasks_of_srun_is_refused() -> None:
+    tasks = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    outcome = run_job("mpirun", 2, ["-c", "import trainer; trainer.init()"], env=tasks)
+    assert outcome.code not in (0, 124)
+    assert "rank 0 on host" in outcome.output
+    assert "mpirun with 2 and srun with 2 processes are nested" in outcome.output
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", slow("horovodrun-mpi"), slow("horovodrun-gloo")])
 def test_a_mistake_on_one_rank_ends_the_job_without_a_traceback(launcher: str) -> None:
     outcome = run_failing(launcher, "mistake")

@@ -74,7 +74,6 @@ def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells
     ("strategy", "fault", "step", "called"),
     [
         ("ddp", "collective-alone", 10, "torch.distributed.barrier"),
-        ("ddp", "forward-alone", 1, "DDP's forward pass"),
         pytest.param("horovod over MPI", "collective-alone", 10, "horovod.torch.allreduce"),
         pytest.param("horovod over Gloo", "collective-alone", 10, "horovod.torch.allreduce", marks=pytest.mark.slow),
     ],

@@ -43,13 +43,17 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(
     held: Sequence[nn.Parameter], all_reduce: Callable[[Tensor], object], wire_type: torch.dtype | None = None
 ) -> BucketSynchronizer:
-    """One of two ranks, whose other one has what `all_reduce` adds."""
+    """One of two ranks, whose other one has a gradient of each parameter: what `all_reduce` adds."""
+    made = make_buckets(held, wire_type)
+    sizes = {bucket.flat.data_ptr(): sum(mean.numel() for mean in bucket.means.values()) for bucket in made}
 
     def begin(flat: Tensor) -> Callable[[], object]:
-        all_reduce(flat)
+        gradients, has_gradient = flat.tensor_split([sizes[flat.data_ptr()]])
+        all_reduce(gradients)
+        has_gradient.add_(1.0)
         return lambda: None
 
-    return BucketSynchronizer(named(held), make_buckets(held, wire_type), begin, ranks=2)
+    return BucketSynchronizer(named(held), made, begin, ranks=2)
 
 
 def backward(*pairs: tuple[nn.Parameter, float | Tensor]) -> None:
@@ -75,7 +79,6 @@ def test_buckets_are_cut_in_reverse_and_by_type() -> None:
     found = make_buckets([*doubles, *floats])
     assert [[*bucket.means] for bucket in found] == [[4], [3], [2, 1], [0]]
     assert [bucket.flat.dtype for bucket in found] == [torch.float32, *[torch.float64] * 3]
-    assert [bucket.flat.numel() for bucket in found] == [7, 5, 4, 3]
 
 
 def test_gradients_that_come_back_have_the_weights_order_in_memory() -> None:
@@ -158,14 +161,14 @@ class Two(BucketedStrategy):
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_buckets_leave_in_one_order_whatever_order_their_gradients_came_in(overlaps: bool) -> None:
-    sent: list[tuple[int, bool]] = []
+    sent: list[tuple[float, bool]] = []
     here, held = threading.get_ident(), parameters(4, 5, 6)
-    strategy = Two(lambda flat: sent.append((flat.numel(), threading.get_ident() != here)), overlaps)
+    strategy = Two(lambda flat: sent.append((float(flat[0]), threading.get_ident() != here)), overlaps)
     with one_pass(strategy.synchronizer(held)):
-        for parameter in held:  # the first one's bucket is the last to leave
-            backward((parameter, 1.0))
+        for slope, parameter in enumerate(held):  # the first one's bucket is the last to leave
+            backward((parameter, 2.0 * slope))
     strategy.close()
-    assert sent == [(size, overlaps) for size in (6, 5, 4)]
+    assert sent == [(slope, overlaps) for slope in (2.0, 1.0, 0.0)]
 
 
 @pytest.mark.usefixtures("small_buckets")

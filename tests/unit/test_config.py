@@ -33,6 +33,9 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",
 }
+ONE_TASK = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+BESIDE_MPIRUN = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_MCA_orte_local_daemon_uri": "1.0;tcp://a:1"}
+ON_ANOTHER_NODE = {**BESIDE_MPIRUN, "OMPI_MCA_orte_local_daemon_uri": "1.1;tcp://b:1"}
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,13 @@ def test_as_dict_builds_the_same_configuration_again() -> None:
         ("mpirun", MPIRUN),
         ("srun", SRUN),
         # A launcher inside an allocation, or inside one big srun task, speaks louder than Slurm.
-        ("torchrun", {**SRUN, "SLURM_PROCID": "0", **TORCHRUN}),
-        ("horovodrun", {**SRUN, "SLURM_PROCID": "0", **HOROVODRUN}),
-        ("mpirun", {**SRUN, "SLURM_PROCID": "0", **MPIRUN}),
+        ("torchrun", {**ONE_TASK, **TORCHRUN}),
+        ("horovodrun", {**ONE_TASK, **HOROVODRUN}),
+        ("mpirun", {**ONE_TASK, **MPIRUN}),
+        # The daemon of mpirun that srun has started on another node.
+        ("mpirun", {**SRUN, "SLURM_PROCID": "0", **MPIRUN, **ON_ANOTHER_NODE}),
+        # What a wrapper leaves empty is not set.
+        ("srun", {**SRUN, **dict.fromkeys({**TORCHRUN, **HOROVODRUN, **MPIRUN}, "")}),
         ("mpirun", {**BATCH_SCRIPT, **MPIRUN}),
         # horovodrun calls mpirun, and says so.
         ("horovodrun", {**MPIRUN, "HOROVOD_LAUNCHER": "horovodrun"}),
@@ -170,12 +177,13 @@ def test_each_launcher_is_recognised(launcher: str, environment: dict[str, str])
     "environment",
     [
         {},
+        dict.fromkeys({**TORCHRUN, **HOROVODRUN, **MPIRUN, **SRUN, "PMI_SIZE": ""}, ""),
         ALLOCATION,
         BATCH_SCRIPT,
         # What operators of clusters set for torch.distributed's own rendezvous, without torchrun's local ranks.
         {name: value for name, value in MPIRUN.items() if "LOCAL" not in name},
     ],
-    ids=["plain", "salloc", "sbatch", "half of mpirun"],
+    ids=["plain", "empty", "salloc", "sbatch", "half of mpirun"],
 )
 def test_plain_python_is_a_world_of_one(environment: dict[str, str]) -> None:
     assert read_launch(environment) == Launch()
@@ -187,6 +195,12 @@ def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment:
         read_launch(environment)
 
 
+@pytest.mark.parametrize("environment", [{**TORCHRUN, "WORLD_SIZE": "two"}, {**SRUN, "SLURM_NODEID": "two"}])
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"^(WORLD_SIZE|SLURM_NODEID) is 'two'; a number is valid"):
+        read_launch(environment)
+
+
 @pytest.mark.parametrize(
     ("environment", "outer"),
     [
@@ -195,6 +209,9 @@ def test_a_half_known_launcher_is_refused_instead_of_training_alone(environment:
         ({**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "torchrun with 4 and srun with 4"),
         ({**MPIRUN, **HOROVODRUN, "OMPI_COMM_WORLD_RANK": "0"}, "horovodrun with 4 and mpirun with 4"),
         ({**MPIRUN, **HOROVODRUN, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}, "horovodrun with 1 and mpirun with 4"),
+        ({**SRUN, **HOROVODRUN, "SLURM_PROCID": "0"}, "horovodrun with 4 and srun with 4"),
+        ({**SRUN, **MPIRUN, "SLURM_PROCID": "0", **BESIDE_MPIRUN}, "mpirun with 4 and srun with 4"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", **HOROVODRUN}, "horovodrun with 4 and mpiexec with 2"),
     ],
 )
 def test_a_launcher_in_the_ranks_of_another_is_refused(environment: dict[str, str], outer: str) -> None:

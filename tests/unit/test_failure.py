@@ -11,7 +11,7 @@ from types import TracebackType
 
 import pytest
 
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.launch import failure, marks
 from trainer.launch.environment import Launch, read_launch
 from trainer.launch.mark_layout import State, read_mark
@@ -180,6 +180,12 @@ def test_each_of_several_ranks_names_itself(ending: Ending, capfd: pytest.Captur
     assert ending.of(TrainerError("the disk is full"), rank=0) == 1
     assert capfd.readouterr().err == "trainer: rank 0 on host node7: the disk is full\n"
     assert ending.slept == []
+
+
+def test_a_rank_that_a_message_names_is_named_once(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
+    about_another = name_rank("the disk is full", rank=1, size=2, host="node8")
+    assert ending.of(TrainerError(about_another), rank=0) == 1
+    assert capfd.readouterr().err == "trainer: rank 1 on host node8: the disk is full\n"
 
 
 @pytest.mark.parametrize("error", [ConfigError("batch_size is 0"), DataError("the labels are damaged")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -174,12 +175,10 @@ def start(
     beside: list[Running], command: str, env: dict[str, str] | None = None,
     arguments: tuple[str, str] = ("-m", "horovod.runner.util.remote_exec"),
 ) -> Running:  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, *arguments, "/", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, *arguments, "/"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     beside.append(process)
     assert process.stdin is not None
-    process.stdin.write(remote_exec.encode_env(env or {}))
+    process.stdin.write(remote_exec.encode(f"sh -c {shlex.quote(command)}", env or {}))
     process.stdin.flush()
     return process
 
@@ -204,8 +203,8 @@ def test_the_exit_code_is_handed_on(beside: list[Running], command: str, code: i
 
 def test_nothing_starts_where_the_environment_is_cut_off(beside: list[Running]) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "horovod.runner.util.remote_exec", "/", "echo started"],
-        input=b"A=1\0B=",
+        [sys.executable, "-m", "horovod.runner.util.remote_exec", "/"],
+        input=b"echo started\0A=1\0B=",
         capture_output=True,
     )
     assert (process.returncode, process.stdout) == (1, b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.timeout import Timeout
 from horovod.runner.launch import LoginError, _wait_for_hosts
+from horovod.runner.util import nested
+
+from trainer.errors import ConfigError
+from trainer.launch.environment import _LAUNCHERS, read_launch
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 HOST = "far-away.invalid"
@@ -149,11 +154,41 @@ def test_unreachable_hosts_end_the_launcher_with_a_line_each(fake_ssh: Path) -> 
             f"{__file__} is not a program; a script needs its interpreter, as in horovodrun -np 2 python {__file__}",
         ),
         ("-np 2", "no command is given; valid is, for example, horovodrun -np 2 python train.py"),
+        ("-np -1 true", "-np -1: at least 1 is valid"),
+        ("-np 2 -H= true", "-H names no host; hosts and their slots look like worker-0:2,worker-1:2"),
+        ("-np 1 -hostfile /dev/null true", "hostfile /dev/null names no host; its lines look like worker-0 slots=2"),
     ],
 )
 def test_mistakes_are_one_line(args: str, line: str) -> None:
     done = launch(*args.split())
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"horovodrun: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("-np x true", "argument -np/--num-proc: 'x' is no whole number"),
+        ("-np 1 --ssh-port many true", "argument -p/--ssh-port: 'many' is no whole number"),
+        ("-np 1 --gloo-over-mpi true", "unrecognized arguments: --gloo-over-mpi"),
+        ("-np 1 --mpi --gloo true", "argument --gloo: not allowed with argument --mpi"),
+        ("true", "the following arguments are required: -np/--num-proc"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
+    done = launch(*args.split())
+    expected = f"horovodrun: {line}; horovodrun --help says what is valid\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+def test_more_arguments_than_a_shell_takes_are_one_line_over_mpi_and_none_over_gloo() -> None:
+    words = ["sh", "-c", "echo $#", "sh", *("x" * 100_000 for _ in range(2))]
+    done = launch("--mpi", "-np", "1", *words)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"horovodrun: the command of mpirun has 20\d{4} bytes .*; up to 130972 are valid.*\n", done.stderr
+    )
+    done = launch("--gloo", "-np", "1", *words)
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:2\n"), done.stderr
 
 
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
@@ -243,6 +278,74 @@ def test_a_file_that_is_imported_in_place_of_the_package_is_named(tmp_path: Path
 def test_variables_may_stand_before_a_program_over_gloo() -> None:
     done = launch("--gloo", "-np", "1", "GREETING=hello", "sh", "-c", "echo $GREETING")
     assert (done.returncode, "hello" in done.stdout) == (0, True), done.stderr
+
+
+def ranks_of(prefix: str, size: int) -> dict[str, str]:
+    return {f"{prefix}{name}": value for name, value in
+            {"RANK": "0", "SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}.items()}  # fmt: skip
+
+
+ELSEWHERE = {
+    "torchrun": {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+    "horovodrun": ranks_of("HOROVOD_", 2),
+    "mpirun": ranks_of("OMPI_COMM_WORLD_", 2),
+    "srun": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    "mpiexec": {"PMI_RANK": "0", "PMI_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("outer", ELSEWHERE)
+def test_a_rank_of_another_launcher_starts_no_job(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ELSEWHERE[outer].items():
+        monkeypatch.setenv(name, value)
+    done = launch("--gloo", "-np", "1", "echo", "started")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"horovodrun: each of the 2 processes of {outer} calls horovodrun, and would train ")
+    assert done.stderr.count("\n") == 1
+    name = done.stderr.split()[-1]
+    monkeypatch.delenv(name)
+    assert "started" in launch("--gloo", "-np", "1", "echo", "started").stdout
+
+
+def test_horovodrun_and_the_library_know_the_same_launchers() -> None:
+    assert {launcher: names for launcher, names in nested._LAUNCHERS if launcher not in ("srun", "mpiexec")} == {
+        launcher: (size, rank, local_rank, local_size) for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS
+    }
+    inside = {**ranks_of("HOROVOD_", 2), "HOROVOD_RANK": "1"}
+    for outer in ("mpirun", "srun", "mpiexec"):
+        with pytest.raises(ConfigError, match=f"^horovodrun with 2 and {outer} with 2 processes are nested"):
+            read_launch({**ELSEWHERE[outer], **inside})
+    with pytest.raises(ConfigError, match=r"^torchrun with 2 and horovodrun with 2 processes are nested"):
+        read_launch({**ELSEWHERE["torchrun"], **inside})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        # The script of a batch job, an interactive step of salloc, one task of srun, and one rank of mpirun.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        ranks_of("OMPI_COMM_WORLD_", 1),
+        dict.fromkeys(name for names in ELSEWHERE.values() for name in names),
+        # LSF without IBM's CSM.
+        {"LSB_JOBID": "77", "LSB_HOSTS": "a a"},
+    ],
+    ids=["sbatch", "salloc", "mpirun", "empty", "LSF"],
+)
+def test_one_process_of_a_scheduler_starts_jobs(
+    environment: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value or "")
+    done = launch("--gloo", "-np", "1", "echo", "started")
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:started\n"), done.stderr
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_what_is_beside_horovodrun_is_found(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    done = launch(controller, "-np", "1", "python", "-c", "import sys; sys.stdout.write(sys.executable)")
+    assert (done.returncode, done.stdout.endswith(sys.executable)) == (0, True), done.stderr
 
 
 def test_horovodrun_over_mpi_in_a_process_of_mpirun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

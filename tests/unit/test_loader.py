@@ -160,7 +160,7 @@ def test_a_sampler_that_draws_too_little_is_told() -> None:
             return 4
 
     with pytest.raises(ConfigError, match="the sampler has drawn 2 samples, and its length is 4"):
-        list(ShardedLoader(numbered(5), 2, sampler=Short([0, 1])))  # type: ignore[arg-type]
+        list(ShardedLoader(numbered(5), 2, sampler=Short([0, 1])))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

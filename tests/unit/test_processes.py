@@ -24,6 +24,12 @@ def test_the_last_line_is_the_one_that_means_something() -> None:
     assert finished().problem == "exit code 1: no output"
 
 
+@pytest.mark.parametrize("mark", ["[1,0]<stderr>:", "[0]<stderr>:"])
+def test_a_line_is_without_its_ranks_mark(mark: str) -> None:
+    script = f"import sys; sys.exit({mark + 'trainer: the loss turned nan'!r} + chr(10) + 'ended')"
+    assert run([sys.executable, "-c", script], env=os.environ, timeout_s=20).last_line == "trainer: the loss turned nan"
+
+
 def test_a_job_that_is_ended_may_print_more_than_a_pipe_holds() -> None:
     """Its output is read while it ends; otherwise it would block on the full pipe and be killed."""
     script = (

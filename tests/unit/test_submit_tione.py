@@ -75,7 +75,7 @@ def test_each_node_starts_its_ranks_with_the_command_as_it_is(tccli: Path) -> No
         ["bash", "-c", request["StartCmdInfo"]["StartCmd"]], cwd=tccli, env=env, check=True, timeout=20
     )  # fmt: skip
     words = (tccli / "ranks").read_text().splitlines()
-    assert words[-4:] == ["python", "train.py", "it's $5", "{x}"]
+    assert words[-6:] == ["--no-python", "--", "python", "train.py", "it's $5", "{x}"]
     told = dict(zip(words[:12:2], words[1:12:2], strict=True))
     assert told == {
         "--nnodes": "2", "--nproc-per-node": "2", "--node-rank": "1", "--master-addr": "10.0.0.1",

@@ -23,7 +23,7 @@ from trainer.checkpoint.together import OthersFailedError
 from trainer.config import CheckpointConfig
 from trainer.consistency import check_consistency
 from trainer.data.base import Loader
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, TrainerError, name_rank
 from trainer.launch.failure import explain_failures
 from trainer.launch.output import print_line
 from trainer.launch.status import PREEMPTED, report_end, report_phase
@@ -275,7 +275,9 @@ class Checkpoints:
         if self._storage.parts:
             self._saver.wait()  # for the rank that knows the reason; all of them give up soon
         error = self._saver.error
-        own = (isinstance(error, OthersFailedError), f"on host {self._world.host}: {error}") if error else None
+        world = self._world
+        named = name_rank(str(error), world.rank, world.size, world.host)
+        own = (isinstance(error, OthersFailedError), named) if error else None
         # A rank that has waited for another one in vain does not know the reason.
         _, problem = min(filter(None, self._strategy.all_gather_object(own)), default=(False, ""))
         if problem:

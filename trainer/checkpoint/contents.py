@@ -60,6 +60,8 @@ class Contents:
     def __post_init__(self) -> None:
         if not self.prepared.models:
             raise ConfigError("nothing was prepared yet; call run.prepare before run.checkpoints")
+        # What is saved stays until the last checkpoint is, also where a script lets go of it before.
+        self._held: list[object] = [*self.prepared.models, *self.prepared.optimizers]
         for name, one in self.objects.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")) and type(one) is not dict:
                 raise ConfigError(
@@ -76,6 +78,7 @@ class Contents:
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
         own = self.prepared
+        self._held = [*own.models, *own.optimizers]
         own.finish_step()
         for synchronizer in own.models.values():
             synchronizer.settle(own.optimizers)

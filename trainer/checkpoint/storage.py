@@ -21,7 +21,7 @@ from pathlib import Path
 from trainer.checkpoint.commit import Committed, find, load, newest, prune, receive, remove_partial, send
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.state_files import part_name
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, TrainerError, name_rank
 from trainer.launch.network import host_id
 from trainer.launch.output import print_line
 from trainer.strategies.base import Strategy
@@ -156,8 +156,7 @@ class Storage:
     def _raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
         for rank, one in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
             if one[1]:
-                where = f"on host {one[0]} (rank {rank}): " if self._world.size > 1 else ""
-                raise kind(f"{where}{one[1]}")
+                raise kind(name_rank(one[1], rank, self._world.size, one[0]))
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)

@@ -40,12 +40,12 @@ _LAUNCHERS = (
 )
 
 
-# Without these, a launcher that calls torchrun says nothing of this process.
-_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID")
+# Without these, a launcher that calls another one says nothing of this process.
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launcher of this process, its rank and the world size.
+    """Return the launcher of this process, its rank and the world size. An empty variable counts as unset.
 
     Plain `python` inside a Slurm allocation is a world of one: only `srun` sets SLURM_PROCID beside the number of
     tasks of the step.
@@ -53,6 +53,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     Raises:
         ConfigError: the process is one of several, and no variable says which; or launchers are nested.
     """
+    environ = _non_empty(environ)
     found = launches(environ)
     if found:
         _refuse_nested(found, environ)
@@ -67,43 +68,73 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
-    """Return what each launcher says of this process. The first of them counts; more than one may be a mistake."""
+    """Return what each launcher says of this process. The first of them counts; more than one may be a mistake.
+
+    Raises:
+        ConfigError: a variable of theirs holds no number.
+    """
+    environ = _non_empty(environ)
     found = []
     for launcher, names in _LAUNCHERS:
         if all(name in environ for name in names):
-            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+            rank, size, local_rank, local_size = (_number(environ, name) for name in names)
             by_horovodrun = launcher == "mpirun" and environ.get("HOROVOD_LAUNCHER") == "horovodrun"
             name = "horovodrun" if by_horovodrun else launcher
             found.append(Launch(launcher=name, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         found.append(_read_srun(environ))
+    elif found and "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        found.append(Launch(launcher="mpiexec", rank=_number(environ, "PMI_RANK"), size=_number(environ, "PMI_SIZE")))
     return found
+
+
+def _non_empty(environ: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: value for name, value in environ.items() if value}
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise ConfigError(f"{name} is {environ[name]!r}; a number is valid, which the launcher sets for each rank")
+    return int(environ[name])
 
 
 def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
     """Refuse a launcher that several ranks of another one have called, each for a training of its own.
 
-    A launcher inside a step of srun is the usual way to start on every node, and torchrun is called once on each node.
+    The other one may be the usual way to start on every node: torchrun is called once on each node, and mpirun has srun
+    start its daemons. patches/0028 has horovodrun itself refuse it earlier.
 
     Raises:
         ConfigError: names both launchers.
     """
     inner, *others = found
     for outer in others:
-        nested = f"{inner.launcher} with {inner.size} and {outer.launcher} with {outer.size} processes are nested"
+        if outer.size < 2 or _is_meant(outer, inner, environ):
+            continue
+        how = ""
         if inner.launcher == "torchrun":
-            # Of the nodes that have to wait for each other, one may be left after a failure.
-            alone = environ.get("GROUP_WORLD_SIZE") == "1" and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            if alone and outer.size > 1:
-                raise ConfigError(
-                    f"{nested}, so that several models may train side by side; start the script with one of the two. "
-                    f"If {outer.launcher} starts torchrun on every node, join them: torchrun --nnodes {outer.size} "
-                    f"--node-rank N --master-addr HOST --master-port 29500, with another N from 0 to {outer.size - 1} "
-                    "on each node. If they shall train side by side, call the script "
-                    f"with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
-                )
-        elif outer.launcher != "srun" and outer.size > 1 and (inner.rank, inner.size) != (outer.rank, outer.size):
-            raise ConfigError(f"{nested}; start the script with one of the two")
+            how = (
+                f"If {outer.launcher} starts torchrun on every node, join them: torchrun --nnodes {outer.size} "
+                f"--node-rank N --master-addr HOST --master-port 29500, with another N from 0 to {outer.size - 1} on "
+                "each node. "
+            )
+        raise ConfigError(
+            f"{inner.launcher} with {inner.size} and {outer.launcher} with {outer.size} processes are nested, so that "
+            f"several models may train side by side; start the script with one of the two. {how}If they shall train "
+            f"side by side, call the script with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
+        )
+
+
+def _is_meant(outer: Launch, inner: Launch, environ: Mapping[str, str]) -> bool:
+    """Return whether the outer launcher only starts what the inner one needs on every node, or says the same."""
+    if inner.launcher == "torchrun":
+        # Of the nodes that have to wait for each other, one may be left after a failure.
+        return environ.get("GROUP_WORLD_SIZE") != "1" or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if outer.launcher == "srun" and (inner.launcher == "mpirun" or "HOROVOD_LAUNCHER" in environ):
+        # A rank on mpirun's own node has the environment that mpirun was called in, others that of a daemon there.
+        daemon, mpirun = (environ.get(f"OMPI_MCA_orte_{name}_uri") for name in ("local_daemon", "hnp"))
+        return mpirun is None or daemon != mpirun
+    return (inner.rank, inner.size) == (outer.rank, outer.size)
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch:
@@ -112,12 +143,12 @@ def _read_srun(environ: Mapping[str, str]) -> Launch:
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         tasks, _, repeat = part.rstrip(")").partition("(x")
         per_node += [int(tasks)] * int(repeat or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
     return Launch(
         launcher="srun",
-        rank=int(environ["SLURM_PROCID"]),
-        size=int(environ["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        rank=_number(environ, "SLURM_PROCID"),
+        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number({"SLURM_LOCALID": "0", **environ}, "SLURM_LOCALID"),
         local_size=per_node[node] if node < len(per_node) else 1,
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.files import writable_places
 from trainer.launch.environment import Launch, launches, read_launch
 from trainer.launch.marks import note_failure
@@ -78,7 +78,6 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         kind, error = ConfigError, ConfigError(explanation)
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
-    rank = f"rank {launch.rank} on host {socket.gethostname()}: " if launch.size > 1 else ""
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
     # An error of a backward pass on this rank alone has the same innermost line.
     was_in_collective = note_failure(waits_for(_calls(trace)) if lost_peer else "")
@@ -87,15 +86,15 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        end_process(f"{rank}{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
+        _end(launch, f"{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
     if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
-        end_process(f"{rank}lost another rank, and with it the job ({kind.__name__})", 1)
+        _end(launch, f"lost another rank, and with it the job ({kind.__name__})", 1)
     _show(kind, error, trace)
     if was_in_collective:
         time.sleep(_LET_WATCHER_EXPLAIN_S)
     what = str(error) or "no further message"  # as of a MemoryError
-    end_process(f"{rank}{kind.__name__}: {what}{writable_places(error)}", 1)
+    _end(launch, f"{kind.__name__}: {what}{writable_places(error)}", 1)
 
 
 def _calls(trace: TracebackType | None) -> list[Call]:
@@ -108,7 +107,9 @@ def _read_launch() -> Launch:
     try:
         return read_launch()
     except ConfigError:  # which may be the very error: of nested launchers each has a rank 0
-        return max(launches(), key=lambda launch: launch.rank, default=Launch())
+        with suppress(ConfigError):
+            return max(launches(), key=lambda launch: launch.rank, default=Launch())
+        return Launch()
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -119,6 +120,10 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     earlier = _earlier_hooks.pop()
     with suppress(Exception):
         earlier(kind, error, trace)
+
+
+def _end(launch: Launch, message: str, code: int) -> None:
+    end_process(name_rank(message, launch.rank, launch.size, socket.gethostname()), code)
 
 
 def end_process(message: str, code: int) -> None:

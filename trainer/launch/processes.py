@@ -25,7 +25,7 @@ _POLL_S = 0.1
 _TAIL_CHARACTERS = 4000
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
-_RANK_MARK = re.compile(r"\[\d+,\d+\]<std(?:out|err)>:")
+_RANK_MARK = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,11 +66,21 @@ class GradientSynchronizer(Synchronizer):
 
     def before_backward(self) -> None:
         if self._is_in_pass and not self._is_local_pass:
-            self.complete()  # of a pass that has ended in an error: what it has begun to send, other ranks wait for
+            self._finish_failed_pass()
         self._is_local_pass = self._is_local
         self._reached.clear()
         self._is_in_pass = True
         self._run_last()
+
+    def _finish_failed_pass(self) -> None:
+        """Send the rest of a pass that has ended in an error, for which other ranks wait. Its means are of no use."""
+        parameters = [parameter for parameter in self.parameters if parameter is not None]
+        kept = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self.complete()
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
 
     def after_backward(self) -> None:
         self._is_in_pass, self.is_reached = False, bool(self._reached)
