@@ -90,15 +90,16 @@ class RunConfig(_Checked):
     reduction: str = "average"
     """One of `REDUCTIONS`: how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
     seed: int = 0
-    """Seed of the order of the samples and, together with the rank, of the random numbers that ranks draw for themselves,
-    from `Run.prepare` or `Trainer.fit` on."""
+    """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
     """Replace every BatchNorm by one that normalizes over the global batch."""
     compile: bool = False
     """Run the model through `torch.compile`."""
     dynamic_graph: bool = False
-    """Has no effect, and is there for scripts that set it: a step may leave parameters without a gradient in any case, on
-    some ranks only as well. Strategy "fsdp", which needs a gradient of each, refuses it, and so does `sync_every`."""
+    """Has no effect, and is there for scripts that set it: a step may leave parameters without a gradient in any case.
+
+    It may do so on some ranks only. Strategy "fsdp", which needs a gradient of each, refuses it; so does `sync_every`.
+    """
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
     hang_timeout_s: float | None = None
