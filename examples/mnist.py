@@ -3,7 +3,7 @@
 python examples/mnist.py                                   # one process
 horovodrun -np 2 python examples/mnist.py                  # two, through Horovod
 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py       # four, on two machines
-torchrun --nproc-per-node 2 examples/mnist.py              # two, through DistributedDataParallel
+torchrun --nproc-per-node 2 examples/mnist.py              # two, through torch.distributed
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check training on a machine with GPUs: `make check-gpu`.
 
-Runs the tests for GPUs (tests/gpu). Then trains MNIST through Horovod over NCCL and through DistributedDataParallel, on
+Runs the tests for GPUs (tests/gpu). Then trains MNIST through Horovod over NCCL and through DDP (torch.distributed), on
 one GPU and on all of them, and times the all-reduce between several. Prints the GPUs, the versions, and tables in
 Markdown. Fails if a test or a run fails, if its accuracy is below 99 %, or if its gradients were not all-reduced over
 NCCL.

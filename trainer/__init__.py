@@ -1,4 +1,4 @@
-"""trainer: trains a PyTorch model across processes, correctly and fast, through Horovod or DistributedDataParallel.
+"""trainer: trains a PyTorch model across processes, correctly and fast, through Horovod or torch.distributed.
 
 `init` returns the handle for a training loop of your own. `Trainer` runs the loop for you.
 

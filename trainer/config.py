@@ -90,13 +90,16 @@ class RunConfig(_Checked):
     reduction: str = "average"
     """One of `REDUCTIONS`: how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
     seed: int = 0
-    """Seed of the order of the samples and, together with the rank, of the random numbers that `Trainer.fit` draws."""
+    """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
     """Replace every BatchNorm by one that normalizes over the global batch."""
     compile: bool = False
     """Run the model through `torch.compile`."""
     dynamic_graph: bool = False
-    """A step may leave parameters without a gradient, also on some ranks only. Costs a little speed."""
+    """Has no effect, and is there for scripts that set it: a step may leave parameters without a gradient in any case.
+
+    It may do so on some ranks only. Strategy "fsdp", which needs a gradient of each, refuses it; so does `sync_every`.
+    """
     device: str = "auto"
     """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
     hang_timeout_s: float | None = None

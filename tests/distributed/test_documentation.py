@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, claimed, claims
 from tests.distributed.harness import ROOT
@@ -58,7 +60,20 @@ def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None
     snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
     outcome = in_shell(tmp_path, command)
     assert outcome.code == 0, outcome.output
+    assert "trainer: WARNING" not in outcome.output
     check_weights(tmp_path, snippets, LAUNCHED[command])
+
+
+@pytest.mark.distributed
+def test_columns_that_are_cut_by_hand_train_as_one_process_does(tmp_path: Path) -> None:
+    weights = []
+    for ranks in (1, 2):
+        (name,) = write_snippets(tmp_path / f"{ranks}", containing="columns[:, run.rank :: run.world_size]")
+        outcome = in_shell(tmp_path / f"{ranks}", f"torchrun --nproc-per-node {ranks} train.py")
+        assert outcome.code == 0, outcome.output
+        weights.append(json.loads((tmp_path / f"{ranks}/snippets/{name}.0").read_text()))
+    one, two = (torch.cat([torch.tensor(value).flatten() for value in values]) for values in weights)
+    assert (one - two).norm() < 1e-5 * one.norm()
 
 
 @pytest.mark.distributed

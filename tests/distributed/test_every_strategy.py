@@ -34,7 +34,7 @@ def test_job_runs_what_its_name_says_and_ends_with_exit_code_0(job: Job) -> None
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.output[-3000:]
     descriptions = {
         "horovod": "Horovod over Gloo" if job.launcher == "horovodrun-gloo" else "Horovod over MPI",
-        "ddp": "DistributedDataParallel over Gloo",
+        "ddp": "DDP over Gloo",
         "fsdp": "fully_shard over Gloo",
         "ring": "ring all-reduce over MPI",
         "parameter_server": "a parameter server over gRPC",

@@ -80,7 +80,7 @@ def test_a_project_trains_in_an_image_of_its_own(own_image: dict[str, str], own_
     on_a("python -c 'import einops'", own_image)
     succeed(shlex.split(TORCHRUN_ON_B), env=own_image)
     output = on_a(TORCHRUN, own_image)
-    assert "trainer: 4 ranks on a: 2, b: 2; DistributedDataParallel" in output
+    assert "trainer: 4 ranks on a: 2, b: 2; DDP over Gloo" in output
     assert "epoch 5/5" in output, "rank 0 is on node 0"
 
 

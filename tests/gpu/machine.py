@@ -59,7 +59,7 @@ def transport(strategy: str, launcher: str) -> str:
     return {
         "single": "",
         "horovod": f"Horovod over {f'NCCL (started by {controller})' if ON_GPU else controller}, ",
-        "ddp": f"DistributedDataParallel over {'NCCL' if ON_GPU else 'Gloo'}, ",
+        "ddp": f"DDP over {'NCCL' if ON_GPU else 'Gloo'}, ",
         "ring": "ring all-reduce over MPI, ",
         "parameter_server": "a parameter server over gRPC, ",
     }[strategy]

@@ -27,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             return
         folder = Path(script[script.index("--output") + 1])
         folder.mkdir()
-        over = {"horovodrun": "Horovod over NCCL", "torchrun": "DistributedDataParallel over NCCL"}[launcher]
+        over = {"horovodrun": "Horovod over NCCL", "torchrun": "DDP over NCCL"}[launcher]
         (folder / "settings.json").write_text(json.dumps({"strategy": launcher, "description": over}))
         record = {"samples": 60_000, "validation": {"metrics": {"accuracy": 0.992}}}
         lines = [json.dumps(record | {"seconds": seconds}) for seconds in (9.0, 2.0, 4.0)]
