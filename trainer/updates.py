@@ -220,7 +220,7 @@ class Updates:
         for synchronizer in wanted:
             if synchronizer is not None:
                 synchronizer.complete()
-                self._stepped.pop(synchronizer, None)
+                self._stepped[synchronizer] = set()
 
     def _after_exchange(self) -> None:
         if timer := step_timer():
@@ -229,7 +229,7 @@ class Updates:
             self.scaler.unscale(self._optimizers)
         if not self._has_optimizers:
             self.completed.on_step(self.weighing.has_loader)
-        if self._periodic.is_due():
+        if self._active and self._periodic.is_due():
             self._compare()
 
     def _compare(self) -> None:
@@ -249,6 +249,11 @@ class Updates:
             raise TrainerError(
                 "run.backward came before run.prepare: the ranks would train models of their own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
+            )
+        if self.scaler is not None and not len(self._optimizers):
+            raise TrainerError(
+                "precision is 'fp16', whose loss scale leaves out steps with gradients that overflow, and no optimizer "
+                "was prepared: call run.prepare(model, optimizer), or keep torch.amp.GradScaler under precision 'fp32'"
             )
         kept, self._kept = self._kept(), _none
         if kept is not None and kept.grad is None:
@@ -326,7 +331,11 @@ class Updates:
         if not synchronizers:
             return
         # This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
-        missed = [one for one in synchronizers if is_repeated and id(optimizer) in self._stepped.get(one, ())]
+        missed = [
+            one
+            for one in synchronizers
+            if is_repeated and ((stepped := self._stepped.get(one)) is None or id(optimizer) in stepped)
+        ]
         if missed or any(one.has_local_gradients for one in synchronizers):
             self._exchange([one for one in synchronizers if one in missed or one.has_local_gradients])
             self._after_exchange()

@@ -52,7 +52,7 @@ def check_bytes_sent_are_twice_k_times_n_minus_1_over_n(strategy: RingStrategy) 
 
 def check_a_training_step_sends_each_gradient_once(strategy: RingStrategy) -> None:
     model = make_model(torch.float32)
-    payload = sum(p.numel() * 4 for p in model.parameters())
+    payload = sum(p.numel() * 4 + 4 for p in model.parameters())  # each with a number that says that it is there
     before = strategy.bytes_sent
     make_trainer(strategy, model).fit(make_data(5 * BATCH * strategy.world.size, torch.float32), epochs=1)
     sent = sum(strategy.all_gather_object(strategy.bytes_sent - before))
