@@ -59,54 +59,60 @@ class PeriodicCheck:
         return True
 
     def compare(
-        self, position: tuple[int, int, int] | None, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]
+        self,
+        position: tuple[int, int, int] | None,
+        optimizers: Mapping[int, Optimizer],
+        models: Mapping[int, nn.Module],
     ) -> None:
         """Compare the ranks. Collective.
 
         Args:
-            position: the number of the loader whose batch is trained on, its epoch from 0, and the batches it has
-                yielded on this rank; None where there is no loader.
-            models: those whose weights are the same on all ranks.
+            position: the number of the loader whose batch is trained on, its epoch from 0, and the batch's number among
+                those that the loader has yielded on this rank; None where there is no loader.
+            optimizers: by numbers that are the same on all ranks; those that not every rank holds are left out.
+            models: likewise; those whose weights are the same on all ranks.
 
         Raises:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        host = socket.gethostname()
-        self._compare_positions(host, position)
+        own = (socket.gethostname(), position, set(optimizers), set(models))
+        hosts, positions, held_optimizers, held_models = zip(*self._strategy.all_gather_object(own), strict=True)
+        self._compare_positions(hosts, positions)
         facts: dict[str, object] = {}
-        for number, optimizer in enumerate(optimizers):
-            for name, value in describe_optimizer(optimizer).items():
-                facts[f"{name} (optimizer {number})" if number else name] = value
+        for place, number in enumerate(sorted(set.intersection(*held_optimizers))):
+            for name, value in describe_optimizer(optimizers[number]).items():
+                facts[f"{name} (optimizer {place})" if place else name] = value
         check_consistency(self._strategy, facts)
-        self._compare_weights(host, models)
+        self._compare_weights(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
 
-    def _compare_positions(self, host: str, position: tuple[int, int, int] | None) -> None:
-        by_rank = self._strategy.all_gather_object((host, position))
-        other = _odd_one([found for _, found in by_rank])
+    def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
+        other = _odd_one(positions)
         if other is None:
             return
-        same = next(rank for rank, (_, found) in enumerate(by_rank) if found != by_rank[other][1])
+        same = next(rank for rank, found in enumerate(positions) if found != positions[other])
         raise TrainerError(
             f"ranks have drawn different batches for {self._passes} backward passes: rank {other} on host "
-            f"{by_rank[other][0]} {_describe_position(by_rank[other][1])}, rank {same} "
-            f"{_describe_position(by_rank[same][1])}; one has skipped the backward pass of a batch (`continue`), or "
+            f"{hosts[other]} {_describe_position(positions[other])}, rank {same} "
+            f"{_describe_position(positions[same])}; one has skipped the backward pass of a batch (`continue`), or "
             "has begun a loader by itself. All ranks have to skip a batch together: ask run.all_reduce whether any does"
         )
 
-    def _compare_weights(self, host: str, models: Iterable[nn.Module]) -> None:
+    def _compare_weights(self, hosts: Sequence[str], models: Iterable[nn.Module]) -> None:
         named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+        if not named:
+            return
         sums = _sums_of_bits([parameter for _, parameter in named])
-        together = self._strategy.all_gather_object((host, hashlib.sha256(repr(sums).encode()).hexdigest()))
-        other = _odd_one([total for _, total in together])
+        together = self._strategy.all_gather_object(hashlib.sha256(repr(sums).encode()).hexdigest())
+        other = _odd_one(together)
         if other is None:
             return
         by_rank = self._strategy.all_gather_object(sums)
-        same = next(rank for rank, (_, total) in enumerate(together) if total != together[other][1])
+        same = next(rank for rank, total in enumerate(together) if total != together[other])
         pairs = zip(named, by_rank[other], by_rank[same], strict=False)
         differing = (name for (name, _), theirs, usual in pairs if theirs != usual)
         raise TrainerError(
-            f"the weights of rank {other} on host {together[other][0]} are not those of rank {same}, first in "
+            f"the weights of rank {other} on host {hosts[other]} are not those of rank {same}, first in "
             f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
             "on all ranks alike, or before run.prepare, which gives all ranks rank 0's; if none were, memory or a "
             "device is faulty"
@@ -210,5 +216,14 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
         facts[f"the number of parameters in the optimizer's group {number}"] = len(group["params"])
         for name, value in group.items():
             if name != "params":
-                facts[f"{name} of the optimizer's group {number}"] = value
+                facts[f"{name} of the optimizer's group {number}"] = _described(value)
     return facts
+
+
+def _described(value: object) -> object:
+    """Return a setting as it is compared: a tensor's values without its device, and of other objects their type."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_described(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,12 +21,12 @@ class LossScaler:
 
     def __init__(self, device_type: str) -> None:
         self._scaler = torch.amp.GradScaler(device_type)
-        self._scaled: set[Optimizer] = set()
+        self._scaled: WeakSet[Optimizer] = WeakSet()
         """Those whose gradients a backward pass has added to, times the scale."""
-        self._unscaled: set[Optimizer] = set()
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
         """Those whose gradients were scaled since the scale was adapted, and are no longer."""
-        self._overflowed: set[Optimizer] = set()
-        self._stepped: set[Optimizer] = set()
+        self._overflowed: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
         self._before: dict[Optimizer, list[Any]] = {}
         self._hidden: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
@@ -48,14 +49,13 @@ class LossScaler:
             scale = self._scaler.get_scale()
             for gradient in gradients_of(optimizer):
                 gradient.detach().mul_(scale)
-            self._scaler._per_optimizer_states.pop(id(optimizer), None)  # else it unscales once for each step
-        self._scaled |= self._unscaled
+        self._scaled.update(self._unscaled)
         self._unscaled.clear()
         self._before = {one: _versions(one) for one in optimizers}
 
     def after_backward(self) -> None:
         """Note which optimizers' gradients the backward pass has added to."""
-        self._scaled |= {one for one, before in self._before.items() if _versions(one) != before}
+        self._scaled.update(one for one, before in self._before.items() if _versions(one) != before)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide gradients that are scaled by the scale, and note whether they are finite."""
@@ -65,6 +65,8 @@ class LossScaler:
             if not gradients or not (optimizer in self._scaled or came_from_others):
                 continue
             self._scaled.discard(optimizer)
+            # It unscales once for each step; and an optimizer that is gone may have had the same id.
+            self._scaler._per_optimizer_states.pop(id(optimizer), None)
             self._scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
             # Now, because what the user does to the gradients may make an infinity finite.
@@ -99,8 +101,8 @@ class LossScaler:
         for optimizer in self._scaled if ratio != 1.0 else ():
             for gradient in gradients_of(optimizer):
                 gradient.detach().mul_(ratio)
-        self._unscaled -= finished
-        self._overflowed -= finished
+        self._unscaled.difference_update(finished)
+        self._overflowed.difference_update(finished)
         self._stepped.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from trainer.preparation import check_parameters, parameters_of, prepare_optimiz
 from trainer.profiling.step_timer import step_timer
 from trainer.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy, Synchronizer
+from trainer.strategies.gradients import GradientSynchronizer
 from trainer.sync_batch_norm import leave_out
 from trainer.weighing import Weighing
 
@@ -55,7 +57,10 @@ class Updates:
         """The ids of optimizers within a step."""
         self._norms: weakref.WeakSet[_BatchNorm] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
-        self._is_local = self._is_padding = self._has_compared = False
+        self._is_local = self._is_padding = self._is_in_pass = self._has_compared = self._had_no_sync = False
+        self._counts = itertools.count()
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """Of the models that have something to synchronize; the same on all ranks, which may hold others."""
         self._has_models = self._has_optimizers = False
         self._in_no_sync = self._backwards = 0
         self._periodic = PeriodicCheck(strategy)
@@ -92,10 +97,13 @@ class Updates:
         for held in self._optimizers.values():
             held.synchronizers = None
         if not plain:
+            self._numbers[model] = next(self._counts)
             self._active.append(weakref.ref(synchronizer))
             synchronizer.keep_local(self._is_local)
         if len(self._active) > 1:
             self._forget_models()
+        for one in self._synchronizers():
+            one.sends_early = len(self._active) == 1
         self._frozen.pop(model, None)
         if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
             self._frozen[model] = frozen
@@ -113,15 +121,27 @@ class Updates:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and have its steps checked. Collective."""
         self._has_optimizers = True
-        own = self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups))
-        prepare_optimizer(self._strategy, optimizer, partial(self._before_step, own), partial(self._after_step, own))
         held = parameters_of(optimizer)
+        for model, synchronizer in self.models.items():
+            self._check_known(model, synchronizer, held)
+        own = self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups), next(self._counts))
+        prepare_optimizer(self._strategy, optimizer, partial(self._before_step, own), partial(self._after_step, own))
         # So that a model which nobody else holds, a list of two networks say, lives as long as what trains it.
         optimizer.__dict__["_trainer_models"] = [
             model for model in self._models if held & set(map(id, model.parameters()))
         ]
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
+
+    def _check_known(self, model: nn.Module, synchronizer: Synchronizer, held: set[int]) -> None:
+        if not isinstance(synchronizer, GradientSynchronizer):
+            return
+        known = set(map(id, synchronizer.parameters))
+        if any(one.requires_grad and id(one) in held and id(one) not in known for one in model.parameters()):
+            raise ConfigError(
+                f"parameters of {type(model).__name__} were added or unfrozen after run.prepare, and their gradients "
+                "are not all-reduced; call run.prepare(model, optimizer) again afterwards"
+            )
 
     def finish_step(self) -> None:
         """Complete what a step leaves for the next backward pass."""
@@ -176,7 +196,9 @@ class Updates:
     def backward(self, loss: Tensor, *, retain_graph: bool = False, samples: float | None = None) -> None:
         """See `Run.backward`."""
         self._check_backward()
-        self.weighing.before_pass()
+        if self._is_in_pass:
+            self._finish_failed_pass()
+        self.weighing.before_pass(len(self._models))
         synchronizers = self._synchronizers()
         weight = self.weighing.weight_of_pass(samples, self._is_local, self._trained)
         for synchronizer in synchronizers:
@@ -188,16 +210,17 @@ class Updates:
         weighted = loss if weight == 1.0 else loss * weight
         # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
         hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if weight == 0.0 else []
+        self._is_in_pass = True
         try:
             (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
         finally:
             for hook in hooks:
                 hook.remove()
-        for synchronizer in synchronizers:
-            synchronizer.after_backward()
+        self._end_pass()
         if self.scaler is not None:
             self.scaler.after_backward()
         self._backwards += 1
+        self._had_no_sync |= self._in_no_sync > 0
         if self._is_local:
             kept = next((one for one in self._trained() if one.grad is not None), None)
             self._kept = weakref.ref(kept) if kept is not None and not self.sync_gradients else _none
@@ -206,10 +229,26 @@ class Updates:
                 self._exchange([one for one in synchronizers if one.is_reached])
             self._after_exchange()
 
-    def _exchange(self, reached: Sequence[Synchronizer]) -> None:
+    def _end_pass(self) -> None:
+        self._is_in_pass = False
+        self.weighing.after_pass()
+        for synchronizer in self._synchronizers():
+            synchronizer.after_backward()
+
+    def _finish_failed_pass(self) -> None:
+        """Do for a pass that has ended in an error what the other ranks, whose pass has not, wait for."""
+        self._end_pass()
+        if self._active and not self._is_local:
+            self._exchange([one for one in self._synchronizers() if one.is_reached], failed=True)
+            self._after_exchange()
+
+    def _exchange(self, reached: Sequence[Synchronizer], *, failed: bool = False) -> None:
         """Make the gradients of the models that a pass has reached the mean over all ranks. Collective.
 
         Ranks may have reached different models, which they tell each other where there are several.
+
+        Args:
+            failed: whether the pass has ended in an error, so that this rank's gradients are of no use.
         """
         alive = [held() for held in self._active]
         wanted = alive
@@ -219,7 +258,7 @@ class Updates:
             wanted = [one for one, count in zip(alive, counts, strict=True) if count > 0]
         for synchronizer in wanted:
             if synchronizer is not None:
-                synchronizer.complete()
+                synchronizer.discard() if failed else synchronizer.complete()
                 self._stepped[synchronizer] = set()
 
     def _after_exchange(self) -> None:
@@ -231,14 +270,19 @@ class Updates:
             self.completed.on_step(self.weighing.has_loader)
         if self._active and self._periodic.is_due():
             self._compare()
+        self._had_no_sync = False
 
     def _compare(self) -> None:
         if not self._has_compared:
             warn_of_twins(self._strategy, self.weighing.first_inputs)
         self._has_compared = True
-        equal = all(one.weights_are_equal for one in self._synchronizers()) and not self._strategy.shards
-        position = self.weighing.position if self.weighing.has_loader else None
-        self._periodic.compare(position, self._optimizers, [*self._models] if equal else [])
+        # Passes within no_sync may be of weights that are each rank's own for as long, as sharpness-aware steps have.
+        equal = all(one.weights_are_equal for one in self._synchronizers()) and not self._had_no_sync
+        optimizers = {own.number: optimizer for optimizer, own in self._optimizers.items()}
+        models = dict(zip(self._numbers.values(), self._numbers, strict=True))
+        self._periodic.compare(
+            self.weighing.position, optimizers, models if equal and not self._strategy.shards else {}
+        )
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (one for model in self._models for one in model.parameters() if one.requires_grad)
@@ -381,7 +425,9 @@ class Updates:
 class _Optimizer:
     """What is known of a prepared optimizer."""
 
-    def __init__(self, backwards: int, groups: int) -> None:
+    def __init__(self, backwards: int, groups: int, number: int) -> None:
+        self.number = number
+        """The same on all ranks."""
         self.backwards_at_step = backwards
         """Backward passes before its last step."""
         self.groups = groups

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from trainer.strategies.base import Strategy
 _REMEMBERED = 64
 """Tensors of batches, after which those that nobody holds any more are left out."""
 _AHEAD = (
-    "trainer: WARNING: run.backward came after the last batch of the loader's epoch, and the model's inputs are none "
-    "of the loader's tensors: uneven batches count as even ones. Transform batches in the dataset or in the model, "
-    "draw each right before its backward pass, or give run.backward(loss, samples=…)"
+    "trainer: WARNING: it cannot be told of which batch of run.loader a backward pass is, because the model's inputs "
+    "are none of the loader's tensors, and other batches were drawn since: uneven ones may count as even ones. "
+    "Transform batches in the dataset or in the model, draw each right before its pass, or give "
+    "run.backward(loss, samples=…)"
 )
 
 
@@ -47,20 +49,25 @@ class Weighing:
         # Alone and without accumulation, each batch counts 1 and closes an update.
         self._is_watching = strategy.world.size > 1 or accumulate > 1
         self._current = NO_STEP
-        self._steps: dict[int, tuple[weakref.ref[Tensor], int, Step]] = {}
+        self._steps: dict[int, tuple[weakref.ref[Tensor], _Drawn]] = {}
         """By the id of each tensor of a batch."""
-        self._seen: list[tuple[int, Step]] = []
+        self._seen: list[_Drawn] = []
         """The batches of the forward passes since the last backward pass, with their loaders' numbers."""
         self._thread = threading.get_ident()
         self._is_uneven = self._has_warned = False
         self._passes = 0
-        self._samples = 0.0
+        self._samples, self._epoch = 0.0, 0
         """Of the running update's earlier passes, on this rank."""
+        self._before: dict[nn.Parameter, tuple[int, int]] | None = None
+        """The gradients before the first of these passes, by identity and PyTorch's count of changes."""
         self.has_loader = False
         """Whether a loader of the run has yielded a batch."""
-        self.position = (0, 0, 0)
-        """Of the last batch that was drawn: its loader's number, its epoch, and how many this loader has yielded."""
+        self.position: tuple[int, int, int] | None = None
+        """Of the batch of the current pass: its loader's number, its epoch, and its number among all of this loader."""
         self._drawn: Counter[int] = Counter()
+        self._weights: set[float] = set()
+        """Of the batches that were drawn since the last backward pass."""
+        self._is_in_pass = self._has_looked = False
         self.first_inputs: object = None
         """Stands for the first tensor of the first forward pass."""
         self.weight = 1.0
@@ -81,23 +88,27 @@ class Weighing:
         if step.batch is None:
             self._activate(step)
             return
-        if self.position[1] != step.epoch:
-            self._is_uneven = False
+        self.has_loader = True
+        if not self._is_watching:
+            self._activate(step)
+            return
         self._drawn[source] += 1
-        self.has_loader, self.position = True, (source, step.epoch, self._drawn[source])
+        drawn = _Drawn(step, source, (source, step.epoch, self._drawn[source]))
+        if self._drawn[source] == 1 or step.epoch != self._epoch:
+            self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
-        if self._is_watching:
-            self._remember(source, step)
+        self._weights.add(step.weight)
+        self._remember(drawn)
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
             if self._seen:  # of which those of this loader have had no backward pass
-                self._seen = [one for one in self._seen if one[0] != source]
-            self._activate(step)
+                self._seen = [one for one in self._seen if one.source != source]
+            self._activate(step, drawn.position)
 
-    def _remember(self, source: int, step: Step) -> None:
+    def _remember(self, drawn: _Drawn) -> None:
         if len(self._steps) > _REMEMBERED:
             self._steps = {key: found for key, found in self._steps.items() if found[0]() is not None}
-        for tensor in _tensors(step.batch):
-            self._steps[id(tensor)] = (weakref.ref(tensor), source, step)
+        for tensor in _tensors(drawn.step.batch):
+            self._steps[id(tensor)] = (weakref.ref(tensor), drawn)
 
     def watch(self, model: nn.Module) -> None:
         """Look at the inputs of a model's forward passes."""
@@ -109,25 +120,30 @@ class Weighing:
 
     def on_forward(self, inputs: Iterable[Any]) -> None:
         """Note which batch a forward pass is of."""
-        if self.first_inputs is None and self._strategy.world.size > 1:
+        if self._is_in_pass:  # activations that are computed anew
+            return
+        if not self._has_looked and self._strategy.world.size > 1:
+            self._has_looked = True
             self.first_inputs = next((_digest(one) for one in _tensors(inputs)), None)
         if not self._steps:
             return
         for tensor in _tensors(inputs):
-            found = self._step_of(tensor)
+            found = self._drawn_with(tensor)
             if found is not None:
                 self._seen.append(found)
-                self._activate(found[1])
+                self._activate(found.step, found.position)
                 return
 
-    def _step_of(self, tensor: Tensor) -> tuple[int, Step] | None:
+    def _drawn_with(self, tensor: Tensor) -> _Drawn | None:
         for one in (tensor, tensor._base):
             found = self._steps.get(id(one)) if one is not None else None
             if found is not None and found[0]() is one:
-                return found[1:]
+                return found[1]
         return None
 
-    def _activate(self, step: Step) -> None:
+    def _activate(self, step: Step, position: tuple[int, int, int] | None = None) -> None:
+        if position is not None:
+            self.position = position
         if step is not self._current:
             self._current = step
             self._on_step(step)
@@ -149,6 +165,7 @@ class Weighing:
         if samples is None and self.has_loader and not self._is_watching:
             self.weight = self._current.weight
             return self.weight
+        self._thread, self._is_in_pass = threading.get_ident(), True
         seen, self._seen = self._seen, []
         if samples is not None:
             self.weight = self._weigh(samples, is_local, parameters)
@@ -158,21 +175,41 @@ class Weighing:
             self.weight = 1 / self._accumulate
         return self.weight
 
-    def before_pass(self) -> None:
-        """Count a backward pass where no loader does: it closes the update that `accumulate` of them form."""
+    def after_pass(self) -> None:
+        """Note that the backward pass is over."""
+        self._is_in_pass = False
+        self._weights.clear()
+
+    def before_pass(self, models: int) -> None:
+        """Count a backward pass where no loader does: it closes the update that `accumulate` of them form.
+
+        Args:
+            models: that were prepared, and may have passes of their own.
+
+        Raises:
+            TrainerError: it cannot be told which passes form an update.
+        """
         if not self.has_loader and self._accumulate > 1:
+            if models > 1:
+                raise TrainerError(
+                    f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader: it "
+                    "cannot be told which backward passes form an update; use run.no_sync and run.backward's samples"
+                )
             self._passes += 1
             closes = self._passes % self._accumulate == 0
             self._activate(Step(None, 1, 1 / self._accumulate, closes))
 
-    def _weight_of(self, seen: list[tuple[int, Step]]) -> float:
-        weights = {step.weight for _, step in seen}
+    def _weight_of(self, seen: list[_Drawn]) -> float:
+        # Of two passes with batches of one loader, the first one's backward pass was skipped.
+        by_source = {drawn.source: drawn.step.weight for drawn in seen}
+        weights = set(by_source.values())
         if len(weights) > 1:
             raise TrainerError(
                 "the loss is of several batches of run.loader that count differently, as the last ones of two loaders "
                 "do; call run.backward once for each batch's loss, right after its forward pass"
             )
-        if not seen and self._current is NO_STEP and self._is_uneven and not self._has_warned:
+        is_unclear = len(self._weights) > 1 or (self._current is NO_STEP and self._is_uneven)
+        if not seen and is_unclear and not self._has_warned:
             self._has_warned = True
             print_line(_AHEAD, sys.stderr)
         return weights.pop() if weights else self._current.weight
@@ -182,17 +219,40 @@ class Weighing:
             raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
         self._samples += samples
         if is_local:  # how many samples the update has is known with its last pass
+            if self._before is None:
+                held = ((one, one.grad) for one in parameters())
+                self._before = {one: (id(grad), grad._version) for one, grad in held if grad is not None}
             return samples
         world = self._strategy.world
         own = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
         total = float(self._strategy.all_reduce(own)) if world.size > 1 else self._samples
-        each, is_first = world.size / total if total else 0.0, self._samples == samples
-        self._samples = 0.0
-        if not is_first:
-            for parameter in parameters():
-                if parameter.grad is not None:
-                    parameter.grad.detach().mul_(each)
+        each = world.size / total if total else 0.0
+        if self._before is not None:
+            self._scale_earlier_passes(each, parameters)
+        self._samples, self._before = 0.0, None
         return samples * each
+
+    def _scale_earlier_passes(self, each: float, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
+        for parameter in parameters():
+            gradient, before = parameter.grad, self._before.get(parameter) if self._before is not None else None
+            if gradient is None or (before is not None and before == (id(gradient), gradient._version)):
+                continue  # no pass of this update has reached it
+            if before is not None:
+                raise TrainerError(
+                    "an update of several passes with samples was begun on gradients of an earlier one; call zero_grad "
+                    "before its first pass"
+                )
+            gradient.detach().mul_(each)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A batch that was drawn."""
+
+    step: Step
+    source: int
+    """Number of its loader."""
+    position: tuple[int, int, int]
 
 
 class _Hook:
@@ -217,11 +277,14 @@ class _Hook:
 
 
 def _digest(tensor: Tensor) -> object:
-    return tuple(tensor.shape), hashlib.sha256(_bytes(tensor)).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy().tobytes()
+    """Return what stands for a tensor's values; None where they cannot be read, as within torch.func or a trace."""
+    try:
+        if tensor.layout is not torch.strided or torch._C._get_tracing_state() is not None:
+            return None
+        numbers = tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError):
+        return None
+    return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()
 
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()

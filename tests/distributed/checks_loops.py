@@ -9,8 +9,10 @@ import copy
 import gc
 import io
 import itertools
+import queue
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -326,6 +328,97 @@ def check_a_model_that_only_its_optimizer_holds_is_trained(strategy: Strategy) -
     optimizer.step()
     both = nn.ModuleList([first, second])
     assert_same_on_all_ranks(strategy, both)
+
+
+def check_ranks_may_reach_two_models_in_any_order_or_one_of_them(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    run, first, second = init(strategy), nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    run.prepare(first, second, optimizer)
+    ones = torch.ones(1, 2, device=run.device)
+    ordered = (first, second) if run.rank % 2 else (second, first)
+    run.backward(sum((1.0 if one is first else 100.0) * one(ones).sum() for one in ordered))
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+    assert first.weight.grad.tolist() == [[pytest.approx(1.0)] * 2]
+    assert second.weight.grad.tolist() == [[pytest.approx(100.0)] * 2]
+    optimizer.zero_grad()
+    run.backward((first(ones) + (second(ones) if run.rank else 0)).sum())
+    share = (run.world_size - 1) / run.world_size
+    assert first.weight.grad.tolist() == [[pytest.approx(1.0)] * 2]
+    assert (second.weight.grad is None) if share == 0 else second.weight.grad.tolist() == [[pytest.approx(share)] * 2]
+
+
+def check_samples_of_one_model_leave_anothers_gradients_alone(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    run, first, second = init(strategy), nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    run.prepare(first, second)
+    ones = torch.ones(1, 2, device=run.device)
+    run.backward(first(ones).sum(), samples=3)
+    with run.no_sync():
+        run.backward(second(ones).sum(), samples=4)
+    run.backward(second(ones).sum(), samples=4)
+    for model in (first, second):
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[pytest.approx(1.0)] * 2]
+    with run.no_sync():
+        run.backward(second(ones).sum(), samples=4)
+    with pytest.raises(TrainerError, match="begun on gradients of an earlier one; call zero_grad"):
+        run.backward(second(ones).sum(), samples=4)
+
+
+def check_what_one_rank_has_collected_already_is_not_compared(strategy: Strategy) -> None:
+    """An optimizer with a schedule is in a cycle, which each rank's garbage collector finds in its own time."""
+    run, model = init(strategy), make_model()
+    forward = run.prepare(model)
+    data = make_data(4 * BATCH * run.world_size)
+
+    def phase(rate: float) -> None:
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=rate))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for batch in run.loader(data, BATCH):
+            run.backward(loss_of(forward, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+    gc.disable()
+    try:
+        phase(0.1)
+        if run.is_root:
+            gc.collect()
+        phase(0.01)
+    finally:
+        gc.enable()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_batches_may_be_drawn_by_a_thread_that_is_ahead_by_other_numbers(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    data = make_data(6 * BATCH * strategy.world.size + 2)
+    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
+    run, model = init(strategy), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    waiting: queue.Queue[Any] = queue.Queue(1 + 3 * run.rank)
+
+    batches = run.loader(data, BATCH)
+
+    def draw() -> None:
+        for batch in batches:
+            waiting.put(batch)
+        waiting.put(None)
+
+    loader = threading.Thread(target=draw)
+    loader.start()
+    while (batch := waiting.get()) is not None:
+        run.backward(loss_of(forward, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    loader.join()
+    assert_equal(model, expected, 1e-12)
 
 
 def drawn_ahead(loader: Any) -> Iterator[Any]:

@@ -233,13 +233,13 @@ def one_error(errors: list[Exception | None], kind: type[Exception]) -> str:
     return message
 
 
-def when_due(check: PeriodicCheck, *facts: Any) -> None:
+def when_due(check: PeriodicCheck, position: Any, optimizers: list[Any], models: list[Any]) -> None:
     if check.is_due():
-        check.compare(*facts)
+        check.compare(position, dict(enumerate(optimizers)), dict(enumerate(models)))
 
 
 def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes() -> None:
-    rank, due = Gathered(("a", (0, 0, 2))), []
+    rank, due = Gathered(("a", (0, 0, 2), set(), set())), []
     check = PeriodicCheck(rank)
     for number in range(4000):
         try:

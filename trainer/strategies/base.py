@@ -31,12 +31,19 @@ class Synchronizer:
         """Whether the next backward pass counts for nothing, and must not bring a NaN into the mean."""
         self.is_reached = False
         """Whether the last backward pass has left a gradient of this model."""
+        self.sends_early = True
+        """Whether a gradient may be sent before the backward pass is over. Not with several models: ranks may reach
+        them in different orders."""
         self.has_local_gradients = False
         """Whether gradients of this rank alone are left, of passes that `keep_local` has kept here."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        note_waits(cls, {"complete": "gradients", "after_step": "weights", "settle": "weights"}, counts=False)
+        note_waits(
+            cls,
+            {"complete": "gradients", "discard": "gradients", "after_step": "weights", "settle": "weights"},
+            counts=False,
+        )
 
     def keep_local(self, local: bool) -> None:
         """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
@@ -49,6 +56,12 @@ class Synchronizer:
 
     def complete(self) -> None:
         """Make the gradients the mean over all ranks. Collective, also for a rank whose pass has not reached them."""
+
+    def discard(self) -> None:
+        """Send the rest of a pass that has ended in an error, for which other ranks wait. Collective as `complete` is.
+
+        Gradients stay as the error has left them.
+        """
 
     def retire(self) -> None:
         """Leave the gradients alone from now on: another synchronizer takes over this model."""
@@ -228,12 +241,12 @@ def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     Horovod's own `broadcast_optimizer_state` makes a fresh optimizer take a step on zero gradients to
     have a state to send, which lets weight decay shrink the weights and counts as Adam's first step.
     """
-    state = optimizer.state_dict()
-    root_has_state, state = strategy.broadcast_object((bool(state["state"]), _on_cpu(state)))
+    own = optimizer.state_dict()
+    state = strategy.broadcast_object(_on_cpu(own["state"]))
     if strategy.world.is_root:
         return
-    if root_has_state:
-        optimizer.load_state_dict(state)
+    if state:  # the groups are compared, and may hold what cannot be sent
+        optimizer.load_state_dict({**own, "state": state})
     else:
         optimizer.state.clear()
 

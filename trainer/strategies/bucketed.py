@@ -153,7 +153,7 @@ class BucketSynchronizer(GradientSynchronizer):
         if bucket.wait is not None:
             raise self._twice(place)
         bucket.put(place, parameter.grad, self._scale)
-        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+        while self.sends_early and self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._send_next()
 
     def _complete(self) -> None:

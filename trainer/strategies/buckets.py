@@ -40,7 +40,9 @@ class Bucket:
 
     def send(self, start: Callable[[Tensor], Callable[[], object]]) -> None:
         """Have `start` begin to send the message."""
-        self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
+        self._has_gradient.fill_(1.0)
+        if self._absent:  # else nothing is copied to the device, which would wait for it
+            self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
         self.wait = start(self.flat)
 
     def has_gradient(self, index: int) -> bool:

@@ -40,7 +40,7 @@ class GradientSynchronizer(Synchronizer):
             for place, (_, parameter) in enumerate(parameters)
         ]
         self._reached: set[int] = set()
-        self._is_local = self._is_local_pass = self._is_in_pass = False
+        self._is_local = self._is_in_pass = False
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
@@ -65,15 +65,11 @@ class GradientSynchronizer(Synchronizer):
         self._is_local = local
 
     def before_backward(self) -> None:
-        if self._is_in_pass and not self._is_local_pass:
-            self._finish_failed_pass()
-        self._is_local_pass = self._is_local
         self._reached.clear()
         self._is_in_pass = True
         self._run_last()
 
-    def _finish_failed_pass(self) -> None:
-        """Send the rest of a pass that has ended in an error, for which other ranks wait. Its means are of no use."""
+    def discard(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -107,8 +103,7 @@ class GradientSynchronizer(Synchronizer):
         if not self._is_in_pass:
             raise foreign_pass()
         if not self._is_local:
-            with torch.no_grad():
-                self.on_gradient(place, parameter)  # type: ignore[arg-type]
+            self.on_gradient(place, parameter)  # type: ignore[arg-type]
         self._reached.add(place)
 
     def _run_last(self) -> None:
