@@ -248,7 +248,7 @@ def test_rank_0s_optimizer_state_replaces_another_ranks() -> None:
     _, root = stepped()
     model = nn.Linear(2, 1)
     mine = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    broadcast_optimizer_state(OneOfTwo(1, (True, root.state_dict())), mine)
+    broadcast_optimizer_state(OneOfTwo(1, root.state_dict()["state"]), mine)
     assert mine.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
 
 
@@ -257,7 +257,7 @@ def test_a_fresh_optimizer_on_rank_0_changes_no_ranks_state() -> None:
     model = nn.Linear(2, 1)
     before = model.weight.clone()
     mine = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
-    broadcast_optimizer_state(OneOfTwo(1, (False, mine.state_dict())), mine)
+    broadcast_optimizer_state(OneOfTwo(1, {}), mine)
     broadcast_optimizer_state(OneOfTwo(0, None), mine)
     assert mine.state_dict()["state"] == {}
     assert torch.equal(model.weight, before)
