@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from trainer.launch.output import print_line
 from trainer.strategies.base import Strategy
 
 _REMEMBERED = 64
-"""Tensors of batches, after which those that nobody holds any more are left out."""
 _AHEAD = (
     "trainer: WARNING: it cannot be told of which batch of run.loader a backward pass is, because the model's inputs "
     "are none of the loader's tensors, and other batches were drawn since: uneven ones may count as even ones. "
@@ -51,6 +50,8 @@ class Weighing:
         self._current = NO_STEP
         self._steps: dict[int, tuple[weakref.ref[Tensor], _Drawn]] = {}
         """By the id of each tensor of a batch."""
+        self._most = _REMEMBERED
+        """Of these, after which those that nobody holds any more are left out."""
         self._seen: list[_Drawn] = []
         """The batches of the forward passes since the last backward pass, with their loaders' numbers."""
         self._thread = threading.get_ident()
@@ -93,21 +94,23 @@ class Weighing:
             self._activate(step)
             return
         self._drawn[source] += 1
+        batch, step = step.batch, replace(step, batch=())  # what is remembered keeps no batch alive
         drawn = _Drawn(step, source, (source, step.epoch, self._drawn[source]))
         if self._drawn[source] == 1 or step.epoch != self._epoch:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
-        self._remember(drawn)
+        self._remember(drawn, batch)
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
             if self._seen:  # of which those of this loader have had no backward pass
                 self._seen = [one for one in self._seen if one.source != source]
             self._activate(step, drawn.position)
 
-    def _remember(self, drawn: _Drawn) -> None:
-        if len(self._steps) > _REMEMBERED:
+    def _remember(self, drawn: _Drawn, batch: Any) -> None:
+        if len(self._steps) > self._most:
             self._steps = {key: found for key, found in self._steps.items() if found[0]() is not None}
-        for tensor in _tensors(drawn.step.batch):
+            self._most = max(_REMEMBERED, 2 * len(self._steps))
+        for tensor in _tensors(batch):
             self._steps[id(tensor)] = (weakref.ref(tensor), drawn)
 
     def watch(self, model: nn.Module) -> None:

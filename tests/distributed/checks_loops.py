@@ -522,6 +522,22 @@ def check_accumulation_without_a_loader(strategy: Strategy) -> None:
     assert_equal(model, expected, 1e-12)
 
 
+def check_no_batch_is_kept(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    run, model = init(strategy), nn.Linear(4, 1)
+    forward, optimizer = run.prepare(model, sgd(model))
+    kept: list[weakref.ref[Tensor]] = []
+    rows = [torch.full((4,), float(number)) for number in range(6 * run.world_size)]
+    for inputs in run.loader(rows, 1):
+        kept.append(weakref.ref(inputs))
+        run.backward(forward(inputs).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sum(one() is not None for one in kept) <= 2
+        del inputs
+
+
 def check_a_mean_is_over_the_samples_of_all_ranks(strategy: Strategy) -> None:
     run = init(strategy)
     values = torch.arange(BATCH * run.world_size + 2, dtype=torch.float64)
