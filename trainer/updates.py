@@ -366,6 +366,8 @@ class Updates:
         """Check that a step has complete gradients, and all-reduce what was left on this rank."""
         if len(optimizer.param_groups) != own.groups:
             check_parameters(self._strategy, [*self._models], [optimizer])
+            for model, synchronizer in self.models.items():
+                self._check_known(model, synchronizer, parameters_of(optimizer))
             own.groups, own.synchronizers = len(optimizer.param_groups), None
         is_repeated = self._backwards == own.backwards_at_step
         if is_repeated or not self.sync_gradients:
