@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
+from trainer.launch.marks import waits
 from trainer.launch.world import World
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.buckets import Bucket, make_buckets
@@ -102,7 +103,8 @@ class BucketedStrategy(Strategy):
         # All models send from the same thread, whichever was prepared first.
         if self._background is not None:
             return self._background.submit(self._timed_sum, flat).result
-        self._timed_sum(flat)
+        with waits("gradients"):  # within the backward pass, where nothing else says so
+            self._timed_sum(flat)
         return _nothing
 
     def _timed_sum(self, flat: Tensor) -> None:
