@@ -214,6 +214,7 @@ class Updates:
         try:
             (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
         finally:
+            self.weighing.after_pass()
             for hook in hooks:
                 hook.remove()
         self._end_pass()
@@ -231,7 +232,6 @@ class Updates:
 
     def _end_pass(self) -> None:
         self._is_in_pass = False
-        self.weighing.after_pass()
         for synchronizer in self._synchronizers():
             synchronizer.after_backward()
 

@@ -57,10 +57,11 @@ class Weighing:
         self._thread = threading.get_ident()
         self._is_uneven = self._has_warned = False
         self._passes = 0
-        self._samples, self._epoch = 0.0, 0
+        self._epoch = 0
+        self._samples = 0.0
         """Of the running update's earlier passes, on this rank."""
-        self._before: dict[nn.Parameter, tuple[int, int]] | None = None
-        """The gradients before the first of these passes, by identity and PyTorch's count of changes."""
+        self._before: dict[nn.Parameter, tuple[Tensor, int]] | None = None
+        """The gradients before the first of these passes, with PyTorch's count of their changes."""
         self.has_loader = False
         """Whether a loader of the run has yielded a batch."""
         self.position: tuple[int, int, int] | None = None
@@ -168,7 +169,7 @@ class Weighing:
         if samples is None and self.has_loader and not self._is_watching:
             self.weight = self._current.weight
             return self.weight
-        self._thread, self._is_in_pass = threading.get_ident(), True
+        self._thread = threading.get_ident()
         seen, self._seen = self._seen, []
         if samples is not None:
             self.weight = self._weigh(samples, is_local, parameters)
@@ -176,10 +177,11 @@ class Weighing:
             self.weight = self._weight_of(seen)
         else:
             self.weight = 1 / self._accumulate
+        self._is_in_pass = True
         return self.weight
 
     def after_pass(self) -> None:
-        """Note that the backward pass is over."""
+        """Note that the backward pass is over, or has ended in an error."""
         self._is_in_pass = False
         self._weights.clear()
 
@@ -224,7 +226,7 @@ class Weighing:
         if is_local:  # how many samples the update has is known with its last pass
             if self._before is None:
                 held = ((one, one.grad) for one in parameters())
-                self._before = {one: (id(grad), grad._version) for one, grad in held if grad is not None}
+                self._before = {one: (grad, grad._version) for one, grad in held if grad is not None}
             return samples
         world = self._strategy.world
         own = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
@@ -238,9 +240,9 @@ class Weighing:
     def _scale_earlier_passes(self, each: float, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
         for parameter in parameters():
             gradient, before = parameter.grad, self._before.get(parameter) if self._before is not None else None
-            if gradient is None or (before is not None and before == (id(gradient), gradient._version)):
+            if gradient is None or (before and before[0] is gradient and before[1] == gradient._version):
                 continue  # no pass of this update has reached it
-            if before is not None:
+            if before is not None and before[0] is gradient:
                 raise TrainerError(
                     "an update of several passes with samples was begun on gradients of an earlier one; call zero_grad "
                     "before its first pass"
