@@ -159,8 +159,8 @@ class HorovodSynchronizer(GradientSynchronizer):
     """Horovod's DistributedOptimizer, used for the gradients alone.
 
     The user's optimizer keeps its class, its state and its schedulers, and takes the steps; Horovod would make another
-    optimizer of it. Horovod's is made over stand-ins, which get each parameter's gradient when it is complete: so it
-    keeps no parameter, and sends after all of the user's hooks.
+    optimizer of it. Horovod's is made over placeholder parameters, which get each parameter's gradient when it is
+    complete: so it keeps no parameter, and sends after all of the user's hooks.
 
     Args:
         parameters: those whose gradients are all-reduced.
@@ -178,15 +178,15 @@ class HorovodSynchronizer(GradientSynchronizer):
     ) -> None:
         super().__init__(parameters)
         self._sparse = {place for place, name in enumerate(self.names) if name in sparse}
-        self._stand_ins = [_stand_in(parameter) for _, parameter in parameters]
+        self._placeholders = [_placeholder(parameter) for _, parameter in parameters]
         places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
         self._distributed = hvd.DistributedOptimizer(
-            SGD(self._stand_ins, lr=0.0),
-            named_parameters=_with_own_names(list(zip(self.names, self._stand_ins, strict=True))),
+            SGD(self._placeholders, lr=0.0),
+            named_parameters=_with_own_names(list(zip(self.names, self._placeholders, strict=True))),
             compression=compression,
-            groups=groups and [[self._stand_ins[places[id(one)]] for one in group] for group in groups],
+            groups=groups and [[self._placeholders[places[id(one)]] for one in group] for group in groups],
         )
-        self._send = [self._distributed._make_hook(stand_in) for stand_in in self._stand_ins]
+        self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
         self._sent: set[int] = set()
 
     def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
@@ -201,8 +201,8 @@ class HorovodSynchronizer(GradientSynchronizer):
             if place not in self._sent:
                 self._begin(place, parameter.grad if parameter is not None else None)
         self._distributed.synchronize()  # which replaces the values of the gradients
-        for parameter, stand_in in zip(parameters, self._stand_ins, strict=True):
-            mean, stand_in.grad = stand_in.grad, None
+        for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
+            mean, placeholder.grad = placeholder.grad, None
             if parameter is None or mean is None or parameter.grad is mean:
                 continue
             if not mean.is_sparse:
@@ -219,7 +219,7 @@ class HorovodSynchronizer(GradientSynchronizer):
                 gradient = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device, layout=torch.sparse_coo)
         if gradient.is_sparse and place not in self._sparse:  # other ranks may have none, and send zeros
             gradient = gradient.to_dense()
-        self._stand_ins[place].grad = gradient.detach().clone() if gradient.requires_grad else gradient
+        self._placeholders[place].grad = gradient.detach().clone() if gradient.requires_grad else gradient
         self._send[place]()
 
 
@@ -237,7 +237,7 @@ def _is_absent(mean: Tensor) -> bool:
     return not bool(numbers.any()) and bool(numbers.signbit().all())
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter that takes the same gradients and no memory."""
     return nn.Parameter(parameter.detach().new_zeros(1).expand(parameter.shape))
 
