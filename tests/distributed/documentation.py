@@ -96,6 +96,14 @@ HERE = {
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
+    "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 2 "
+    "--output none": _MNIST,
+    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=40 horovodrun -np 2 python examples/language_model.py --length 128 "
+    "--bytes 400000 --epochs 1": Run(
+        replace=("TRAINER_TIMING_STEPS=40", "TRAINER_TIMING_STEPS=5"),
+        append="--bytes 20000 --length 64",
+        prints="epoch 1/1: test loss",
+    ),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
         prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"
     ),
