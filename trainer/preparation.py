@@ -178,7 +178,7 @@ def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> Sy
     if not strategy.shards:
         model.to(strategy.world.device)
     if config.sync_batch_norm:
-        convert_sync_batch_norm(model, strategy.all_reduce)
+        convert_sync_batch_norm(model, strategy.sum_statistics)
     if config.compile and not strategy.shards:
         model.compile()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

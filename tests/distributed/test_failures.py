@@ -81,6 +81,15 @@ def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     assert any("rank 1 on host" in line and "did not send" in line for line in our_lines(outcome)), outcome.output
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-mpi", slow("horovodrun-gloo")])
+def test_a_forward_pass_of_one_rank_under_sync_batch_norm_is_told(launcher: str) -> None:
+    outcome = run_job(launcher, 2, ["-m", "tests.distributed.job_that_normalizes"], timeout_s=BOUND_S)
+    assert not outcome.timed_out, outcome.output
+    assert outcome.code != 0, outcome.output
+    assert "called BatchNorm's statistics of 9 elements" in outcome.output
+    assert "or model.eval() before a forward pass on one rank alone" in outcome.output
+
+
 @pytest.mark.parametrize("launcher", ["horovodrun-mpi", slow("torchrun")])
 def test_a_loss_that_turns_nan_ends_the_job(launcher: str) -> None:
     outcome = run_failing(launcher, "nan")

@@ -14,7 +14,7 @@ import pytest
 from trainer.hang.mismatch import explain, has_failed
 from trainer.hang.views import Host, View
 from trainer.launch import marks
-from trainer.launch.mark_layout import ENDED, Mark, State, read_mark
+from trainer.launch.mark_layout import BATCH_NORM, ENDED, Mark, State, read_mark
 
 STEP = ("gradients", "all_reduce 10", "step")
 EVALUATION = ("all_reduce 4", "broadcast")
@@ -105,6 +105,11 @@ def test_of_two_ranks_both_are_named() -> None:
     lines = explained(at(1, rank=0, state=State.FAILED), at(1, ("gradients", "all_reduce 11"), rank=1))
     assert [line.partition(" on ")[0] for line in lines[:2]] == ["rank 0", "rank 1"]
     assert len(lines) == 3
+
+
+def test_a_forward_pass_with_batch_norm_on_one_rank_alone_has_a_remedy() -> None:
+    normalizes = replace(at(1, ("gradients", "all_reduce 9"), rank=1), what=BATCH_NORM)
+    assert "model.eval()" in explained(at(1, rank=0, state=State.FAILED), normalizes)[-1]
 
 
 def test_a_job_that_has_not_failed_is_not_explained() -> None:

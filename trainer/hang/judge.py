@@ -8,18 +8,22 @@ process groups do not compare: ranks of one may wait for those of another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.hang.limits import TRAINING
 from trainer.hang.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE, is_users
 from trainer.hang.views import SAVING, WORKS, Host, View
-from trainer.launch.mark_layout import ENDED, State
+from trainer.launch.mark_layout import BATCH_NORM, ENDED, State
 
 MOST_NAMED, _MOST_FRAMES, _MOST_PLACES = 8, 6, 4
 _INNERMOST = 2
 EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
 SAME_COLLECTIVES = "every rank has to call the same collectives in the same order, with tensors of the same shape"
+_BATCH_NORM = (
+    "sync_batch_norm makes a forward pass in training mode collective: call it on all ranks, or model.eval() before a "
+    "forward pass on one rank alone"
+)
 UNREACHABLE, UNWATCHED = "host unreachable", "not watched"
 _STATES = {
     GONE: "gone: its process has ended",
@@ -244,7 +248,7 @@ def list_of(ranks: Sequence[int]) -> str:
 
 def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mapping[int, View]) -> str:
     if not blamed and len(by_place(others)) > 1:
-        return SAME_COLLECTIVES
+        return same_collectives(others.values())
     if not blamed:
         return "look for what they wait on in the network between the hosts (`trainer doctor`), or for another shape"
     rank, why = next(iter(blamed.items()))
@@ -261,10 +265,15 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
     if view.process in known:
         return known[view.process]
     if view.waits:
-        return SAME_COLLECTIVES
+        return same_collectives(views.values())
     if view.state == State.LOADER:
         return "look at the dataset and its workers; DataLoader's timeout= makes an error of a worker that hangs"
     return "look at the stack above; if it only takes long, give more time with TRAINER_HANG_TIMEOUT (seconds; 0: off)"
+
+
+def same_collectives(views: Iterable[View]) -> str:
+    """Return what ranks have to do alike that have called different collectives."""
+    return _BATCH_NORM if any(BATCH_NORM in (view.what, view.last) for view in views) else SAME_COLLECTIVES
 
 
 def is_paused(hosts: Sequence[Host]) -> bool:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.hang.judge import EARLY_END, MOST_NAMED, SAME_COLLECTIVES, by_collective, list_of, name
+from trainer.hang.judge import EARLY_END, MOST_NAMED, by_collective, list_of, name, same_collectives
 from trainer.hang.looks import GONE
 from trainer.hang.views import Host, View
 from trainer.launch.mark_layout import ENDED, State
@@ -41,7 +41,7 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
         lines.append(f"and {len(different) - MOST_NAMED} more ranks")
     lines += [f"{list_of(ranks)} called {what}" for what, ranks in by_collective(others).items()]
     has_ended = any(_place(view).has_ended for view in different.values())
-    return (*lines, EARLY_END if has_ended else SAME_COLLECTIVES)
+    return (*lines, EARLY_END if has_ended else same_collectives(different.values()))
 
 
 def has_failed(views: Iterable[View]) -> bool:

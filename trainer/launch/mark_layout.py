@@ -10,6 +10,8 @@ SIZE = 1024
 """Bytes of a record."""
 ENDED = "ended"
 """Phase of a rank whose script has ended."""
+BATCH_NORM = "BatchNorm's statistics"
+"""What a rank waits for whose BatchNorm is over the global batch."""
 MAGIC = b"trnmarks"
 HEAD = struct.Struct("<8sqqq")  # magic, process, rank, ident of the main thread
 # State, collectives, events, elements, what is waited for, whether it is counted; the last collective; failures.

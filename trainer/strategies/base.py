@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.hang.recorder import Recorder
-from trainer.launch.marks import note_waits
+from trainer.launch.mark_layout import BATCH_NORM
+from trainer.launch.marks import note_waits, waits
 from trainer.launch.world import World
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -153,6 +154,11 @@ class Strategy(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place; return it."""
+
+    def sum_statistics(self, tensor: Tensor) -> Tensor:
+        """Do what `all_reduce` does, for BatchNorm over the global batch: by this name a verdict tells it."""
+        with waits(BATCH_NORM, tensor.numel(), counts=True):
+            return self.all_reduce(tensor)
 
     def send_gradients(self, flat: Tensor, name: str) -> Tensor:
         """Sum `flat`, which stands for gradients, over all ranks, in place; return it.
