@@ -19,8 +19,8 @@ from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
 from benchmarks.workloads import mnist_folder
 from trainer.files import check_writable
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 TARGET_PERCENT = 99.0
 _LAST_LINE = re.compile(

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.chaos_records import problems_of, read_result, read_starts, recovery_s, repeated_s, trained_s
 from trainer.errors import TrainerError
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = ("a", "b")

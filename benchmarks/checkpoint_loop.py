@@ -27,7 +27,7 @@ from benchmarks.workloads import BATCH_SIZE
 from examples.datasets import DATASETS, load_dataset
 from examples.mnist import NETWORKS
 from trainer.data.base import Loader
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
 
 
 @dataclass(frozen=True, kw_only=True)

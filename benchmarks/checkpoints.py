@@ -33,8 +33,8 @@ from benchmarks.machine import describe_machine, load
 from benchmarks.workloads import BATCH_SIZE
 from trainer.errors import TrainerError
 from trainer.files import check_writable, write_atomically
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 _HEAD = (
     *("ranks", "saved by", "stall, ms", "× copy", "written after, s", "updates meanwhile", "samples/s"),

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.faults.trials import Outcome, Plan, run
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 
 def table(outcomes: Iterable[Outcome]) -> str:

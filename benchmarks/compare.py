@@ -39,8 +39,8 @@ from benchmarks.overhead import Overhead
 from benchmarks.workloads import TUTORIAL, WORKLOADS, mnist_folder
 from examples.datasets.mnist import FILES
 from trainer.files import check_writable
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 MOST_LOAD = 0.5
 """Above this load average the machine counts as busy."""

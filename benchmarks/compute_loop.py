@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
-from trainer.launch.failure import report_failures
-from trainer.launch.rendezvous import Rendezvous
-from trainer.launch.world import current_world
+from trainer.cluster.rendezvous import Rendezvous
+from trainer.cluster.world import current_world
 from trainer.tuning import tune
+from trainer.watch.failure import report_failures
 
 
 def main() -> None:

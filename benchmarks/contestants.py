@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.common import REPORT_PREFIX, Report
 from benchmarks.launching import launch, on_one_core, run
 from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM, TRANSFORMER, TUTORIAL, WORKLOADS, Workload
-from trainer.launch.processes import Finished
+from trainer.ops.processes import Finished
 
 OURS, LIMIT = "ours", "limit"
 DDP, ON_DDP = "ddp", ("fabric", "accelerate")

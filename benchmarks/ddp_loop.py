@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 
 def main() -> None:

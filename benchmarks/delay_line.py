@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
 
 # From linux/if_tun.h, linux/if_packet.h and linux/if_ether.h.
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from benchmarks.doctor_catalogue import CAUSES
 from benchmarks.doctor_causes import Cause, made
 from benchmarks.doctor_nodes import Nodes
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 LEAST_SHARE = 0.95
 MOST_S = 20.0

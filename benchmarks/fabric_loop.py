@@ -12,7 +12,7 @@ from lightning_fabric.strategies import DDPStrategy
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 
 def main() -> None:

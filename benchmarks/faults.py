@@ -29,8 +29,8 @@ from pathlib import Path
 from benchmarks.machine import describe_machine, load
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw, faults
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import interrupt_on
+from trainer.ops.processes import interrupt_on
+from trainer.watch.failure import report_failures
 
 
 def p95(values: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ import trainer
 from benchmarks.fsdp_memory import resident
 from examples.transformer import SIZES, Transformer
 from trainer.config import CHECKPOINT_FILES
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 LENGTH = 64
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import trainer
 from examples.transformer import SIZES, Transformer
-from trainer.sharded import is_sharded
+from trainer.models.sharded import is_sharded
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", choices=SIZES, default="10m", help="millions of parameters (default: %(default)s)")

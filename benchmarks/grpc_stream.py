@@ -25,9 +25,9 @@ import grpc
 import torch
 
 import trainer
-from trainer.launch.failure import report_failures
-from trainer.strategies.parameter_server.strategy import ParameterServerStrategy
-from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS
+from trainer.strategies.comparisons.parameter_server.strategy import ParameterServerStrategy
+from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS
+from trainer.watch.failure import report_failures
 
 SERVERS = ("asyncio", "threads")
 

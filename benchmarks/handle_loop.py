@@ -9,7 +9,7 @@ from __future__ import annotations
 import trainer
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
-from trainer.launch.failure import report_failures
+from trainer.watch.failure import report_failures
 
 
 def main() -> None:

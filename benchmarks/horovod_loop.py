@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.workloads import WORKLOADS
-from trainer.launch.failure import report_failures
-from trainer.launch.mpi import locate_open_mpi
-from trainer.launch.world import current_world
+from trainer.cluster.mpi import locate_open_mpi
+from trainer.cluster.world import current_world
 from trainer.tuning import tune
+from trainer.watch.failure import report_failures
 
 
 def main() -> None:

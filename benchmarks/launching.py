@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.launch import processes
-from trainer.launch.processes import Finished
+from trainer.ops import processes
+from trainer.ops.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks.chaos_records import Start, problems_of, read_result, read_starts
 from trainer.errors import TrainerError
-from trainer.launch.failure import report_failures
-from trainer.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.watch.failure import report_failures
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("runs/preemptions")

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.links import LINKS, ON_A, ROOT, check_links, output, shaped
 from trainer.errors import ConfigError
 from trainer.files import check_writable, write_atomically
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 TOLERANCE = 0.2
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.launching import run
 from benchmarks.machine import describe_machine, load
 from trainer.errors import TrainerError
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 _TIMEOUT_S = 120.0
 # `date` stamps a command's beginning and end, because what cleans up after it takes time as well.

@@ -29,8 +29,8 @@ from benchmarks.time_to_job import RESULT, TASKS, Result, parse_settings
 from trainer.config import RunConfig, settings_from
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import check_writable, write_atomically
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 SETTINGS = ("compression=none", "compression=fp16", "compression=powersgd:8", "sync_every=8")
 FOLDER = "runs/time-to"

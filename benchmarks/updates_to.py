@@ -25,8 +25,8 @@ from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
 from benchmarks.time_to_job import TASKS, parse_settings, train
 from benchmarks.workloads import mnist_folder
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
+from trainer.watch.failure import report_failures
 
 RANKS, UPDATES = 4, 150
 """Processes, and updates of an epoch."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trainer import ConfigError, TrainerError, World, current_world, report_failures
-from trainer.launch.mpi import import_mpi
-from trainer.launch.output import print_line
-from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.mpi import import_mpi
+from trainer.cluster.output import print_line
+from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.tuning import tune
 
 

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from examples.datasets import DATASETS, load_dataset
 from trainer import ConfigError, InMemory, ShardedLoader, World, current_world, report_failures
-from trainer.launch.environment import set_default
-from trainer.launch.output import print_line
-from trainer.launch.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.environment import set_default
+from trainer.cluster.output import print_line
+from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.tuning import tune
 
 

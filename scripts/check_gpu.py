@@ -23,8 +23,8 @@ from typing import Any
 from scaling.report import markdown_table
 
 from trainer import TrainerError, report_failures
-from trainer.launch.gpus import nccl_version
-from trainer.launch.processes import run
+from trainer.cluster.gpus import nccl_version
+from trainer.ops.processes import run
 from trainer.strategies import has_nccl
 from trainer.tuning.host import cpu_model, host_cores
 

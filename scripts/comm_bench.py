@@ -38,16 +38,16 @@ from comm.tcp_bytes import tcp_bytes_sent
 from comm.transports import TRANSPORTS, Transport
 from torch import Tensor
 
+from trainer.cluster.gpus import describe_sharing, gpu_id
+from trainer.cluster.network import machine_id
+from trainer.cluster.output import print_line
+from trainer.cluster.rendezvous import Rendezvous
+from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
 from trainer.files import check_writable
-from trainer.launch.failure import report_failures
-from trainer.launch.gpus import describe_sharing, gpu_id
-from trainer.launch.network import machine_id
-from trainer.launch.output import print_line
-from trainer.launch.rendezvous import Rendezvous
-from trainer.launch.world import World, current_world
 from trainer.tuning import tune
 from trainer.tuning.host import share_machine
+from trainer.watch.failure import report_failures
 
 _REPEAT_S = 0.2
 """Target duration of a repeat, which is a number of operations back to back."""

@@ -40,9 +40,9 @@ from tqdm import tqdm
 
 from trainer.errors import TrainerError
 from trainer.files import check_writable
-from trainer.launch.failure import report_failures
-from trainer.launch.processes import INTERRUPTS, interrupt_on
+from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
+from trainer.watch.failure import report_failures
 
 _SINGLE = Shape(hosts=1, per_host=1)
 

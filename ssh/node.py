@@ -30,8 +30,8 @@ from pathlib import Path
 
 import keys
 
+from trainer.cluster.network import route_to
 from trainer.errors import TrainerError
-from trainer.launch.network import route_to
 
 HERE = Path(__file__).resolve().parent
 SSHD = "/usr/sbin/sshd"

@@ -11,32 +11,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
-    from trainer.checkpoint.checkpoints import Checkpoints
-    from trainer.config import CheckpointConfig, RunConfig, TrainerConfig, parse_interval
+    from trainer.checkpoint.run.checkpoints import Checkpoints
+    from trainer.cluster.world import World, current_world
+    from trainer.config import CheckpointConfig, FsdpConfig, RunConfig, TrainerConfig, parse_interval
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
     from trainer.errors import ConfigError, DataError, TrainerError
-    from trainer.fsdp_config import FsdpConfig
-    from trainer.launch.failure import report_failures
-    from trainer.launch.world import World, current_world
-    from trainer.metrics import accuracy
+    from trainer.fit.trainer import Trainer
+    from trainer.loop.metrics import accuracy
+    from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
-    from trainer.trainer import Trainer
+    from trainer.watch.failure import report_failures
 
 _MODULES = {
-    "callbacks.base": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
-    "checkpoint.checkpoints": ("Checkpoints",),
-    "config": ("CheckpointConfig", "RunConfig", "TrainerConfig", "parse_interval"),
+    "report.callback": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
+    "checkpoint.run.checkpoints": ("Checkpoints",),
+    "config": ("CheckpointConfig", "FsdpConfig", "RunConfig", "TrainerConfig", "parse_interval"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
     "errors": ("ConfigError", "DataError", "TrainerError"),
-    "fsdp_config": ("FsdpConfig",),
-    "launch.failure": ("report_failures",),
-    "launch.world": ("World", "current_world"),
-    "metrics": ("accuracy",),
+    "watch.failure": ("report_failures",),
+    "cluster.world": ("World", "current_world"),
+    "loop.metrics": ("accuracy",),
     "run": ("Run", "init"),
-    "trainer": ("Trainer",),
+    "fit.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -6,15 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trainer.checkpoint.merge import add_parser as add_merge_parser
-from trainer.checkpoint.merge import merge
-from trainer.doctor import options as doctor
-from trainer.doctor.examine import examine
+from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
+from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.submit.options import add_parser as add_submit_parser
-from trainer.submit.submit import run as submit
-from trainer.supervise.options import add_parser, make_parser, to_options
-from trainer.supervise.supervisor import supervise
+from trainer.ops.doctor import options as doctor
+from trainer.ops.doctor.examine import examine
+from trainer.ops.submit.options import add_parser as add_submit_parser
+from trainer.ops.submit.submit import run as submit
+from trainer.ops.supervise.options import add_parser, make_parser, to_options
+from trainer.ops.supervise.supervisor import supervise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
-from trainer.fsdp_config import FsdpConfig
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("none", "fp16", "powersgd", "powersgd:RANK")
@@ -20,6 +19,8 @@ DEVICES = ("auto", "cpu", "cuda")
 BEST = ("min", "max")
 ON_ERROR = ("continue", "stop")
 CHECKPOINT_FILES = ("auto", "one")
+PARAMETER_DTYPES = (None, "bf16")
+REDUCE_DTYPES = (None, "fp32", "bf16")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
 _POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
@@ -58,6 +59,41 @@ class _Checked:
         """The settings as plain values, for a file or a comparison between ranks."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(_Checked):
+    """What strategy "fsdp" shards, and what it trades for memory. Every field is checked when it is built.
+
+    Raises:
+        ConfigError: one or more values are not valid; the text names all of them.
+    """
+
+    blocks: str | tuple[str, ...] = "auto"
+    """Class names of the modules that are gathered one at a time. auto takes those that a Sequential, a ModuleList or
+    a ModuleDict repeats; () gathers the whole model at once, which saves no memory in a pass."""
+    parameter_dtype: str | None = None
+    """One of `PARAMETER_DTYPES`: bf16 gathers and computes in bfloat16; what the optimizer updates stays as it is."""
+    reduce_dtype: str | None = None
+    """One of `REDUCE_DTYPES`, for the sum of the gradients; None takes fp32 where parameters are gathered in bf16, and
+    the parameters' own type otherwise."""
+    checkpoint_activations: bool = False
+    """Keep the blocks' inputs only, and compute each block a second time in the backward pass."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and let the CPU take the steps; needs GPUs."""
+    shard_over: str | int = "all"
+    """Ranks that share one copy of the model: all, those of a "host", or so many, next to one another by rank. Between
+    copies the gradients are all-reduced."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.blocks != "auto" and not isinstance(self.blocks, tuple):
+            yield f"fsdp's blocks is {self.blocks!r}; valid are auto, and a tuple of class names"
+        for name, valid in (("parameter_dtype", PARAMETER_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
+            if getattr(self, name) not in valid:
+                yield f"fsdp's {name} is {getattr(self, name)!r}; valid are {', '.join(map(str, valid))}"
+        over = self.shard_over
+        if over not in ("all", "host") and (not isinstance(over, int) or isinstance(over, bool) or over < 1):
+            yield f"fsdp's shard_over is {over!r}; valid are all, host, and a number of ranks"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,26 +12,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.callbacks.loop_report import LoopReport, Settings
-from trainer.callbacks.run_folder import describe_run
-from trainer.checkpoint.checkpoints import Checkpoints
-from trainer.checkpoint.contents import Contents
-from trainer.collectives import all_reduce
+from trainer.checkpoint.run.checkpoints import Checkpoints
+from trainer.checkpoint.run.contents import Contents
+from trainer.cluster.output import print_line
+from trainer.cluster.world import RankNames
 from trainer.config import CheckpointConfig, RunConfig, settings_from
 from trainer.data.base import NOT_GIVEN, Loader
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError
 from trainer.files import save_atomically
-from trainer.launch.output import print_line
-from trainer.launch.world import RankNames
-from trainer.loaders import Loaders
-from trainer.metrics import Mean
-from trainer.preparation import check_parameters, join, prepare_model
-from trainer.random_numbers import draw_apart
-from trainer.sharded import gather, whole_state
+from trainer.loop.collectives import all_reduce
+from trainer.loop.loaders import Loaders
+from trainer.loop.metrics import Mean
+from trainer.loop.preparation import check_parameters, join, prepare_model
+from trainer.loop.random_numbers import draw_apart
+from trainer.loop.updates import Updates
+from trainer.models.sharded import gather, whole_state
+from trainer.report.loop_report import LoopReport, Settings
+from trainer.report.run_folder import describe_run
 from trainer.strategies.base import Strategy
-from trainer.updates import Updates
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

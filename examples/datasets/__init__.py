@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.datasets.digits import load_digits
 from examples.datasets.mnist import download_mnist, find_mnist, read_mnist
 from trainer import DataError, InMemory, World
-from trainer.launch.output import print_line
+from trainer.cluster.output import print_line
 
 DATASETS = ("auto", "mnist", "digits")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.cluster.world import World
 from trainer.files import write_atomically
-from trainer.launch.world import World
 from trainer.tuning.host import cpu_model, host_cores
 
 PICTURES = (".png", ".svg", ".pdf")

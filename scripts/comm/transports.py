@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.cluster.mpi import import_mpi
+from trainer.cluster.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.launch.mpi import import_mpi
-from trainer.launch.rendezvous import Rendezvous, init_process_group
-from trainer.launch.world import World
 from trainer.strategies import make_strategy
 from trainer.strategies.base import Strategy
 from trainer.tuning import tune

@@ -14,7 +14,7 @@ from typing import Any
 
 from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
 from trainer.errors import ConfigError
-from trainer.launch.processes import Finished, run
+from trainer.ops.processes import Finished, run
 from trainer.tuning.open_mpi import ring_from_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

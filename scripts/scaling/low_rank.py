@@ -11,8 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.flat import Transport
-from trainer.strategies.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.compress.flat import Transport
+from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 RANK = 8
 """Of the approximation that is advised: the smallest one that kept the accuracy in docs/strategies.md."""

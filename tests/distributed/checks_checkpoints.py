@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer import Checkpoints, ConfigError, InMemory, TrainerError, init
-from trainer.checkpoint.committed import find
+from trainer.checkpoint.disk.committed import find
 from trainer.strategies.base import Strategy
 
 EPOCHS, SAMPLES = 3, 41

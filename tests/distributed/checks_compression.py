@@ -16,9 +16,9 @@ from tests.distributed.checks_checkpoints import Training, interrupt, shared_fol
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, init
-from trainer.strategies import communication
 from trainer.strategies.base import Strategy
-from trainer.strategies.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.compress import communication
+from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 WIDE = {"compression": "powersgd:100", "full_updates": 0}
 

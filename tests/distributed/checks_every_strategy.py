@@ -21,8 +21,8 @@ from tests.distributed.reference import (
     train_alone,
 )
 from trainer import ConfigError, InMemory, Trainer, TrainerConfig, accuracy, init
-from trainer.launch.world import World
-from trainer.sharded import gather
+from trainer.cluster.world import World
+from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 

@@ -16,8 +16,8 @@ from tests.distributed.checks_checkpoints import shared_folder
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
 from trainer import FsdpConfig, InMemory, init
-from trainer.launch.world import World
-from trainer.sharded import gather, is_sharded
+from trainer.cluster.world import World
+from trainer.models.sharded import gather, is_sharded
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 

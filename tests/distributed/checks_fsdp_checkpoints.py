@@ -16,10 +16,10 @@ from tests.distributed.checks_checkpoints import shared_folder
 from tests.distributed.checks_every_strategy import BATCH
 from tests.distributed.checks_fsdp import adamw, loss_of, make_text, make_transformer
 from trainer import Checkpoints, FsdpConfig, TrainerError, init
-from trainer.checkpoint import durable
-from trainer.checkpoint.committed import find, load
-from trainer.checkpoint.merge import merge
-from trainer.sharded import gather
+from trainer.checkpoint.disk import durable
+from trainer.checkpoint.disk.committed import find, load
+from trainer.checkpoint.disk.merge import merge
+from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
 
 

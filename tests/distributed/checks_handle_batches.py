@@ -16,7 +16,7 @@ from tests.distributed.checks_checkpoints import Interrupted, shared_folder
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd
 from trainer import InMemory, init
-from trainer.sharded import gather
+from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
 
 Batches = list[list[int]]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, Run, TrainerError, init
-from trainer.sharded import gather
+from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 

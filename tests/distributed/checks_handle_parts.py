@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
 from tests.distributed.reference import sgd
 from trainer import TrainerError, init
-from trainer.sharded import gather
+from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
 
 

@@ -18,7 +18,7 @@ from tests.distributed.reference import assert_equal, fingerprint, make_data, ma
 from trainer import InMemory, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
-from trainer.strategies.local_sgd import LocalSynchronizer
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 
 EVERY, FULL, STEPS = 3, 2, 10
 

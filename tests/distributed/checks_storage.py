@@ -11,8 +11,8 @@ import pytest
 
 from tests.distributed.checks_checkpoints import shared_folder
 from trainer import TrainerError
-from trainer.checkpoint.commit import commit, find, load, name_of
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.disk.commit import commit, find, load, name_of
+from trainer.checkpoint.run.storage import Storage
 from trainer.strategies.base import Strategy
 
 CONTENT = bytes(range(256)) * 1000
@@ -21,7 +21,7 @@ CONTENT = bytes(range(256)) * 1000
 @contextmanager
 def each_rank_a_host(strategy: Strategy) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.checkpoint.storage.host_id", lambda: f"host-{strategy.world.rank}")
+        patch.setattr("trainer.checkpoint.run.storage.host_id", lambda: f"host-{strategy.world.rank}")
         yield
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer.launch.processes import processes_with
+from trainer.ops.processes import processes_with
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.harness import leave_stacks_on_request
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import Callback, Trainer, TrainerConfig, TrainerError
-from trainer.launch.environment import read_launch
+from trainer.cluster.environment import read_launch
 
 
 class Mishap(Callback):

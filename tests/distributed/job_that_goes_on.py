@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import trainer
 from tests.distributed.checks_checkpoints import Training
-from trainer.sharded import gather
+from trainer.models.sharded import gather
 
 
 def stop() -> None:

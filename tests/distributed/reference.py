@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import permutation
-from trainer.sharded import gather
+from trainer.models.sharded import gather
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.distributed.checks_checkpoints import Training
 from tests.distributed.harness import Outcome, run_job
-from trainer.checkpoint.committed import find, load
-from trainer.launch.world import World
+from trainer.checkpoint.disk.committed import find, load
+from trainer.cluster.world import World
 from trainer.strategies.single import SingleStrategy
 
 pytestmark = pytest.mark.distributed

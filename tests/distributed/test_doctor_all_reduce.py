@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.doctor import gpu_pairs
-from trainer.doctor.checks.all_reduces import first_error
-from trainer.doctor.connection import AgentError, Connection
-from trainer.doctor.facts import AllReduce
-from trainer.supervise.hosts import Host
+from trainer.ops.doctor import gpu_pairs
+from trainer.ops.doctor.checks.all_reduces import first_error
+from trainer.ops.doctor.connection import AgentError, Connection
+from trainer.ops.doctor.facts import AllReduce
+from trainer.ops.supervise.hosts import Host
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

@@ -17,9 +17,9 @@ from tests.distributed.harness import leave_stacks_on_request
 def main() -> int:
     import torch
 
+    from trainer.cluster.environment import read_launch
     from trainer.config import TrainerConfig
-    from trainer.launch.environment import read_launch
-    from trainer.preparation import join
+    from trainer.loop.preparation import join
 
     name, device, folder, *checks = sys.argv[1:]
     rank = read_launch().rank

@@ -43,8 +43,8 @@ def project() -> Iterator[dict[str, str]]:
 
 def test_a_checkouts_code_is_mounted(image: str, project: dict[str, str]) -> None:
     succeed([*shlex.split(WITH_CODE), "--wait"], timeout_s=180, env=project)
-    mounted = ["docker", "compose", "exec", "-T", "b", "cat", "project/mnist.py", "trainer/trainer.py"]
-    expected = (ROOT / "examples/mnist.py").read_text() + (ROOT / "trainer/trainer.py").read_text()
+    mounted = ["docker", "compose", "exec", "-T", "b", "cat", "project/mnist.py", "trainer/fit/trainer.py"]
+    expected = (ROOT / "examples/mnist.py").read_text() + (ROOT / "trainer/fit/trainer.py").read_text()
     assert succeed(mounted, env=project) == expected
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.disk.manifest import MANIFEST
 
 
 def _flip(file: Path, random: random.Random) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.job_faults import Fault
-from trainer.launch.environment import read_launch
+from trainer.cluster.environment import read_launch
 
 EPOCHS, SAMPLES, BATCH = 4, 77, 8
 UPDATES = EPOCHS * -(-SAMPLES // BATCH)

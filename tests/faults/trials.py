@@ -28,7 +28,7 @@ import torch
 from tests.faults.content import FILES, checkpoint_name, is_saved, save
 from tests.faults.damages import DAMAGES
 from tests.faults.faulty_disk import Action, Fault, FaultyDisk, build
-from trainer.checkpoint.commit import find, load, newest, prune, remove_partial
+from trainer.checkpoint.disk.commit import find, load, newest, prune, remove_partial
 from trainer.errors import DataError, TrainerError
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import BIN, program
+from trainer.cluster.gpus import SHARING, check_sharing
 from trainer.errors import ConfigError
-from trainer.launch.gpus import SHARING, check_sharing
 from trainer.strategies import has_nccl
 
 DEVICE = os.environ.get("TRAINER_TEST_DEVICE", "cuda")

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from trainer import World
-from trainer.strategies.parameter_server.strategy import ServerProcess, Stream
-from trainer.strategies.parameter_server.wire import METHOD, prove
+from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream
+from trainer.strategies.comparisons.parameter_server.wire import METHOD, prove
 
 TOKEN = os.urandom(32).hex()
 STRANGERS = 500

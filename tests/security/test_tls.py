@@ -11,8 +11,8 @@ import pytest
 
 from tests.distributed.harness import ROOT
 from trainer import ConfigError, TrainerError, World
-from trainer.strategies.parameter_server.strategy import ServerProcess, Stream
-from trainer.strategies.parameter_server.tls import NAME, Certificates, read_certificates
+from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream
+from trainer.strategies.comparisons.parameter_server.tls import NAME, Certificates, read_certificates
 
 pytestmark = pytest.mark.needs("openssl")
 TOKEN = os.urandom(32).hex()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.security.attacks import overwrite_store
 from tests.security.running import running
-from trainer.supervise.hosts import Host
-from trainer.supervise.launchers import environment_for, torchrun
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.launchers import environment_for, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 PROGRAM = ["sleep", "15"]

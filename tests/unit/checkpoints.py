@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from trainer.checkpoint.commit import commit, name_of
+from trainer.checkpoint.disk.commit import commit, name_of
 
 NAME = name_of(1, 2, 300)
 FILES = {"weights.pt": b"w" * 3_000_000, "loader.json": b"{}", "empty": b""}

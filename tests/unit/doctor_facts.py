@@ -6,13 +6,13 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from trainer.doctor.agent.machine import NO_LIMIT
-from trainer.doctor.checks.host import GIB
-from trainer.doctor.examine import judge
-from trainer.doctor.facts import Facts, Login, Name, Pair
-from trainer.doctor.finding import Finding, Level
-from trainer.doctor.options import Options
-from trainer.supervise.hosts import Host
+from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.checks.host import GIB
+from trainer.ops.doctor.examine import judge
+from trainer.ops.doctor.facts import Facts, Login, Name, Pair
+from trainer.ops.doctor.finding import Finding, Level
+from trainer.ops.doctor.options import Options
+from trainer.ops.supervise.hosts import Host
 
 HOSTS = (Host("a", 2), Host("b", 2))
 ADDRESS = {"a": "10.0.0.1", "b": "10.0.0.2"}

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from trainer.hang.hub import Hub
-from trainer.hang.ranks import LocalRanks
-from trainer.hang.spoke import Spoke
-from trainer.hang.views import Host, View
-from trainer.hang.wire import serve
-from trainer.launch.mark_layout import State
+from trainer.watch.hub import Hub
+from trainer.watch.mark_layout import State
+from trainer.watch.ranks import LocalRanks
+from trainer.watch.spoke import Spoke
+from trainer.watch.views import Host, View
+from trainer.watch.wire import serve
 
 TOKEN = "ab" * 32
 

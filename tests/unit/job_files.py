@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.submit.options import to_options
+from trainer.ops.submit.options import to_options
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trainer.strategies.flat import Transport
+from trainer.strategies.compress.flat import Transport
 
 _ResultT = TypeVar("_ResultT")
 _TIMEOUT_S = 20.0

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.unit.test_loader import numbered
 from trainer import Checkpoints, Run, init
-from trainer.checkpoint.committed import find, load
+from trainer.checkpoint.disk.committed import find, load
 
 made: list[Checkpoints] = []
 

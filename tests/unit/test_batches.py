@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 from tests.unit.test_loader import numbered, world
 from tests.unit.test_stream import FIRST_OF_TWO, Numbers, TwoRanks
 from trainer import ConfigError, ShardedLoader, StreamLoader, TrainerError
+from trainer.cluster.world import World
 from trainer.data.base import Step
-from trainer.launch.world import World
 
 
 class Rows(Dataset[int]):

@@ -22,8 +22,8 @@ from tests.unit.benchmark_runs import GOOD, make_run, report
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
 from trainer.files import check_writable
-from trainer.launch.processes import Finished
-from trainer.lr_schedule import make_schedule
+from trainer.loop.lr_schedule import make_schedule
+from trainer.ops.processes import Finished
 
 
 def finished(stdout: str) -> Finished:

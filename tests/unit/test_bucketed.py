@@ -20,11 +20,11 @@ from trainer.config import RunConfig
 from trainer.strategies import buckets
 from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
 from trainer.strategies.buckets import make_buckets
-from trainer.strategies.flat import Transport
+from trainer.strategies.compress.flat import Transport
+from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.compress.whole_gradients import WholeSynchronizer
 from trainer.strategies.gradients import GradientSynchronizer
-from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
-from trainer.strategies.power_sgd import PowerSGDSynchronizer
-from trainer.strategies.whole_gradients import WholeSynchronizer
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:

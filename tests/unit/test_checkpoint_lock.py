@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import lock
-from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.disk import lock
+from trainer.checkpoint.disk.lock import FolderLock
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_another_job_is_refused_and_the_holder_named(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     code = (
-        f"from pathlib import Path; from trainer.checkpoint.lock import FolderLock; import os, signal; "
+        f"from pathlib import Path; from trainer.checkpoint.disk.lock import FolderLock; import os, signal; "
         f"assert not FolderLock(Path({str(tmp_path)!r}), 'job').acquire(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

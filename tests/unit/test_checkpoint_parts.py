@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import NAME, names
-from trainer.checkpoint.commit import begin, commit, contribute, find, load
-from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.merge import merge
-from trainer.checkpoint.state_files import STATE, part_name, read_state
-from trainer.checkpoint.together import OthersFailedError
+from trainer.checkpoint.disk.commit import begin, commit, contribute, find, load
+from trainer.checkpoint.disk.manifest import name_of
+from trainer.checkpoint.disk.merge import merge
+from trainer.checkpoint.disk.state_files import STATE, part_name, read_state
+from trainer.checkpoint.disk.together import OthersFailedError
 from trainer.cli import main
 from trainer.errors import ConfigError, DataError, TrainerError
-from trainer.sharded import Part, Scattered, shard_as
+from trainer.models.sharded import Part, Scattered, shard_as
 
 PARTS = [part_name(rank) for rank in (0, 1)]
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from tests.unit.small_trainings import close_all, made, step
 from tests.unit.test_loader import numbered
 from trainer import Checkpoints, ConfigError, init
-from trainer.checkpoint.contents import Contents
+from trainer.checkpoint.run.contents import Contents
 
 UPDATES = 3
 """In an epoch."""

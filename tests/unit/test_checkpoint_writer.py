@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.committed import find
-from trainer.checkpoint.state_files import STATE, read_state
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.disk.committed import find
+from trainer.checkpoint.disk.state_files import STATE, read_state
+from trainer.checkpoint.run.writer import Writer
 
 
 def make(folder: Path) -> Writer:

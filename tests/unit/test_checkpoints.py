@@ -19,8 +19,8 @@ from torch import nn
 from tests.unit.small_trainings import close_all, made, saved, start, step, train
 from tests.unit.test_loader import numbered
 from trainer import Checkpoints, ConfigError, TrainerError, init
-from trainer.checkpoint.commit import commit
-from trainer.checkpoint.committed import load
+from trainer.checkpoint.disk.commit import commit
+from trainer.checkpoint.disk.committed import load
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +255,7 @@ def test_the_best_is_the_one_before_until_the_next_is_committed(
         seen.append((checkpoints.best_path, args[1]))
         return commit(*args, **options)
 
-    monkeypatch.setattr("trainer.checkpoint.writer.commit", watched)
+    monkeypatch.setattr("trainer.checkpoint.run.writer.commit", watched)
     run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="max", keep=1)
     loader = run.loader(numbered(6), 2)
     for epoch in run.epochs(3):

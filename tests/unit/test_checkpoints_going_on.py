@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit.small_trainings import close_all, made, start, step, train
 from tests.unit.test_loader import numbered
 from trainer import TrainerError, init
-from trainer.checkpoint.committed import find
+from trainer.checkpoint.disk.committed import find
 
 
 @pytest.fixture(autouse=True)

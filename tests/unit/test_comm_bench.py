@@ -21,9 +21,9 @@ from comm_bench import _measure, _parse_options, _time
 from torch import Tensor
 
 from tests.distributed.harness import ROOT, run_job
-from trainer.launch.network import machine_id
-from trainer.launch.rendezvous import Rendezvous
-from trainer.launch.world import World
+from trainer.cluster.network import machine_id
+from trainer.cluster.rendezvous import Rendezvous
+from trainer.cluster.world import World
 
 SCRIPT = "scripts/comm_bench.py"
 TOPOLOGY = """\

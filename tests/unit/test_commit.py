@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
-from trainer.checkpoint import durable
-from trainer.checkpoint.commit import commit, find, load, name_of, newest, prune, remove_partial
-from trainer.checkpoint.durable import FileEntry
-from trainer.checkpoint.manifest import Manifest, order_of
+from trainer.checkpoint.disk import durable
+from trainer.checkpoint.disk.commit import commit, find, load, name_of, newest, prune, remove_partial
+from trainer.checkpoint.disk.durable import FileEntry
+from trainer.checkpoint.disk.manifest import Manifest, order_of
 from trainer.errors import DataError, TrainerError
 
 
@@ -147,7 +147,7 @@ def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypa
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     prune(tmp_path, [older])
     listings = iter([[newer, older], [older]])
-    monkeypatch.setattr("trainer.checkpoint.committed.find", lambda folder: next(listings))
+    monkeypatch.setattr("trainer.checkpoint.disk.committed.find", lambda folder: next(listings))
     found = newest(tmp_path, never)
     assert found is not None
     assert found.path == older

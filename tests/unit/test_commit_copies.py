@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import NAME, names, never, save, writers
-from trainer.checkpoint.commit import commit, newest, receive, send
-from trainer.checkpoint.durable import FileEntry
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.disk.commit import commit, newest, receive, send
+from trainer.checkpoint.disk.durable import FileEntry
+from trainer.checkpoint.disk.manifest import Manifest
 from trainer.errors import DataError
 
 
 def test_a_copy_arrives_with_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.checkpoint.committed._CHUNK_BYTES", 1_000_000)
+    monkeypatch.setattr("trainer.checkpoint.disk.committed._CHUNK_BYTES", 1_000_000)
     sent = commit(tmp_path / "a", NAME, writers(), {"samples": 7})
     chunks = list(send(sent.path))
     assert [len(chunk) for chunk in chunks[1:]] == [1_000_000] * 3 + [2]

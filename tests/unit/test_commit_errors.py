@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import FILES, NAME, failing_at, names, save, writers
-from trainer.checkpoint.commit import commit, find, prune
+from trainer.checkpoint.disk.commit import commit, find, prune
 from trainer.errors import TrainerError
 
 

@@ -12,9 +12,9 @@ from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies.base import NamedParameters, Synchronizer
 from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
-from trainer.strategies.communication import make_synchronizer
-from trainer.strategies.local_sgd import LocalSynchronizer
-from trainer.strategies.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.compress.communication import make_synchronizer
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
+from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 
 class TwoAlike(BucketedStrategy):

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.config import TrainerConfig
+from trainer.cluster.environment import Launch, launches, read_launch, set_default, user_set
+from trainer.config import FsdpConfig, TrainerConfig
 from trainer.errors import ConfigError
-from trainer.fsdp_config import FsdpConfig
-from trainer.launch.environment import Launch, launches, read_launch, set_default, user_set
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from trainer import ConfigError, TrainerError, World
 from trainer.config import RunConfig
-from trainer.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.loop.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 
 View = tuple[Any, ...]
@@ -52,7 +52,7 @@ class Gathered(Strategy):
 
 @pytest.fixture(autouse=True)
 def _on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.consistency.socket.gethostname", lambda: "a")
+    monkeypatch.setattr("trainer.loop.consistency.socket.gethostname", lambda: "a")
 
 
 def test_equal_facts_are_gathered_once_and_raise_nothing() -> None:

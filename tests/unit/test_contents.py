@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer import ConfigError, TrainerError
-from trainer.checkpoint.contents import Contents
+from trainer.checkpoint.run.contents import Contents
 from trainer.strategies.base import Synchronizer
 
 PARAMETERS = 4 * (2 * 3 + 3)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.doctor.agent import exchange
-from trainer.doctor.agent import gpus as agent_gpus
-from trainer.doctor.agent import machine as agent_machine
-from trainer.doctor.connection import AgentError, Connection, _command
-from trainer.doctor.relay import SEGMENT
-from trainer.supervise.hosts import Host
+from trainer.ops.doctor.agent import exchange
+from trainer.ops.doctor.agent import gpus as agent_gpus
+from trainer.ops.doctor.agent import machine as agent_machine
+from trainer.ops.doctor.connection import AgentError, Connection, _command
+from trainer.ops.doctor.relay import SEGMENT
+from trainer.ops.supervise.hosts import Host
 
 HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
 TOKEN = "0" * exchange.TOKEN_BYTES

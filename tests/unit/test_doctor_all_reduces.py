@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.doctor_facts import found, healthy, pair, software, the_only
 from tests.unit.test_doctor_gpus import near, pci, two, with_gpus
-from trainer.doctor import gpu_pairs
-from trainer.doctor.connection import AgentError
-from trainer.doctor.facts import AllReduce, Facts
-from trainer.doctor.progress import Progress
-from trainer.doctor.report import as_json, as_text
+from trainer.ops.doctor import gpu_pairs
+from trainer.ops.doctor.connection import AgentError
+from trainer.ops.doctor.facts import AllReduce, Facts
+from trainer.ops.doctor.progress import Progress
+from trainer.ops.doctor.report import as_json, as_text
 
 LOG = (
     "b:71:71 [0] NCCL INFO NCCL version 2.30.7+cuda13.0\n"

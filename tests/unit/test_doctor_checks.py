@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, software, the_only, way
-from trainer.doctor.agent.machine import NO_LIMIT
-from trainer.doctor.checks.host import GIB, MIB
-from trainer.doctor.facts import Facts, Login, Name
+from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.checks.host import GIB, MIB
+from trainer.ops.doctor.facts import Facts, Login, Name
 
 
 def of_machine(name: str = "b", **changes: Any) -> Facts:

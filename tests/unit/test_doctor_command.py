@@ -15,11 +15,11 @@ from benchmarks.doctor_faults import Trial, render
 from tests.docker.test_doctor import SHORT
 from tests.unit.doctor_facts import found, healthy, pair
 from trainer.cli import main
-from trainer.doctor.options import Options, add_parser, to_options
-from trainer.doctor.progress import Progress
-from trainer.doctor.report import as_json, as_text, exit_code
-from trainer.supervise.hosts import Host
-from trainer.supervise.options import make_parser
+from trainer.ops.doctor.options import Options, add_parser, to_options
+from trainer.ops.doctor.progress import Progress
+from trainer.ops.doctor.report import as_json, as_text, exit_code
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.options import make_parser
 
 
 def parse(*arguments: str) -> Options:
@@ -63,7 +63,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.doctor.examine.look", interrupted)
+    monkeypatch.setattr("trainer.ops.doctor.examine.look", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "trainer doctor: interrupted\n"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.unit.doctor_facts import found, healthy, machine, software, the_only
-from trainer.doctor.agent.gpus import address_of
-from trainer.doctor.agent.machine import NO_LIMIT
-from trainer.doctor.checks.gpus import read_query
-from trainer.doctor.checks.links import has_dma_buf, read_matrix, read_redirecting
-from trainer.doctor.facts import Facts
+from trainer.ops.doctor.agent.gpus import address_of
+from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.checks.gpus import read_query
+from trainer.ops.doctor.checks.links import has_dma_buf, read_matrix, read_redirecting
+from trainer.ops.doctor.facts import Facts
 
 LINE = "{index}, NVIDIA H100 80GB HBM3, {driver}, {persistence}, {ecc}, {hot}, {braked}, 00000000:{bus}:00.0\n"
 WELL = {

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from trainer.doctor.agent import exchange
+from trainer.ops.doctor.agent import exchange
 
 HOST = "127.0.0.1"
 TOKEN = "0" * exchange.TOKEN_BYTES

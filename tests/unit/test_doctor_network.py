@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.unit.doctor_facts import ADDRESS, HOSTS, found, healthy, login, machine, pair, the_only, way
-from trainer.doctor.facts import Facts, Login
-from trainer.doctor.finding import Level
-from trainer.supervise.hosts import Host
+from trainer.ops.doctor.facts import Facts, Login
+from trainer.ops.doctor.finding import Level
+from trainer.ops.supervise.hosts import Host
 
 
 def lost(there: dict[int, str], back: dict[int, str], **changes: Any) -> Facts:

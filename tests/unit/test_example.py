@@ -227,7 +227,7 @@ def test_a_half_known_launcher_is_one_line_and_no_traceback() -> None:
     """The hook that prints the error reads the same environment."""
     env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
     script = (
-        "from trainer.launch.environment import read_launch; from trainer.launch.failure import report_failures; "
+        "from trainer.cluster.environment import read_launch; from trainer.watch.failure import report_failures; "
         "report_failures(); read_launch()"
     )
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)

@@ -11,16 +11,16 @@ from types import TracebackType
 
 import pytest
 
+from trainer.cluster.environment import Launch, read_launch
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
-from trainer.launch import failure, marks
-from trainer.launch.environment import Launch, read_launch
-from trainer.launch.mark_layout import State, read_mark
+from trainer.watch import failure, marks
+from trainer.watch.mark_layout import State, read_mark
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
 import atexit, os, signal, sys, time
 from trainer.errors import TrainerError
-from trainer.launch.failure import at_exit, report_failures
+from trainer.watch.failure import at_exit, report_failures
 at_exit(lambda: print("left the job"))
 atexit.register(print, "logged the rest")
 report_failures()
@@ -154,10 +154,10 @@ class Ending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.slept: list[float] = []
-        monkeypatch.setattr("trainer.launch.failure.time.sleep", self.slept.append)
-        monkeypatch.setattr("trainer.launch.failure._flush", lambda: None)  # which would end this process's libraries
-        monkeypatch.setattr("trainer.launch.failure.os._exit", self._exit)
-        monkeypatch.setattr("trainer.launch.failure.socket.gethostname", lambda: "node7")
+        monkeypatch.setattr("trainer.watch.failure.time.sleep", self.slept.append)
+        monkeypatch.setattr("trainer.watch.failure._flush", lambda: None)  # which would end this process's libraries
+        monkeypatch.setattr("trainer.watch.failure.os._exit", self._exit)
+        monkeypatch.setattr("trainer.watch.failure.socket.gethostname", lambda: "node7")
 
     def _exit(self, code: int) -> None:
         raise SystemExit(code)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import forks
+from trainer.cluster import forks
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer import World, preparation
+from trainer import World
+from trainer.cluster import gpus
+from trainer.cluster.environment import Launch
+from trainer.cluster.world import current_world
 from trainer.config import RunConfig
-from trainer.consistency import check_devices
 from trainer.errors import ConfigError
-from trainer.launch import gpus
-from trainer.launch.environment import Launch
-from trainer.launch.world import current_world
+from trainer.loop import preparation
+from trainer.loop.consistency import check_devices
 from trainer.strategies.single import SingleStrategy
 
 
@@ -128,7 +129,7 @@ def test_the_first_line_and_the_record_tell_of_it(
 def test_each_of_the_ranks_on_a_gpu_has_to_have_chosen_it(
     host: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.consistency.gpu_id", lambda _: "GPU-0")
+    monkeypatch.setattr("trainer.loop.consistency.gpu_id", lambda _: "GPU-0")
     world = World(device=torch.device("cuda", 0))
     host(1)
     check_devices(OnAGpu(world))

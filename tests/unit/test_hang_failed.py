@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, waiting
-from trainer.hang import hub as hub_module
-from trainer.hang.hub import Hub
-from trainer.hang.spoke import Spoke
-from trainer.hang.views import Host, View
-from trainer.launch import failure
-from trainer.launch.mark_layout import ENDED, State
+from trainer.watch import failure
+from trainer.watch import hub as hub_module
+from trainer.watch.hub import Hub
+from trainer.watch.mark_layout import ENDED, State
+from trainer.watch.spoke import Spoke
+from trainer.watch.views import Host, View
 
 __all__ = ["listener"]
 

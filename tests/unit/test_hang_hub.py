@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, run, waiting
-from trainer.hang import hub as hub_module
-from trainer.hang import limits as limits_module
-from trainer.hang import report, wire
-from trainer.hang.hub import Hub
-from trainer.hang.spoke import Spoke
-from trainer.hang.views import WORKS, Host, View
-from trainer.hang.wire import Link, RefusedError, connect, is_timeout
-from trainer.launch.mark_layout import State
+from trainer.watch import hub as hub_module
+from trainer.watch import limits as limits_module
+from trainer.watch import report, wire
+from trainer.watch.hub import Hub
+from trainer.watch.mark_layout import State
+from trainer.watch.spoke import Spoke
+from trainer.watch.views import WORKS, Host, View
+from trainer.watch.wire import Link, RefusedError, connect, is_timeout
 
 __all__ = ["listener"]
 

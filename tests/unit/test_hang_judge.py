@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer.hang.judge import Verdict, is_paused, judge, notice
-from trainer.hang.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
-from trainer.hang.views import WORKS, Host, View, view_from
-from trainer.launch.mark_layout import State
+from trainer.watch.judge import Verdict, is_paused, judge, notice
+from trainer.watch.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
+from trainer.watch.mark_layout import State
+from trainer.watch.views import WORKS, Host, View, view_from
 
 
 def waiting(rank: int, what: str = "gradients", **facts: Any) -> View:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, waiting
-from trainer.hang.hub import Hub
-from trainer.hang.views import Host, View
-from trainer.hang.wire import Link, RefusedError
+from trainer.watch.hub import Hub
+from trainer.watch.views import Host, View
+from trainer.watch.wire import Link, RefusedError
 
 
 class Job:

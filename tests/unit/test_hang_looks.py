@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import trainer.hang.looks
-from trainer.hang.looks import (
+import trainer.watch.looks
+from trainer.watch import marks
+from trainer.watch.looks import (
     SIGNAL,
     Frame,
     ask_for_stacks,
@@ -31,11 +32,10 @@ from trainer.hang.looks import (
     wait_for_stacks,
     waits_in,
 )
-from trainer.hang.ranks import Address, LocalRank, LocalRanks, own_address
-from trainer.hang.views import WORKS
-from trainer.launch import marks
-from trainer.launch.mark_layout import State
-from trainer.launch.status import read_status
+from trainer.watch.mark_layout import State
+from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
+from trainer.watch.status import read_status
+from trainer.watch.views import WORKS
 
 # Computes in C and never lets go of the interpreter's lock.
 SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
@@ -43,9 +43,10 @@ SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
 # Joins as rank 0 of a job, and sleeps.
 JOINS = """
 import json, time
-from trainer.hang.ranks import own_address
-from trainer.launch import marks, status
-from trainer.launch.environment import Launch
+from trainer.watch.ranks import own_address
+from trainer.watch import marks
+from trainer.watch import status
+from trainer.cluster.environment import Launch
 status.report_join(Launch(rank=0, size=2))
 print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
 time.sleep(60)
@@ -109,7 +110,7 @@ def test_the_main_threads_frames_are_found_without_those_that_only_note() -> Non
   File "/x/pool.py", line 3 in work
 
 Current thread 0x00007f00000000a2 (most recent call first):
-  File "/x/trainer/launch/marks.py", line 190 in call
+  File "/x/trainer/watch/marks.py", line 190 in call
   File "/home/me/train.py", line 12 in load
 """
     assert main_frames(stacks, 0x7F00000000A2) == [Frame("/home/me/train.py", 12, "load")]
@@ -181,7 +182,7 @@ def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.hang.looks.__file__
+    library = trainer.watch.looks.__file__
     theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
     assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
         "model.py:31"
@@ -227,7 +228,7 @@ def test_what_a_stack_excuses(
     own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[State, str]
 ) -> None:
     stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
-    monkeypatch.setattr("trainer.hang.ranks.read_stacks", lambda *_: stacks)
+    monkeypatch.setattr("trainer.watch.ranks.read_stacks", lambda *_: stacks)
     marks.note_phase(phase)
     view = own_rank.with_stacks(0)
     assert (view.state, view.excuse) == seen

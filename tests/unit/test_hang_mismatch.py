@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from trainer.hang.mismatch import explain, has_failed
-from trainer.hang.views import Host, View
-from trainer.launch import marks
-from trainer.launch.mark_layout import BATCH_NORM, ENDED, Mark, State, read_mark
+from trainer.watch import marks
+from trainer.watch.mark_layout import BATCH_NORM, ENDED, Mark, State, read_mark
+from trainer.watch.mismatch import explain, has_failed
+from trainer.watch.views import Host, View
 
 STEP = ("gradients", "all_reduce 10", "step")
 EVALUATION = ("all_reduce 4", "broadcast")

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.hang import ranks as ranks_module
-from trainer.hang.looks import Process
-from trainer.hang.ranks import Address, LocalRank, LocalRanks, own_address
-from trainer.hang.views import WORKS, View
-from trainer.launch import marks
+from trainer.watch import marks
+from trainer.watch import ranks as ranks_module
+from trainer.watch.looks import Process
+from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
+from trainer.watch.views import WORKS, View
 
 # A rank that cannot be ended by a signal it may ignore.
 IGNORES = """
 import json, signal, time
-from trainer.hang.ranks import own_address
-from trainer.launch import marks
+from trainer.watch.ranks import own_address
+from trainer.watch import marks
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
 time.sleep(60)

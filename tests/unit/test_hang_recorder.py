@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.hang import ranks as ranks_module
-from trainer.hang import recorder as recorder_module
-from trainer.hang.looks import Frame
-from trainer.hang.ranks import LocalRank, own_address
-from trainer.hang.recorder import Reader, counts_of, find_recorder, first_that_waits
-from trainer.hang.views import WORKS, View
-from trainer.launch import marks
-from trainer.launch.mark_layout import AT_RECORDED, SIZE, Mark, Recorded, State, read_mark
+from trainer.watch import marks
+from trainer.watch import ranks as ranks_module
+from trainer.watch import recorder as recorder_module
+from trainer.watch.looks import Frame
+from trainer.watch.mark_layout import AT_RECORDED, SIZE, Mark, Recorded, State, read_mark
+from trainer.watch.ranks import LocalRank, own_address
+from trainer.watch.recorder import Reader, counts_of, find_recorder, first_that_waits
+from trainer.watch.views import WORKS, View
 
 # Of rank 0 of two over Gloo (PyTorch 2.14.1), which has begun all_reduce 6 and broadcast 7, and rank 1 has not.
 SAMPLE: dict[str, Any] = json.loads(Path(__file__).with_name("flight_recorder.json").read_text())

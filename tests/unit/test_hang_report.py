@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.hang.judge import Verdict
-from trainer.hang.report import say, write_stacks
-from trainer.hang.views import Host, View
+from trainer.watch.judge import Verdict
+from trainer.watch.report import say, write_stacks
+from trainer.watch.views import Host, View
 
 VERDICT = Verdict(("no progress for 31 s: rank 1 on b did not come", "what to do: look"), (1,))
 
@@ -40,5 +40,5 @@ def test_a_launcher_that_reads_no_more_keeps_no_rank_from_being_ended(monkeypatc
     def fail(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("trainer.hang.report.os.write", fail)
+    monkeypatch.setattr("trainer.watch.report.os.write", fail)
     say(["one"])

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.hang import start as hang
-from trainer.hang.looks import SIGNAL
-from trainer.hang.recorder import Recorder
-from trainer.hang.start import Entry, connection_limit_s, hang_timeout_s
-from trainer.hang.watcher import IGNORED
-from trainer.launch import marks
-from trainer.launch.world import World
+from trainer.watch import marks
+from trainer.watch import start as hang
+from trainer.watch.looks import SIGNAL
+from trainer.watch.recorder import Recorder
+from trainer.watch.start import Entry, connection_limit_s, hang_timeout_s
+from trainer.watch.watcher import IGNORED
 
 
 class Ranks:
@@ -53,8 +53,8 @@ class Process:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(Process, "started", [])
-    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", Process)
-    monkeypatch.setattr("trainer.hang.start.atexit.register", lambda *_: None)
+    monkeypatch.setattr("trainer.watch.start.subprocess.Popen", Process)
+    monkeypatch.setattr("trainer.watch.start.atexit.register", lambda *_: None)
     monkeypatch.delenv("TRAINER_HANG_TIMEOUT", raising=False)
     yield Ranks()
     marks.close_record()
@@ -70,7 +70,7 @@ def entries(ranks: Ranks) -> list[Entry | None]:
 def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
     hang.start(ranks, entries(ranks), None)
     ((command, options),) = Process.started
-    assert command[-2:] == ["-m", "trainer.hang.watcher"]
+    assert command[-2:] == ["-m", "trainer.watch.watcher"]
     assert options["pass_fds"] == []
     assert options["start_new_session"] is True
     assert ranks.broadcasts == [{"given_s": None, "endpoint": ""}]
@@ -99,7 +99,7 @@ def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     hang.start(ranks, entries(ranks), None)
     ((_, options),) = Process.started
-    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/hang/watcher.py").is_file()
+    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/watch/watcher.py").is_file()
     assert options["blocked"] >= set(IGNORED)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
@@ -204,7 +204,7 @@ def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
 def test_a_watcher_that_cannot_be_started_is_said(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.hang.start.subprocess.Popen", _fail)
+    monkeypatch.setattr("trainer.watch.start.subprocess.Popen", _fail)
     hang.start(ranks, entries(ranks), None)
     assert "not permitted" in capfd.readouterr().err
 
@@ -239,7 +239,7 @@ def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
 
 def test_the_watcher_starts_without_pytorch() -> None:
     found = subprocess.run(
-        ["python", "-c", "import sys, trainer.hang.watcher; print('torch' in sys.modules, 'psutil' in sys.modules)"],
+        ["python", "-c", "import sys, trainer.watch.watcher; print('torch' in sys.modules, 'psutil' in sys.modules)"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout == "False False\n"
@@ -248,9 +248,9 @@ def test_the_watcher_starts_without_pytorch() -> None:
 # The handler that is registered first is called last.
 ENDING = """
 import atexit, pathlib, sys
-from trainer.hang import start
-from trainer.launch.mark_layout import read_mark
-from trainer.launch.world import World
+from trainer.watch import start
+from trainer.watch.mark_layout import read_mark
+from trainer.cluster.world import World
 atexit.register(lambda: print(repr(read_mark(path.read_bytes()).phase)))
 entry = start.describe(World(rank=0, size=2, local_rank=0, local_size=2))
 path = pathlib.Path(f"/proc/self/fd/{{entry.address['marks']}}")

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, run, waiting
-from trainer.hang import spoke as spoke_module
-from trainer.hang import watcher as watcher_module
-from trainer.hang.hub import Hub
-from trainer.hang.spoke import Spoke
-from trainer.hang.views import WORKS, Host, View
+from trainer.watch import spoke as spoke_module
+from trainer.watch import watcher as watcher_module
+from trainer.watch.hub import Hub
+from trainer.watch.spoke import Spoke
+from trainer.watch.views import WORKS, Host, View
 
 __all__ = ["listener"]
 
 # A rank that has joined, and waits for nothing.
 RANK = """
 import json, sys
-from trainer.hang.ranks import own_address
-from trainer.launch import marks
+from trainer.watch.ranks import own_address
+from trainer.watch import marks
 print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
 sys.stdin.read()
 """
@@ -83,7 +83,7 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
         settings |= {"token": TOKEN, "given_s": None, "script": "job", "listener": -1}
         # As start.py does it: a signal that comes before they are ignored waits.
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, watcher_module.IGNORED)
-        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.hang.watcher"], stdin=subprocess.PIPE)
+        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.watch.watcher"], stdin=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
         for number in watcher_module.IGNORED:
             watcher.send_signal(number)

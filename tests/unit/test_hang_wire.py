@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, waiting
-from trainer.hang import wire
-from trainer.hang.spoke import Spoke
-from trainer.hang.wire import Link, RefusedError, connect, is_timeout
+from trainer.watch import wire
+from trainer.watch.spoke import Spoke
+from trainer.watch.wire import Link, RefusedError, connect, is_timeout
 
 __all__ = ["listener"]
 

@@ -16,8 +16,8 @@ from horovod.runner.common.util.timeout import Timeout
 from horovod.runner.launch import LoginError, _wait_for_hosts
 from horovod.runner.util import nested
 
+from trainer.cluster.environment import _LAUNCHERS, read_launch
 from trainer.errors import ConfigError
-from trainer.launch.environment import _LAUNCHERS, read_launch
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 HOST = "far-away.invalid"

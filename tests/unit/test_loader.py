@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 
+from trainer.cluster.world import World
 from trainer.data.base import Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
-from trainer.launch.world import World
 
 
 class Pairs(Dataset[Any]):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.strategies.flat import Transport
-from trainer.strategies.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer.strategies.compress.flat import Transport
+from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
 
 RANKS = 2
 DIRECTIONS = torch.tensor([[1.0, -2.0, 0.5], [0.5, 3.0, -1.0]], dtype=torch.float64)

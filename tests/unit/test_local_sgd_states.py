@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from tests.unit.test_local_sgd import RANKS, Rank
-from trainer.strategies.flat import Transport
-from trainer.strategies.local_sgd import Outer
+from trainer.strategies.compress.flat import Transport
+from trainer.strategies.compress.local_sgd import Outer
 
 
 def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once() -> None:

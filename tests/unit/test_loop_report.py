@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.unit.test_run import OfTwo
 from trainer import ConfigError, InMemory, Run, StreamLoader, TrainerError, World, init
-from trainer.callbacks import display, loop_report
+from trainer.report import display, loop_report
 
 
 class Clock:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.lr_schedule import LearningRate, Schedule, UsersSchedule, make_schedule
+from trainer.loop.lr_schedule import LearningRate, Schedule, UsersSchedule, make_schedule
 
 
 def test_the_warm_up_climbs_in_equal_steps_and_ends_at_the_scaled_rate() -> None:

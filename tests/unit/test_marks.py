@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.callbacks.run_folder import RunFolder
-from trainer.checkpoint.durable import write_file
+from trainer.checkpoint.disk.durable import write_file
+from trainer.cluster.world import World
 from trainer.data.loader import InMemory, ShardedLoader
-from trainer.launch import marks
-from trainer.launch.mark_layout import SIZE, Mark, State, read_mark
-from trainer.launch.marks import loading, note_waits, waits
-from trainer.launch.status import UpdateCounter, report_phase
-from trainer.launch.world import World
+from trainer.report.run_folder import RunFolder
 from trainer.strategies.base import Synchronizer
 from trainer.strategies.single import SingleStrategy
+from trainer.watch import marks
+from trainer.watch.mark_layout import SIZE, Mark, State, read_mark
+from trainer.watch.marks import loading, note_waits, waits
+from trainer.watch.status import UpdateCounter, report_phase
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from trainer import CheckpointConfig, InMemory, Trainer, TrainerConfig
-from trainer.memory_format import to_channels_last
+from trainer.models.memory_format import to_channels_last
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.metrics import Sums, accuracy
+from trainer.loop.metrics import Sums, accuracy
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from examples import datasets
 from examples.datasets import load_dataset, mnist
 from examples.datasets.mnist import download_mnist, find_mnist, read_mnist
 from tests.unit.mnist_files import NAMES, TEST_LABELS, TRAIN_IMAGES, below, images, write_mnist
+from trainer.cluster.world import World
 from trainer.data.loader import InMemory
 from trainer.errors import DataError
-from trainer.launch.world import World
 
 # Replaces the command that downloads; it is given the folder to work in.
 DOWNLOAD_HALF = """

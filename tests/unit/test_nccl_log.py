@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import World, preparation
+from trainer import World
+from trainer.cluster.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.launch.nccl_log import NcclLog, describe_transports, read_transports
-from trainer.preparation import _connect
+from trainer.loop import preparation
+from trainer.loop.preparation import _connect
 from trainer.strategies.single import SingleStrategy
 
 HEAD = """\

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from trainer import ConfigError
-from trainer.launch import network
-from trainer.launch.network import (
+from trainer.cluster import network
+from trainer.cluster.network import (
     address_toward,
     address_toward_master,
     choose_gloo_interface,

@@ -153,7 +153,7 @@ def test_a_login_gets_the_variables_of_training_only(monkeypatch: pytest.MonkeyP
 def test_the_health_check_starts_without_pytorch() -> None:
     code = "import sys, node; print(node.route_to.__module__, 'torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=NODE.parent, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("trainer.launch.network False False\n", "")
+    assert (done.stdout, done.stderr) == ("trainer.cluster.network False False\n", "")
 
 
 def test_the_node_runs_with_the_first_python_on_the_path(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from trainer.launch import output
+from trainer.cluster import output
 
 PRINTS = "print('loss', 0.5); print('of', 'all'); print('warning', 1, file=sys.stderr)"
-FAILS = "from trainer.launch.failure import report_failures; report_failures(); 1 / 0"
+FAILS = "from trainer.watch.failure import report_failures; report_failures(); 1 / 0"
 
 
 def writes_of(script: str, *options: str) -> list[str]:
@@ -26,7 +26,7 @@ def writes_of(script: str, *options: str) -> list[str]:
 
 @pytest.mark.parametrize("options", [(), ("-u",)])
 def test_a_line_of_several_pieces_is_one_write(options: tuple[str, ...]) -> None:
-    ours = f"from trainer.launch.output import write_whole_lines; write_whole_lines(); {PRINTS}"
+    ours = f"from trainer.cluster.output import write_whole_lines; write_whole_lines(); {PRINTS}"
     assert writes_of(ours, *options) == ["loss 0.5\n", "of all\n", "warning 1\n"]
 
 

@@ -19,10 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
-from trainer.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
-from trainer.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, decode, encode, prove, seal, unseal
+from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
+from trainer.strategies.comparisons.parameter_server.wire import (
+    CHUNK_BYTES,
+    METHOD,
+    decode,
+    encode,
+    prove,
+    seal,
+    unseal,
+)
 
-PROTO = Path(__file__).resolve().parents[2] / "trainer" / "strategies" / "parameter_server" / "exchange.proto"
+PROTO = Path(__file__).resolve().parents[2] / "trainer" / "strategies" / "comparisons" / "parameter_server" / "exchange.proto"
 TOKEN = "the job's"  # noqa: S105
 TIMEOUT_S = 4.0
 
@@ -104,7 +112,7 @@ def test_the_sum_of_both_ranks_comes_back_to_both(server: ServerProcess) -> None
 
 
 def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
+    monkeypatch.setattr("trainer.strategies.comparisons.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     links = [Stream(one.endpoint, "gradients", TOKEN, World()) for one in (first, second)]

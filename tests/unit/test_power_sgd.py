@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.strategies.flat import Transport
-from trainer.strategies.power_sgd import Factors, PowerSGDSynchronizer
+from trainer.strategies.compress.flat import Transport
+from trainer.strategies.compress.power_sgd import Factors, PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
 FLAGS = len(SHAPES)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from tests.unit.test_power_sgd import Parameters, Rank, close, gradients, means
-from trainer.strategies.flat import Transport
+from trainer.strategies.compress.flat import Transport
 
 
 def test_ranks_begin_with_the_same_factors_and_parameters_with_their_own() -> None:

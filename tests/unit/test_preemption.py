@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.checkpoint.preemption import Preemption
+from trainer.checkpoint.run.preemption import Preemption
 
 SCRIPT = """
 import os, signal, sys, time
-from trainer.checkpoint.preemption import Preemption
+from trainer.checkpoint.run.preemption import Preemption
 preemption = Preemption(lambda: {save_alone}, grace_s=0.5)
 {before}
 os.kill(os.getpid(), signal.SIGUSR2)
@@ -47,7 +47,7 @@ def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) ->
 
 def test_the_status_file_has_the_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr("trainer.checkpoint.preemption.report_signal", told.append)
+    monkeypatch.setattr("trainer.checkpoint.run.preemption.report_signal", told.append)
     one = Preemption(lambda: False, grace_s=60)
     os.kill(os.getpid(), signal.SIGTERM)
     deadline = time.monotonic() + 10

@@ -9,9 +9,10 @@ from queue import Queue
 import pytest
 import torch
 
-from trainer import World, preparation
+from trainer import World
 from trainer.config import RunConfig
-from trainer.launch.status import LOST_PEER
+from trainer.loop import preparation
+from trainer.watch.status import LOST_PEER
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch.processes import INTERRUPTS, Finished, interrupt_on, run
+from trainer.ops.processes import INTERRUPTS, Finished, interrupt_on, run
 
 
 def finished(stdout: str = "", stderr: str = "") -> Finished:

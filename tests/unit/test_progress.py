@@ -15,8 +15,8 @@ import pytest
 from tests.screen import Screen
 from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, ProgressEvent, World
-from trainer.callbacks.progress import Progress
-from trainer.launch.terminal import Terminal
+from trainer.report.progress import Progress
+from trainer.report.terminal import Terminal
 
 RATE = "learning rate 0.1, then constant"
 
@@ -34,15 +34,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("trainer.callbacks.progress.time", clock)
-    monkeypatch.setattr("trainer.callbacks.display.time", clock)
+    monkeypatch.setattr("trainer.report.progress.time", clock)
+    monkeypatch.setattr("trainer.report.display.time", clock)
     return clock
 
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run on one."""
-    monkeypatch.setattr("trainer.callbacks.display.open_terminal", lambda: None)
+    monkeypatch.setattr("trainer.report.display.open_terminal", lambda: None)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def terminal(no_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", screen.lines, screen.columns, 0, 0))
     os.set_blocking(ours, False)
     monkeypatch.setattr(Terminal, "in_foreground", lambda self: True)
-    monkeypatch.setattr("trainer.callbacks.display.open_terminal", lambda: Terminal(os.dup(theirs), os.getpid()))
+    monkeypatch.setattr("trainer.report.display.open_terminal", lambda: Terminal(os.dup(theirs), os.getpid()))
 
     def seen() -> Screen:
         with suppress(BlockingIOError):

@@ -14,7 +14,7 @@ from scaling.models import Shape
 
 from tests.unit.scaling_results import timing
 from trainer.errors import ConfigError
-from trainer.launch.processes import Finished
+from trainer.ops.processes import Finished
 
 PLAN = Plan(hosts=parse_hosts("a:2,b:2"), script=["own.py"], batch_flag="--batch-size", steps=10, timeout_s=9)
 FOUR = Shape(hosts=2, per_host=2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainer import ConfigError, TrainerError, World
-from trainer.launch.environment import SECRET
-from trainer.launch.rendezvous import Rendezvous
-from trainer.launch.secret import job_secret, job_token
-from trainer.supervise.launchers import environment_for
+from trainer.cluster.environment import SECRET
+from trainer.cluster.rendezvous import Rendezvous
+from trainer.cluster.secret import job_secret, job_token
+from trainer.ops.supervise.launchers import environment_for
 
 WORLD = World()
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.random_state import random_state, set_random_state
-from trainer.checkpoint.snapshot import Buffers, count_bytes
+from trainer.checkpoint.run.random_state import random_state, set_random_state
+from trainer.checkpoint.run.snapshot import Buffers, count_bytes
 
 CPU = torch.device("cpu")
 

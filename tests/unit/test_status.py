@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import status
-from trainer.launch.environment import Launch
-from trainer.launch.status import MISTAKE, RankStatus, UpdateCounter, folder_name, read_status
+from trainer.cluster.environment import Launch
+from trainer.watch import status
+from trainer.watch.status import MISTAKE, RankStatus, UpdateCounter, folder_name, read_status
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The status file of rank 1, which has joined."""
     monkeypatch.setattr(status, "_file", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("trainer.launch.status.atexit.register", lambda _: None)
+    monkeypatch.setattr("trainer.watch.status.atexit.register", lambda _: None)
     monkeypatch.setenv("TRAINER_JOB", "abc")
     status.report_join(Launch(rank=1, size=4))
     return tmp_path / folder_name("abc", os.geteuid()) / "rank-1"
@@ -85,7 +85,7 @@ def test_python_s_end_is_done_unless_the_rank_was_preempted(file: Path) -> None:
 
 
 def test_a_child_with_the_same_environment_leaves_the_rank_s_file_alone(file: Path) -> None:
-    script = "from trainer.launch import status; from trainer.launch.environment import Launch; "
+    script = "from trainer.watch import status; from trainer.cluster.environment import Launch; "
     script += "status.report_failure('Child', 'x', Launch(rank=1, size=4))"
     environment = {**os.environ, "TMPDIR": str(file.parent.parent)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer, TrainerConfig
+from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.launch.world import World
 from trainer.profiling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
 from trainer.profiling.step_timer import StepTimer, _step_times, step_timer, timing_settings
 from trainer.strategies import choose_strategy

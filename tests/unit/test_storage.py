@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint import storage
-from trainer.checkpoint.commit import Committed, commit, name_of
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.disk.commit import Committed, commit, name_of
+from trainer.checkpoint.run import storage
+from trainer.checkpoint.run.storage import Storage
 
 
 class Ranks:

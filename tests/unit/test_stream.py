@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trainer.cluster.world import World
 from trainer.data.base import Step
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.world import World
 
 
 class Numbers(IterableDataset[int]):

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.errors import ConfigError
-from trainer.submit.options import to_options
-from trainer.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.options import to_options
+from trainer.ops.submit.schedulers import SCHEDULERS, Watch
 
 NAMES = ("gridengine", "pbs", "lsf")
 NODES = ["--nodes", "2", "--ranks-per-node", "2"]

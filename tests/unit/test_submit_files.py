@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tests.unit.job_files import ROOT, render
-from trainer.submit.schedulers import SCHEDULERS
+from trainer.ops.submit.schedulers import SCHEDULERS
 
 FILES = sorted((ROOT / "jobs").iterdir())
 

@@ -12,8 +12,8 @@ import pytest
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import TrainerError
-from trainer.submit.schedulers import SCHEDULERS, Watch
-from trainer.submit.schedulers.gridengine import GridEngine
+from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers.gridengine import GridEngine
 
 GRID_ENGINE = ["gridengine", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py"]
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job, with programs in front of the PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
+    monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
     (tmp_path / "train.py").touch()
     return tmp_path
 
@@ -150,10 +150,10 @@ def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pyte
     # That of the script's host comes last, and would be missing.
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='b', task='undefined', failed=0, code=0)}'")
-    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
+    monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
     watch = Watch(GridEngine(), "7")
     assert watch.state().code is None
-    monkeypatch.setattr("trainer.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
+    monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
     assert watch.state().code == 0
 
 
@@ -181,7 +181,7 @@ def test_a_script_is_looked_for_in_this_folder_unless_a_directive_names_another(
 def test_a_job_is_followed_under_its_next_id(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    monkeypatch.setattr("trainer.ops.submit.submit._POLL_S", 0.01)
     stand_in(folder, "qsub", "mkdir -p runs/train-7; echo first > runs/train-7.log; echo 8 > runs/train-7/next; echo 7")
     stand_in(folder, "qstat", "echo second > runs/train-8.log; echo 'Following jobs do not exist' >&2; exit 1")
     ended = RECORD.format(host="a", task="undefined", failed=0, code="$([ $2 = 7 ] && echo 75 || echo 78)")

@@ -17,7 +17,7 @@ from tests.unit.crds import load, problems
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.submit.schedulers import SCHEDULERS
+from trainer.ops.submit.schedulers import SCHEDULERS
 
 NAMES = ("mpijob", "trainjob", "jobset")
 NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]

@@ -12,10 +12,10 @@ import pytest
 from tests.unit.job_files import render
 from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.submit.job import Job, shell_command
-from trainer.submit.options import to_options
-from trainer.submit.schedulers import SCHEDULERS
-from trainer.submit.secrets import secrets_in
+from trainer.ops.submit.job import Job, shell_command
+from trainer.ops.submit.options import to_options
+from trainer.ops.submit.schedulers import SCHEDULERS
+from trainer.ops.submit.secrets import secrets_in
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "4"]
 COMMAND = ["--", "python", "train.py"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
-from trainer.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, Watch
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
@@ -91,7 +91,7 @@ def test_a_job_is_submitted_and_followed_to_its_end(tmp_path: Path, capsys: pyte
 def test_a_state_is_told_once_and_a_line_when_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    monkeypatch.setattr("trainer.ops.submit.submit._POLL_S", 0.01)
     stand_in(tmp_path, "sbatch", "mkdir -p runs/train-17; echo 17")
     state = f'echo "{record(17, "$state", "0:0")}"'
     stand_in(
@@ -125,7 +125,7 @@ def test_what_the_ranks_say_of_a_failure_stands_at_its_end(tmp_path: Path, capsy
 def test_the_reason_of_an_earlier_start_is_not_told_of_a_later_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.submit.submit._POLL_S", 0.01)
+    monkeypatch.setattr("trainer.ops.submit.submit._POLL_S", 0.01)
     stand_in(
         tmp_path, "sbatch", "mkdir -p runs/train-17; echo 'trainer: rank 1 on host b: x' > runs/train-17.log; echo 17"
     )

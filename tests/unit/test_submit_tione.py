@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.errors import ConfigError
-from trainer.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, Watch
 
 NODES = ["--nodes", "2", "--ranks-per-node", "2", "--image", "ccr.example/train:1"]
 GROUP = ["--directive=ResourceGroupId=rsg-1", "--cpus-per-rank", "4", "--memory", "32GB"]

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.supervise.attempt import Attempt, Times
-from trainer.supervise.events import Events
-from trainer.supervise.folder import Former, locked, read_former, write_job
-from trainer.supervise.hosts import Host
-from trainer.supervise.judge import Judgement, Verdict
-from trainer.supervise.summary import recovery_of, summarize, training_share
+from trainer.ops.supervise.attempt import Attempt, Times
+from trainer.ops.supervise.events import Events
+from trainer.ops.supervise.folder import Former, locked, read_former, write_job
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.judge import Judgement, Verdict
+from trainer.ops.supervise.summary import recovery_of, summarize, training_share
 
 HOSTS = (Host("a", 2), Host("b", 2))
 
 
 def test_a_job_is_supervised_once(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "train"
-    script = "import sys; from pathlib import Path; from trainer.supervise.folder import locked\n"
+    script = "import sys; from pathlib import Path; from trainer.ops.supervise.folder import locked\n"
     script += "with locked(Path(sys.argv[1])): pass"
     command = [sys.executable, "-c", script, str(folder)]
     refused = pytest.raises(ConfigError, match=f"already supervised by process {os.getpid()};")

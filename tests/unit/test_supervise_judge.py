@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trainer.launch.status import DIFFERENT, HANG, LOST_PEER, MISTAKE, RankStatus
-from trainer.supervise.attempt import Attempt, Running, Times, find_dead
-from trainer.supervise.hosts import Host
-from trainer.supervise.judge import Facts, Judgement, Verdict, hint, judge
-from trainer.supervise.signals import Signals
-from trainer.supervise.sweep import Answer
+from trainer.ops.supervise.attempt import Attempt, Running, Times, find_dead
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.judge import Facts, Judgement, Verdict, hint, judge
+from trainer.ops.supervise.signals import Signals
+from trainer.ops.supervise.sweep import Answer
+from trainer.watch.status import DIFFERENT, HANG, LOST_PEER, MISTAKE, RankStatus
 
 ORDERS = list(permutations(range(3)))
 

@@ -9,8 +9,8 @@ import pytest
 
 from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.supervise.hosts import Host, parse_hosts
-from trainer.supervise.options import Options, add_parser, make_parser, to_options
+from trainer.ops.supervise.hosts import Host, parse_hosts
+from trainer.ops.supervise.options import Options, add_parser, make_parser, to_options
 
 
 def parse(*arguments: str) -> Options:

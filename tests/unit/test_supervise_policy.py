@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.supervise.hosts import Host
-from trainer.supervise.judge import Verdict
-from trainer.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.judge import Verdict
+from trainer.ops.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide
 
 A, B = Host("a", 2), Host("b", 2)
 NOW = 10_000.0

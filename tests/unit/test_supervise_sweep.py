@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise.hosts import Host
-from trainer.supervise.launchers import environment_for, through_ssh, torchrun
-from trainer.supervise.sweep import on_all_hosts
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.launchers import environment_for, through_ssh, torchrun
+from trainer.ops.supervise.sweep import on_all_hosts
 
 HERE, THERE = Host("localhost", 1), Host("elsewhere", 1)
 # Takes the place of ssh: the command runs on this machine.
@@ -27,8 +27,8 @@ exec sh -c "$*"
 """
 RANK = """
 import signal, sys, time
-from trainer.launch.environment import Launch
-from trainer.launch.status import report_join, report_update
+from trainer.cluster.environment import Launch
+from trainer.watch.status import report_join, report_update
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
 report_join(Launch(rank=3, size=4))
 report_update(12)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.supervise import take_back
-from trainer.supervise.hosts import Host
-from trainer.supervise.options import Options
-from trainer.supervise.sweep import Answer
-from trainer.supervise.take_back import TakeBack
+from trainer.ops.supervise import take_back
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.options import Options
+from trainer.ops.supervise.sweep import Answer
+from trainer.ops.supervise.take_back import TakeBack
 
 A, B = Host("a", 2), Host("b", 2)
 

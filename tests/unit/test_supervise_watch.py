@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from trainer.launch.status import RankStatus
-from trainer.supervise import watch
-from trainer.supervise.hosts import Host
-from trainer.supervise.sweep import Answer
-from trainer.supervise.watch import Ranks
+from trainer.ops.supervise import watch
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.sweep import Answer
+from trainer.ops.supervise.watch import Ranks
+from trainer.watch.status import RankStatus
 
 HOSTS = (Host("localhost", 1), Host("b", 1))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import TrainerError
-from trainer.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
+from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 
 
 def assert_equal(one: Tensor | None, other: Tensor | None) -> None:

@@ -28,7 +28,7 @@ sys.exit(child.wait() < 0)
 # Shows a bar at 0, 10, … 90 % and prints lines in between, some of them several at once.
 RANK = """
 import os, sys
-from trainer.callbacks.display import Display
+from trainer.report.display import Display
 display = Display(0.0)
 for step in range(10):
     display.show("epoch 1/2", step, 10, ["loss 0.5"])

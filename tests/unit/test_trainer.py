@@ -163,7 +163,7 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_epoch() -> None:
 
 
 def test_an_infinite_loss_is_noticed_while_the_epoch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.trainer._PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("trainer.fit.trainer._PROGRESS_INTERVAL_S", 0.0)
     steps: list[int] = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from trainer import (
     TrainerError,
     accuracy,
 )
-from trainer.checkpoint.committed import find, load
+from trainer.checkpoint.disk.committed import find, load
 
 UPDATES_PER_EPOCH, EPOCHS = 5, 3
 

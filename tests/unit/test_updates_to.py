@@ -9,7 +9,7 @@ import pytest
 from benchmarks import updates_to
 from benchmarks.updates_to import Outcome, render
 from trainer.errors import TrainerError
-from trainer.launch.processes import Finished
+from trainer.ops.processes import Finished
 
 
 def test_the_table_has_medians_ranges_and_what_was_missed() -> None:

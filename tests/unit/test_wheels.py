@@ -16,7 +16,7 @@ import pytest
 import wheels
 from console import SetupError
 
-from trainer.callbacks import run_folder
+from trainer.report import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVOD = "horovod-0.28.1-cp312-cp312-linux_x86_64.whl"

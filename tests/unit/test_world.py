@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.cluster.environment import Launch
+from trainer.cluster.mpi import connects_by_mpi
+from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
-from trainer.launch.environment import Launch
-from trainer.launch.mpi import connects_by_mpi
-from trainer.launch.world import World, current_world
 
 
 @pytest.fixture

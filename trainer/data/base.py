@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.cluster.world import World, current_world
 from trainer.data.collate import Counted
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.marks import note_phase
-from trainer.launch.world import World, current_world
 from trainer.profiling.step_timer import TimedPlan, step_timer
+from trainer.watch.marks import note_phase
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes one

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes, is_stream
 from trainer.data.collate import Collating, Counted
 from trainer.data.moving import move
@@ -18,9 +19,8 @@ from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError
-from trainer.launch.marks import loading
-from trainer.launch.status import report_phase
-from trainer.launch.world import World
+from trainer.watch.marks import loading
+from trainer.watch.status import report_phase
 
 Batch = tuple[Any, Any]
 

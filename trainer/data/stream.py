@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes
 from trainer.data.collate import Collating
 from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.marks import loading
-from trainer.launch.status import report_phase
-from trainer.launch.world import World
+from trainer.watch.marks import loading
+from trainer.watch.status import report_phase
 
 
 class StreamLoader(Loader):

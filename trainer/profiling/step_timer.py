@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.cluster.network import machine_id
+from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.network import machine_id
-from trainer.launch.world import World
 from trainer.profiling.epoch_timing import RankTimes, StepTimes, summarize
 from trainer.tuning.host import host_cores
 

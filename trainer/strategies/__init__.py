@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 
+from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.launch.world import World
 from trainer.strategies.base import Strategy
 
 _REGISTRY = {
@@ -14,9 +14,9 @@ _REGISTRY = {
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "fsdp": ("trainer.strategies.fsdp", "FSDPStrategy"),
-    "ring": ("trainer.strategies.ring", "RingStrategy"),
-    "data_parallel": ("trainer.strategies.data_parallel", "DataParallelStrategy"),
-    "parameter_server": ("trainer.strategies.parameter_server.strategy", "ParameterServerStrategy"),
+    "ring": ("trainer.strategies.comparisons.ring", "RingStrategy"),
+    "data_parallel": ("trainer.strategies.comparisons.data_parallel", "DataParallelStrategy"),
+    "parameter_server": ("trainer.strategies.comparisons.parameter_server.strategy", "ParameterServerStrategy"),
 }
 # The default strategy of a launcher. All others connect their ranks by MPI, or by Horovod over Gloo.
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}

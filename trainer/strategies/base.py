@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.hang.recorder import Recorder
-from trainer.launch.mark_layout import BATCH_NORM
-from trainer.launch.marks import note_waits, waits
-from trainer.launch.world import World
+from trainer.watch.mark_layout import BATCH_NORM
+from trainer.watch.marks import note_waits, waits
+from trainer.watch.recorder import Recorder
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 

@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.launch.marks import waits
-from trainer.launch.world import World
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.buckets import Bucket, make_buckets
 from trainer.strategies.gradients import GradientSynchronizer, assign_means
+from trainer.watch.marks import waits
 
 Start = Callable[[Tensor], Callable[[], object]]
 """Begins to sum a flat tensor over all ranks, in place; what it returns waits for the sum."""

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.launch.world import World
 from trainer.strategies.base import NamedParameters, Synchronizer
 from trainer.strategies.bucketed import BucketSynchronizer, buckets_for
 from trainer.strategies.process_group import ProcessGroupStrategy

@@ -19,10 +19,10 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.launch.world import World
-from trainer.sharded import is_sharded, shard_values
+from trainer.models.sharded import is_sharded, shard_values
 from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state
 from trainer.strategies.fsdp_blocks import check_model, find_blocks
 from trainer.strategies.fsdp_synchronizer import EvaluationPasses, FSDPSynchronizer

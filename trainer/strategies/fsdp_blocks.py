@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.config import FsdpConfig
 from trainer.errors import ConfigError
-from trainer.fsdp_config import FsdpConfig
 from trainer.strategies.base import check_dense
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from trainer.cluster.environment import user_set
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.launch.environment import user_set
-from trainer.launch.failure import at_exit
-from trainer.launch.world import World
 from trainer.strategies import horovod_broadcast
 from trainer.strategies.adasum import AdasumSynchronizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
 from trainer.strategies.buckets import BUCKET_BYTES, divide
 from trainer.strategies.gradients import GradientSynchronizer, assign_means
 from trainer.tuning import tune
+from trainer.watch.failure import at_exit
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod cannot all-reduce, and what is sent in their place."""

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.hang.recorder import find_recorder
-from trainer.launch.failure import at_exit
-from trainer.launch.network import address_toward_master, choose_gloo_interface
-from trainer.launch.rendezvous import Rendezvous, init_process_group
-from trainer.launch.world import World
+from trainer.cluster.network import address_toward_master, choose_gloo_interface
+from trainer.cluster.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.world import World
 from trainer.strategies.base import Strategy, in_place
 from trainer.tuning import tune
+from trainer.watch.failure import at_exit
+from trainer.watch.recorder import find_recorder
 
 _TIMEOUT = timedelta(minutes=10)
 _GLOO_SHUTDOWN_S = 0.05

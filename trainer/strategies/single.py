@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.launch.world import World
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.tuning import tune
 

@@ -20,9 +20,9 @@ The measurements behind the choices are in docs/performance.md.
 
 from __future__ import annotations
 
-from trainer.launch.environment import is_gloo_controlled
-from trainer.launch.mpi import connects_by_mpi
-from trainer.launch.world import World
+from trainer.cluster.environment import is_gloo_controlled
+from trainer.cluster.mpi import connects_by_mpi
+from trainer.cluster.world import World
 from trainer.tuning.horovod import tune_horovod
 from trainer.tuning.host import tune_host
 from trainer.tuning.open_mpi import tune_open_mpi

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.launch.environment import is_gloo_controlled, set_default, user_set
-from trainer.launch.network import choose_nccl_interface
-from trainer.launch.world import World
+from trainer.cluster.environment import is_gloo_controlled, set_default, user_set
+from trainer.cluster.network import choose_nccl_interface
+from trainer.cluster.world import World
 
 FUSION_BYTES = 4 * 1024 * 1024
 """Of a message between ranks of one host. A larger bucket is sent as several."""

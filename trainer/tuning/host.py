@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from trainer.launch.environment import user_set
-from trainer.launch.network import machine_id
-from trainer.launch.world import World
+from trainer.cluster.environment import user_set
+from trainer.cluster.network import machine_id
+from trainer.cluster.world import World
 
 # From glibc's malloc.h. 32 MiB is the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

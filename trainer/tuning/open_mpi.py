@@ -7,9 +7,9 @@ import os
 from functools import cache
 from pathlib import Path
 
-from trainer.launch.environment import set_default, user_set
-from trainer.launch.mpi import locate_open_mpi
-from trainer.launch.world import World
+from trainer.cluster.environment import set_default, user_set
+from trainer.cluster.mpi import locate_open_mpi
+from trainer.cluster.world import World
 from trainer.tuning.host import host_cores, in_container
 
 RING_CHUNK_BYTES = 256 * 1024

@@ -1,0 +1,283 @@
+"""Checkpoints on disk: a checkpoint is a folder that is committed, or it is not there.
+
+A checkpoint is written into a hidden folder beside its place: the files first, then a manifest with their sizes and
+hashes. When all of it is on the disk, the folder is renamed, so no reader sees half a checkpoint. The newest valid
+checkpoint is found by looking at what is there. A folder of checkpoints has one writer at a time, and any number of
+readers. What the files hold is not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.checkpoint.disk.committed import Committed, describe, find, load, newest, send
+from trainer.checkpoint.disk.durable import make_folder, sync_folder, write_file
+from trainer.checkpoint.disk.manifest import MANIFEST, Manifest, check_file_names, name_of, order_of
+from trainer.checkpoint.disk.together import OthersFailedError, announce, collect, stops_with_others
+from trainer.errors import DataError, TrainerError
+
+__all__ = [
+    "Committed",
+    "begin",
+    "commit",
+    "contribute",
+    "find",
+    "load",
+    "name_of",
+    "newest",
+    "prune",
+    "receive",
+    "remove_partial",
+    "send",
+]
+
+# A rank that writes waits for others as long as nothing new comes from them.
+TIMEOUT_S = 600.0
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>partial|removed)")
+
+
+def commit(
+    folder: Path,
+    name: str,
+    files: Mapping[str, Callable[[BinaryIO], object]],
+    facts: Mapping[str, Any],
+    check: Callable[[Path], object] | None = None,
+    *,
+    is_begun: bool = False,
+    others: Collection[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> Committed:
+    """Write a checkpoint and return once it is committed. Other checkpoints are left as they are.
+
+    Args:
+        folder: the folder of checkpoints, made if it is not there.
+        name: the checkpoint's, from `name_of`.
+        files: by file name, what writes the file to the stream that it is given.
+        facts: anything that JSON can hold.
+        check: is called with the folder that the files are in before they are committed, and raises if they are bad.
+        is_begun: whether `begin` was called for it.
+        others: files that other ranks `contribute`.
+        timeout_s: of them, without a new byte.
+
+    Raises:
+        TrainerError: it cannot be written, or is there already. Nothing of it is left, as far as that can be removed.
+        OthersFailedError: another rank could not write its file.
+        Exception: whatever else `files` and `check` raise, with the same effect.
+    """
+    check_file_names(files)
+    with _committing(folder, name, is_begun=is_begun) as place:
+        with stops_with_others() if others else nullcontext():
+            entries = {file: write_file(place / file, write) for file, write in files.items()}
+        if others:
+            entries |= collect(place, others, timeout_s)
+        if check:
+            check(place)
+        return _seal(place, Manifest(name=name, facts=facts, files=entries))
+
+
+def contribute(
+    folder: Path, name: str, file: str, write: Callable[[BinaryIO], object], *, begins_within_s: float = 0.0
+) -> None:
+    """Write one of the `others` of a checkpoint that another rank commits, and return once it is on the disk.
+
+    Args:
+        begins_within_s: seconds until the other rank's `begin` returns; 0 if it has.
+
+    Raises:
+        TrainerError: it cannot be written; then nothing of the checkpoint is left.
+        OthersFailedError: the other rank does not begin, or gives up.
+        Exception: whatever else `write` raises.
+    """
+    place, removed = _hidden(folder, name), _hidden(folder, name, "removed")
+    try:
+        announce(place, file, write, begins_within_s)
+    except OthersFailedError:
+        raise
+    except BaseException as error:
+        needs = _shortage(place, error)
+        with suppress(OSError):
+            place.rename(removed)  # at once, so that others stop
+            _delete(removed)
+        if isinstance(error, OSError):
+            raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}{needs}") from None
+        raise
+
+
+def _hidden(folder: Path, name: str, state: str = "partial") -> Path:
+    return folder / f".{name}.{state}"
+
+
+def receive(folder: Path, chunks: Iterable[bytes]) -> Committed:
+    """Write the checkpoint that `send` has read, and return once it is committed with the same manifest.
+
+    Raises:
+        DataError: the chunks are not those that the manifest tells of.
+        TrainerError: as for `commit`.
+    """
+    stream = iter(chunks)
+    try:
+        manifest = Manifest.from_bytes(next(stream, b""))
+    except DataError as error:
+        raise DataError(f"a checkpoint did not arrive as it was sent: {error}") from None
+    with _committing(folder, manifest.name) as place:
+        for name, entry in manifest.files.items():
+            if write_file(place / name, partial(_copy, stream, entry.size)) != entry:
+                raise DataError(f"checkpoint {manifest.name}: {name} did not arrive as it was sent")
+        return _seal(place, manifest)
+
+
+def _copy(chunks: Iterator[bytes], size: int, file: BinaryIO) -> None:
+    while size > 0 and (chunk := next(chunks, b"")):
+        size -= file.write(chunk)
+
+
+def _seal(place: Path, manifest: Manifest) -> Committed:
+    data = manifest.to_bytes()
+    write_file(place / MANIFEST, lambda file: file.write(data))
+    return describe(place.parent / manifest.name, Manifest.from_bytes(data))
+
+
+@contextmanager
+def _committing(folder: Path, name: str, *, is_begun: bool = False) -> Iterator[Path]:
+    """Give a hidden folder to write into, and rename it to its name if that went well; else remove it."""
+    if order_of(name) is None:
+        raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
+    final, place = folder / name, _hidden(folder, name)
+    try:
+        if not is_begun:
+            _begin(final, place)
+        yield place
+        sync_folder(place)
+        if final.exists():
+            _hide(final)
+        place.rename(final)
+        try:
+            sync_folder(folder)
+        except OSError:
+            final.rename(place)  # whoever is told that it failed must not find it later
+            raise
+    except BaseException as error:
+        needs = _shortage(place, error)
+        with suppress(OSError):
+            _delete(place)
+        if isinstance(error, OSError):
+            raise TrainerError(f"checkpoint {final} cannot be written: {_reason(error)}{needs}") from None
+        raise
+
+
+def begin(folder: Path, name: str) -> None:
+    """Make the hidden folder of a checkpoint, so that other ranks can `contribute` to it from now on.
+
+    Raises:
+        TrainerError: it cannot be made, or the checkpoint is there already.
+    """
+    try:
+        _begin(folder / name, _hidden(folder, name))
+    except OSError as error:
+        raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}") from None
+
+
+def _begin(final: Path, place: Path) -> None:
+    _check_is_free(final)
+    make_folder(final.parent)
+    _delete(place)
+    place.mkdir()
+
+
+def _check_is_free(path: Path) -> None:
+    """A valid checkpoint is never replaced: for a moment there would be neither. A damaged one is."""
+    if path.exists():
+        with suppress(DataError):
+            load(path)
+            raise TrainerError(f"checkpoint {path} is there already")
+
+
+def _reason(error: OSError) -> str:
+    """Say what failed and where, in one line."""
+    place = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
+    return f"{place}{error.strerror or error}"
+
+
+def _shortage(place: Path, error: BaseException) -> str:
+    """Say how much room a checkpoint takes and how much there is, if an error is the lack of it."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    parts = []
+    with suppress(OSError):
+        written = _size(place)
+        parts.append(f"{written:,} bytes of it were written")
+        if error.errno == errno.ENOSPC:  # a quota's limit cannot be told from here
+            parts.append(f"{shutil.disk_usage(place).free + written:,} were free")
+        parts += [f"{before.name} takes {_size(before):,}" for before in find(place.parent)[:1]]
+    return "".join(f"; {part}" for part in parts)
+
+
+def _size(path: Path) -> int:
+    return sum(entry.stat().st_size for entry in path.iterdir())
+
+
+def prune(folder: Path, keep: Collection[Path]) -> None:
+    """Remove all checkpoints except those to keep, and what an interrupted removal has left.
+
+    Raises:
+        TrainerError: one cannot be removed.
+    """
+    kept = {path.name for path in keep}
+    old = [path for path in find(folder) if path.name not in kept]
+    try:
+        for path in old:
+            _hide(path)
+        if old:
+            sync_folder(folder)  # a checkpoint must have lost its name on the disk before it loses a file
+        _delete_hidden(folder, "removed")
+    except OSError as error:
+        raise TrainerError(f"old checkpoints in {folder} cannot be removed: {_reason(error)}") from None
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what interrupted calls have left. Only the folder's writer may call it, before its first `commit`.
+
+    Raises:
+        TrainerError: something cannot be removed.
+    """
+    try:
+        _delete_hidden(folder, "partial", "removed")
+    except OSError as error:
+        raise TrainerError(f"what was left in {folder} cannot be removed: {_reason(error)}") from None
+
+
+def _hide(path: Path) -> None:
+    """Give a checkpoint a name that is none, so that no removal of its files leaves half a checkpoint."""
+    hidden = _hidden(path.parent, path.name, "removed")
+    _delete(hidden)
+    path.rename(hidden)
+
+
+def _delete_hidden(folder: Path, *states: str) -> None:
+    with suppress(FileNotFoundError):
+        for path in list(folder.iterdir()):
+            match = _HIDDEN.fullmatch(path.name)
+            if match and order_of(match["name"]) and match["state"] in states:
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or nothing if there is nothing.
+
+    `shutil.rmtree` would do, but after a failed close Python 3.11's closes the descriptor's number once more, which may
+    be another thread's file by then.
+    """
+    if path.is_dir() and not path.is_symlink():
+        for entry in list(path.iterdir()):
+            _delete(entry)
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)

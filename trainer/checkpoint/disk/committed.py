@@ -1,0 +1,135 @@
+"""Committed checkpoints: finding them, checking them, and reading them for another host."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint.disk.durable import FileEntry
+from trainer.checkpoint.disk.manifest import MANIFEST, Manifest, Order, order_of
+from trainer.errors import DataError
+from trainer.watch.marks import progress
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """A checkpoint whose files were all found to be what was written."""
+
+    path: Path
+    order: Order
+    """Attempt, epoch and update: the larger one is the newer checkpoint."""
+    facts: Mapping[str, Any]
+    """What the writer has said of it, as JSON gives it back: tuples are lists."""
+    files: Mapping[str, FileEntry]
+
+
+def describe(path: Path, manifest: Manifest) -> Committed:
+    """Return what a valid manifest says of the checkpoint at `path`."""
+    order = order_of(manifest.name)
+    assert order is not None  # noqa: S101 -- `Manifest.from_bytes` takes no other name
+    return Committed(path=path, order=order, facts=manifest.facts, files=manifest.files)
+
+
+def find(folder: Path) -> list[Path]:
+    """Return the folders that have a checkpoint's name, newest first, without looking into them.
+
+    Raises:
+        DataError: the folder is there and cannot be read.
+    """
+    try:
+        found = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"checkpoints in {folder} cannot be listed: {error.strerror}") from None
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def load(path: Path) -> Committed:
+    """Read a checkpoint's manifest, and check each file's size and hash. The folder may have been renamed.
+
+    Raises:
+        DataError: it is not what was written; the text names the first file that is wrong.
+    """
+    manifest = _read_manifest(path)
+    for name, entry in manifest.files.items():
+        try:
+            problem = _difference(path / name, entry)
+        except FileNotFoundError:
+            problem = "is missing"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        if problem:
+            raise DataError(f"checkpoint {path}: {name} {problem}")
+    return describe(path, manifest)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        return Manifest.from_bytes((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        problem = f"{MANIFEST} is missing"
+    except OSError as error:
+        problem = f"{MANIFEST} cannot be read: {error.strerror}"
+    except DataError as error:
+        problem = str(error)
+    raise DataError(f"checkpoint {path}: {problem}")
+
+
+class _ReportedFile(io.FileIO):
+    """A file that reports progress as it is read, because a large one takes minutes."""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        progress()
+        return super().readinto(buffer)
+
+
+def _difference(path: Path, entry: FileEntry) -> str:
+    with _ReportedFile(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.size:
+            return f"has {size:,} bytes instead of {entry.size:,}"
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return "" if digest == entry.sha256 else "is damaged: its hash is not the manifest's"
+
+
+def newest(folder: Path, on_bad: Callable[[str], object]) -> Committed | None:
+    """Return the newest valid checkpoint, or None. `on_bad` is told of each damaged one that was passed over.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
+    for path in find(folder):
+        try:
+            return load(path)
+        except DataError as error:
+            if path in find(folder):  # else the writer has just pruned it
+                on_bad(str(error))
+    return None
+
+
+def send(path: Path) -> Iterator[bytes]:
+    """Return a checkpoint as chunks for `receive` on another host: its manifest, then its files.
+
+    Raises:
+        DataError: a file cannot be read. Whether the files are whole is for `load` to say before, and `receive` after.
+    """
+    manifest = _read_manifest(path)
+    yield manifest.to_bytes()
+    for name in manifest.files:
+        try:
+            with (path / name).open("rb", buffering=0) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except OSError as error:
+            raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None

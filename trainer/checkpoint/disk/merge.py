@@ -1,0 +1,77 @@
+"""Merge: makes one file for plain PyTorch of a checkpoint that ranks have written in parts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.disk.committed import Committed, find, load, newest
+from trainer.checkpoint.disk.durable import write_file
+from trainer.checkpoint.disk.manifest import MANIFEST
+from trainer.cluster.output import print_line
+from trainer.errors import ConfigError, TrainerError
+
+_DESCRIPTION = """\
+Write the whole state of a checkpoint into one file, which plain PyTorch reads: torch.load(FILE, weights_only=True).
+A checkpoint of a sharded training lies in parts, one for each rank. All of it has to fit into this machine's memory.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `trainer merge` to the command line's subcommands."""
+    parser = subparsers.add_parser(
+        "merge",
+        help="make one file of a checkpoint that ranks have written in parts",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or one whose newest is taken")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to make; it must not be there yet")
+
+
+def merge(checkpoint: Path, file: Path) -> int:
+    """Write a checkpoint's whole state into a file; return the exit code.
+
+    Raises:
+        ConfigError: there is no valid checkpoint, or the file is there already.
+        TrainerError: the file cannot be written; nothing of it is left.
+    """
+    # Late, because the command line starts without PyTorch.
+    import torch
+
+    from trainer.checkpoint.disk.state_files import read_state
+    from trainer.models.sharded import shard_as
+
+    if file.exists():
+        raise ConfigError(f"{file} is there already; name another file, or remove it")
+    found = _find(checkpoint)
+    state = shard_as(read_state(found.path), None)
+    beside = file.with_name(f".{file.name}.partial")
+    try:
+        beside.unlink(missing_ok=True)
+        entry = write_file(beside, partial(torch.save, state))
+        os.link(beside, file)  # unlike a rename, this replaces no file that was made meanwhile
+    except OSError as error:
+        raise TrainerError(f"{file} cannot be written: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+    parts = sum(name.startswith("part-") for name in found.files)
+    print_line(f"{file}: {entry.size:,} bytes, of {parts or 'no'} parts of {found.path.name}")
+    return 0
+
+
+def _find(path: Path) -> Committed:
+    if (path / MANIFEST).is_file():
+        try:
+            return load(path)
+        except TrainerError as error:
+            raise ConfigError(str(error)) from None
+    problems: list[str] = []
+    if not find(path) or not (one := newest(path, problems.append)):
+        raise ConfigError("; ".join(problems) or f"{path} is no checkpoint, and there is none in it")
+    return one

@@ -1,0 +1,328 @@
+"""Checkpoints: saves a run beside its training, and goes on where an interrupted run stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.disk.commit import find
+from trainer.checkpoint.disk.manifest import order_of
+from trainer.checkpoint.disk.together import OthersFailedError
+from trainer.checkpoint.run.contents import Contents
+from trainer.checkpoint.run.flags import FlagReduction
+from trainer.checkpoint.run.positions import Positions
+from trainer.checkpoint.run.preemption import EXIT_CODE, Preemption
+from trainer.checkpoint.run.random_state import random_state, set_random_state
+from trainer.checkpoint.run.saver import Saver
+from trainer.checkpoint.run.settings import describe_ends, explain
+from trainer.checkpoint.run.start import find_start
+from trainer.checkpoint.run.storage import Storage
+from trainer.cluster.output import print_line
+from trainer.config import CheckpointConfig
+from trainer.data.base import Loader
+from trainer.errors import ConfigError, TrainerError, name_rank
+from trainer.loop.consistency import check_consistency
+from trainer.loop.lr_schedule import MORE_STEPS
+from trainer.strategies.base import Strategy
+from trainer.watch.failure import explain_failures
+from trainer.watch.status import PREEMPTED, report_end, report_phase
+
+_DEFAULT_EVERY_S = 600.0
+
+
+class Checkpoints:
+    """What `Run.checkpoints` returns: when the run is saved, and where it goes on.
+
+    The run is saved between two updates, after which no batch is in use, and between two epochs. With several loaders
+    at once this is where the one whose pass began first is asked for its next batch.
+
+    Attributes:
+        resumed: what this run goes on from; None where it starts anew.
+        attempt: number of this start, from 1.
+
+    Args:
+        contents: what is kept.
+        facts: put into each manifest: the run's settings, versions, world.
+
+    Raises:
+        ConfigError: the checkpoint to go on from does not fit the run, or the disk has no room for one.
+        TrainerError: the folder cannot be written, or is in use.
+    """
+
+    def __init__(self, config: CheckpointConfig, strategy: Strategy, contents: Contents, facts: dict[str, Any]) -> None:
+        self.config, self._strategy, self._world = config, strategy, strategy.world
+        self._contents = contents
+        check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
+        self._storage = Storage(Path(config.folder), strategy, config.files)
+        try:
+            self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
+            self._saver = Saver(config, self._storage, self.attempt, facts)
+            self._check_room()
+        except BaseException:
+            self._storage.close()
+            raise
+        self.updates = self.epoch = 0
+        if self.resumed is not None:
+            self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
+            self._saver.go_on(self.epoch, self.updates, self.resumed.best)
+        self.stalls_s: list[float] = []
+        """Seconds for which each checkpoint has kept this rank from training."""
+        resumed = self.resumed
+        self._positions = Positions(*((resumed.positions, resumed.saved_in) if resumed is not None else ((), None)))
+        self._flags = FlagReduction(strategy, self.updates)
+        self._every_s = config.every_s
+        if config.every_s is config.every_updates is config.every_epochs is None:
+            self._every_s = _DEFAULT_EVERY_S
+        self._saved_at = time.monotonic()
+        self._is_postponed = self._is_stopping = self._is_failing = False
+        self._score: float | None = None
+        self.preemption = Preemption(self._save_alone, config.grace_s)
+        explain_failures(explain)
+
+    @property
+    def newest_path(self) -> Path | None:
+        """The newest committed checkpoint in the folder, None before the first.
+
+        Each rank looks on its host's disk, where the same checkpoint is there a moment later than on another. After
+        `save`, `finish` and the loop over `run.epochs`, all ranks see the same.
+        """
+        found = find(self._storage.folder)
+        own = next((path for path in found if (order := order_of(path.name)) and order[0] == self.attempt), None)
+        resumed = self.resumed.checkpoint.path if self.resumed is not None else None
+        return own or (resumed if resumed in found else None)
+
+    @property
+    def best_path(self) -> Path | None:
+        """The committed checkpoint with the best score, None before the first or where `best` is not set.
+
+        Ranks see the same as of `newest_path`.
+        """
+        return next((path for path in self._saver.best_paths() if path.is_dir()), None)
+
+    @property
+    def writes_s(self) -> list[float]:
+        """Seconds that each commit took beside the training, on a rank that writes."""
+        return self._saver.writer.seconds
+
+    def rate(self, score: float) -> None:
+        """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.
+
+        Where it is the best so far, a checkpoint is made at the end of the epoch, and kept.
+
+        Raises:
+            ConfigError: `best` was not set.
+        """
+        if self.config.best is None:
+            raise ConfigError("rate takes a score, and best says which is better; set it to min or max")
+        self._score = float(score)
+
+    def save(self) -> None:
+        """Save after the update of the batch in use; between two passes save now, and return when it is committed.
+
+        Every rank calls it at the same place.
+
+        Raises:
+            TrainerError: it cannot be written; raised on every rank.
+        """
+        if self._positions.first is not None:
+            self._is_postponed = True
+            return
+        self._save()
+        self._saver.wait()
+        if problem := self._problem():
+            raise TrainerError(problem)
+
+    def finish(self) -> None:
+        """Save the end of the training. `run.epochs` does so after its last epoch; call it where you leave earlier.
+
+        Collective.
+        """
+        self._save(is_complete=True)
+        self._saver.wait()
+        self._report(self._problem())
+
+    def watch(self, loader: Loader) -> None:
+        """Save the position of a training's loader too, and have it go on where it stopped."""
+        self._positions.watch(loader)
+        loader.observer = self
+
+    def count(self, epochs: range) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, and save between them when it is time to.
+
+        Raises:
+            ConfigError: the run counts epochs for the second time.
+        """
+        if self._positions.has_begun:
+            raise ConfigError(
+                "checkpoints belong to one loop over run.epochs, and this is the second; call run.checkpoints with a "
+                "folder of its own before each"
+            )
+        self._positions.begin()
+        left = range(self.epoch, epochs.stop) if self.resumed else epochs
+        if self.resumed is not None and self.resumed.is_complete and left and self._world.is_root:
+            for end in describe_ends(self._contents.objects):
+                print_line(f"trainer: WARNING: epochs {left.start + 1} to {left.stop}: {end}; {MORE_STEPS}", sys.stderr)
+        return self._count(left)
+
+    def _count(self, epochs: range) -> Iterator[int]:
+        for epoch in epochs:
+            self.epoch = epoch
+            if epoch > epochs.start:
+                self._positions.begin_epoch()
+                self._after_epoch()
+            elif self.resumed is not None and self.resumed.saved_in is None:
+                self._restore_random_state()
+            yield epoch
+        self.epoch = max(self.epoch, epochs.stop)
+        self._positions.begin_epoch()  # a run that goes on with more epochs has made no pass of the next one
+        self.finish()
+
+    def begun(self, loader: Loader, *, is_resumed: bool) -> None:
+        if is_resumed and self._positions.was_saved_in(loader):
+            self._restore_random_state()
+        self._positions.begin_pass(loader)
+
+    def updated(self, loader: Loader) -> None:
+        if not self._counts(loader):
+            return
+        self.updates += 1
+        is_due = self._is_postponed or self.updates % (self.config.every_updates or sys.maxsize) == 0
+        if self._flags.is_due(self.updates):
+            is_due |= self._reduce_flags()
+        if is_due or self._is_stopping:
+            self._is_postponed = not self._contents.prepared.is_between_updates()
+            if not self._is_postponed:
+                self._save_or_end()
+
+    def exhausted(self, loader: Loader) -> None:
+        if self._counts(loader):
+            # What follows may be a long evaluation, in which no update is to come.
+            self._saver.take_standby({**self._state(), **self._random()})
+
+    def ended(self, loader: Loader, *, was_left: bool) -> None:
+        self.updates += was_left and self._positions.has_begun and loader is self._positions.first
+        self._positions.end_pass(loader)
+
+    def _counts(self, loader: Loader) -> bool:
+        """Return whether this pass is one of the training's, and no other one is around it."""
+        if self._positions.has_begun:
+            return loader is self._positions.first
+        if self._contents.prepared.has_trained():
+            raise TrainerError("run.checkpoints needs the epochs to be counted: for epoch in run.epochs(n)")
+        return False  # a pass before the training, for statistics of the data say
+
+    def close(self) -> None:
+        """Wait for what is being written, and leave the signals and the folder to others."""
+        self._saver.close()
+        self.preemption.close()
+        self._storage.close()
+
+    def _check_room(self) -> None:
+        if self.resumed is not None:  # earlier ones are there: a disk that is full by now costs a warning
+            return
+        for rank, problem in enumerate(
+            self._strategy.all_gather_object(self._saver.check_room(self._contents.bytes()))
+        ):
+            if problem:
+                raise ConfigError(f"rank {rank}: {problem}" if self._world.size > 1 else problem)
+
+    def _after_epoch(self) -> None:
+        if self.config.best is not None:  # rank 0's: the ranks' own may differ
+            self._score = self._strategy.broadcast_object(self._score)
+        is_due = self._reduce_flags() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
+        if is_due or self._is_stopping or self._saver.is_better(self._score):
+            self._save_or_end()
+
+    def _reduce_flags(self) -> bool:
+        """Return whether all ranks are to save now; note whether they are to end. Collective."""
+        is_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+        flags = [
+            self.preemption.received is not None,
+            is_time and self._world.is_root,
+            self._saver.is_busy,
+            self._saver.error is not None,
+        ]
+        stopping, due, busy, failed = self._flags.add_up(self.updates, flags)
+        if failed:
+            self._report(self._problem())
+        elif not busy and self._saver.saved is not None:
+            self._is_failing = False
+        self._is_stopping |= bool(stopping)
+        return bool(due and not busy)
+
+    def _save_or_end(self) -> None:
+        if self._is_stopping:
+            self._end()
+        self._save()
+
+    def _end(self) -> None:
+        self.preemption.handled()
+        self._save()
+        self._saver.wait()
+        problem = self._problem()
+        if self._world.is_root:
+            which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
+            print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
+        if not problem:
+            report_end(PREEMPTED)
+        raise SystemExit(1 if problem else EXIT_CODE)
+
+    def _problem(self) -> str:
+        """Return why a rank could not write; "" where all could. Collective."""
+        if self._storage.parts:
+            self._saver.wait()  # for the rank that knows the reason; all of them give up soon
+        error = self._saver.error
+        world = self._world
+        named = name_rank(str(error), world.rank, world.size, world.host)
+        own = (isinstance(error, OthersFailedError), named) if error else None
+        # A rank that has waited for another one in vain does not know the reason.
+        _, problem = min(filter(None, self._strategy.all_gather_object(own)), default=(False, ""))
+        if problem:
+            self._saver.forget_error()
+        return problem
+
+    def _report(self, problem: str) -> None:
+        if problem and self.config.on_error == "stop":
+            raise TrainerError(f"{problem}; earlier checkpoints are kept")
+        if problem and self._world.is_root and not self._is_failing:  # once, however often it is tried
+            line = f"trainer: WARNING: {problem}; earlier checkpoints are kept, and the training goes on"
+            print_line(line, sys.stderr)
+        self._is_failing |= bool(problem)
+
+    def _save(self, *, is_complete: bool = False) -> None:
+        report_phase("saving")
+        started = time.monotonic()
+        score, self._score = self._score, None
+        snapshot = self._saver.copy(self._state())
+        place = (self.epoch, self.updates)
+        has_begun = self._saver.begin(place)
+        # After the copy, because this waits for the slowest rank.
+        random = self._random()
+        if self._storage.parts:
+            has_begun = all(self._strategy.all_gather_object(has_begun))
+        if snapshot is not None:
+            snapshot.update(random)
+        self._saver.save(place, snapshot, has_begun=has_begun, score=score, is_complete=is_complete)
+        self._saved_at = time.monotonic()
+        self.stalls_s.append(self._saved_at - started)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what is kept but for `_random`, with the live tensors, at a place where all ranks are. Collective."""
+        return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
+
+    def _random(self) -> dict[str, Any]:
+        """Return all ranks' random numbers. Collective."""
+        return {"random": self._strategy.all_gather_object(random_state(self._world.device))}
+
+    def _restore_random_state(self) -> None:
+        """Restore this rank's random state, so that it draws what the interrupted run would have drawn. Once."""
+        if self.resumed is not None and self.resumed.random is not None:
+            set_random_state(self.resumed.random, self._world.device)
+            self.resumed.random = None
+
+    def _save_alone(self) -> bool:
+        """Save without the other ranks where no update is to come; return whether this process may end."""
+        return self._positions.first is None and self._saver.commit_standby(self.updates)

@@ -1,0 +1,118 @@
+"""Preemption: the signals with which a scheduler or a supervisor announces the end of a job.
+
+A signal only sets a flag: all ranks agree on the update after which they save. A thread watches the flag as well. It
+ends the process where the ranks cannot agree, because one of them has gone say, and it saves where no update is to
+come, as during an evaluation.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from trainer.watch.failure import end_process
+from trainer.watch.status import PREEMPTED, report_end, report_signal
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_POLL_S = 0.05
+_ALONE_AFTER_S = 1.0
+
+
+class Preemption:
+    """Notes the signals of `SIGNALS`, from its creation on.
+
+    Args:
+        save_alone: called in a thread after a signal, again and again. Returns whether the process may end now, because
+            what is to be saved is saved.
+        grace_s: seconds after which the process ends in any case.
+    """
+
+    def __init__(self, save_alone: Callable[[], bool], grace_s: float) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal that came."""
+        self._save_alone, self._grace_s = save_alone, grace_s
+        self._is_handled = self._is_closed = False
+        self._earlier: dict[signal.Signals, object] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python takes signals in its main thread only
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        # The main thread runs no handler while it waits in a collective; this pipe is written at once.
+        self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._earlier[number] = signal.signal(number, self._note)
+        atexit.register(_ignore_usr2)
+        threading.Thread(target=self._watch, args=(reader,), name="trainer-preemption", daemon=True).start()
+
+    def handled(self) -> None:
+        """Leave the end of the process to the caller, which saves with all ranks, within the same time."""
+        self._is_handled = True
+
+    def close(self) -> None:
+        """Handle signals as before."""
+        self._is_closed = True
+        if not self._earlier:
+            return
+        atexit.unregister(_ignore_usr2)
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal has returned
+        self._earlier.clear()
+        signal.set_wakeup_fd(self._earlier_wakeup)
+        os.close(self._writer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+
+    def _watch(self, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while data := pipe.read(64):
+                if number := next((one for one in SIGNALS if one in data), None):
+                    break
+            else:  # closed
+                return
+        self.received = self.received or number
+        report_signal(number)
+        started = time.monotonic()
+        deadline = started + self._grace_s
+        # The ranks may be about to agree, which is better: all of them save then.
+        alone = started + min(_ALONE_AFTER_S, self._grace_s / 4)
+        while time.monotonic() < deadline:
+            if self._is_closed:
+                return
+            if not self._is_handled and time.monotonic() > alone and self._save_alone():
+                report_end(PREEMPTED)
+                end_process("", EXIT_CODE)
+            time.sleep(_POLL_S)
+        end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
+
+
+def _ignore_usr2() -> None:
+    """Ignore SIGUSR2 until the process has ended.
+
+    Python gives each signal with a handler its default action back as it ends. A job script repeats SIGUSR2 until the
+    ranks have ended, and would end one that has saved with another exit code, while it leaves the job.
+    """
+    if threading.current_thread() is threading.main_thread():  # the thread that watches ends the process at once
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def _leave_signals() -> None:
+    """Leave saving to the rank, in a child such as a loader's worker: the flag and the pipe are the rank's.
+
+    A loader ends its workers by SIGTERM. But Slurm sends SIGUSR2 to all processes of a rank, and the rank would fail
+    without its workers before it has saved.
+    """
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGUSR2, signal.SIG_IGN)):
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Preemption):
+            signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_signals)

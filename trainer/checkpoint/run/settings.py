@@ -1,0 +1,163 @@
+"""Settings that a script makes its optimizers and schedulers with, and what it makes the rest of the state of.
+
+A checkpoint keeps them as they were in the script, because schedulers change an optimizer's learning rate and momentum,
+and many a state is empty until it is used: compared with those of the script that goes on, they tell what was edited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
+
+from trainer.loop.lr_schedule import MORE_STEPS
+
+RATE = "lr"
+_LEFT_OUT = ("params", "param_names", "initial_lr", RATE)
+# The optimizer's rates are told as such. A function's attributes may be anything.
+_LEFT_OUT_OF_SCHEDULERS = ("base_lrs", "lr_lambdas")
+# What has another course after its last step than before, by the setting that says how many there are.
+_ENDS: tuple[tuple[type[LRScheduler], str, str], ...] = (
+    (CosineAnnealingLR, "T_max", "the learning rate rises again"),
+    (OneCycleLR, "total_steps", "the next one is an error"),
+    (PolynomialLR, "total_iters", "the learning rate stays 0"),
+)
+
+
+def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the script has set, by the words in which it is told, as text."""
+    found: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            where = f" of group {place}" * (len(optimizer.param_groups) > 1) + f" of optimizer {number}" * (number > 0)
+            # A scheduler that has been made has set its first learning rate.
+            found |= _texts({RATE: group.get("initial_lr", group["lr"])}, where)
+            found |= _texts({name: value for name, value in group.items() if name not in _LEFT_OUT}, where)
+    for name, one in objects.items():
+        for number, scheduler in enumerate(_flat(one)):
+            where = f" of state {name!r}" + f", its scheduler {number}" * (number > 0)
+            found |= _texts(_public(scheduler), where)
+    return found
+
+
+def is_rate(setting: str) -> bool:
+    """Return whether a setting is the learning rate of an optimizer's group."""
+    return setting.split(" ", 1)[0] == RATE
+
+
+def describe_differences(own: Mapping[str, str], found: Mapping[str, str], *, rate_is_own: bool) -> str:
+    """Return in one line which settings of a script differ from a checkpoint's, and which count; "" if none does.
+
+    Args:
+        rate_is_own: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
+    """
+    parts, is_found = [], False
+    for name, value in own.items():
+        if (other := found.get(name, value)) == value:
+            continue
+        if rate_is_own and is_rate(name):
+            parts.append(f"{name} = {value} from the script (checkpoint: {other})")
+        else:
+            parts.append(f"{name} = {other} from the checkpoint (script: {value})")
+            is_found = True
+    if not parts:
+        return ""
+    advice = "; to change what is the checkpoint's, see docs/surviving.md, Going on" if is_found else ""
+    return f"what counts: {', '.join(parts)}{advice}"
+
+
+def describe_ends(objects: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what becomes of each scheduler that has taken all steps that it was made for, and is to take more."""
+    for name, scheduler in [(name, one) for name, given in objects.items() for one in _flat(given)]:
+        for kind, steps, follows in _ENDS:
+            if isinstance(scheduler, kind) and scheduler.last_epoch >= (end := getattr(scheduler, steps)):
+                yield f"state {name!r} has taken all {end} steps of its {kind.__name__} ({steps}), and {follows}"
+
+
+def explain(error: BaseException) -> str:
+    """Return in one line why a scheduler's step has failed; "" for any other error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    one = trace.tb_frame.f_locals.get("self") if trace is not None else None
+    if not isinstance(error, ValueError) or not isinstance(one, OneCycleLR):
+        return ""
+    steps = f"OneCycleLR was made for {one.total_steps} steps (total_steps)"
+    return f"{steps}, and step {one.last_epoch} is asked for; {MORE_STEPS}"
+
+
+def kind_of(one: Any) -> dict[str, Any]:
+    """Return what a state object is: its class, the names in its state, and the shapes of the tensors there."""
+    state = {} if type(one) is dict else one.state_dict()  # a dict's names are data
+    if not isinstance(state, Mapping):
+        return {"class": _class_of(one), "names": [], "shapes": {}}
+    # Private values come and go with PyTorch's versions.
+    names = [str(name) for name, value in state.items() if isinstance(value, Tensor) or not str(name).startswith("_")]
+    return {"class": _class_of(one), "names": names, "shapes": dict(_shapes(state, ""))}
+
+
+def kind_differences(name: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a state object differs from what a checkpoint's was made of, in words."""
+    if own["class"] != found["class"]:
+        yield f"state {name!r} is a {found['class']} there and a {own['class']} here"
+        return
+    for key in [one for one in found["names"] if one not in own["names"]]:
+        yield f"state {name!r}, a {own['class']}, has {key!r} there and not here"
+    for key in [one for one in own["names"] if one not in found["names"]]:
+        yield f"state {name!r}, a {own['class']}, has {key!r} here and not there"
+    for key, shape in own["shapes"].items():
+        if (other := found["shapes"].get(key, shape)) != shape:
+            yield f"{key} of state {name!r}, a {own['class']}, has shape {tuple(other)} there and {tuple(shape)} here"
+
+
+def _class_of(one: Any) -> str:
+    inner = [_class_of(scheduler) for scheduler in _inner(one)]
+    return type(one).__name__ + (f" of {' and '.join(inner)}" if inner else "")
+
+
+def _inner(one: Any) -> Sequence[Any]:
+    """Return the schedulers that one consists of, as a SequentialLR does."""
+    return getattr(one, "_schedulers", ()) if isinstance(one, LRScheduler) else ()
+
+
+def _flat(one: Any) -> Iterator[LRScheduler]:
+    if isinstance(one, LRScheduler):
+        yield one
+    for inner in _inner(one):
+        yield from _flat(inner)
+
+
+def _public(scheduler: LRScheduler) -> dict[str, Any]:
+    state = vars(scheduler)
+    return {one: state[one] for one in state if not one.startswith("_") and one not in _LEFT_OUT_OF_SCHEDULERS}
+
+
+def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
+    if isinstance(value, Tensor):
+        yield path, list(value.shape)
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _shapes(one, f"{path}.{key}" if path else str(key))
+
+
+def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
+    plain = {name: value.item() if _is_number(value) else value for name, value in values.items()}
+    return {f"{name}{where}": _text(value) for name, value in plain.items() if _is_plain(value)}
+
+
+def _text(value: Any) -> str:
+    return f"{value:.7g}" if isinstance(value, float) else repr(value)  # a tensor's rate is one in single precision
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None | Counter)

@@ -1,0 +1,132 @@
+"""Snapshots: private copies of a training's state, so that the training can go on while they are written."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.disk.state_files import TensorPath
+from trainer.errors import TrainerError
+from trainer.models.sharded import gather, is_sharded, own_part
+
+# What torch.load takes with weights_only=True, besides tensors and containers.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Buffers:
+    """Host memory for one snapshot, kept from one to the next: new memory would make each copy several times slower.
+
+    GPU tensors are copied into pinned memory, all of them at once.
+
+    Args:
+        keeps_parts: of sharded tensors only this rank's part is copied, into `parts`; the copy of the state has a
+            tensor without values in its place. Else they are gathered, which is collective.
+    """
+
+    def __init__(self, *, keeps_parts: bool = False) -> None:
+        self._buffers: dict[TensorPath, Tensor] = {}
+        self._keeps_parts = keeps_parts
+        self.parts: dict[TensorPath, dict[str, Any]] = {}
+        """This rank's parts in the last snapshot, for a file; see `state_files.SavedParts`."""
+        self.bytes = 0
+        """Bytes of the tensors of the last snapshot, those of other ranks' parts as well."""
+
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state with copies of its tensors, in host memory. The next call overwrites them.
+
+        Raises:
+            TrainerError: a value is of a type that cannot be loaded again as data.
+        """
+        self.bytes, self.parts, self._is_on_gpu = 0, {}, False
+        # Tensors that share memory, such as tied weights, share it in the snapshot as well.
+        copied: dict[tuple[Any, ...], Tensor] = {}
+        result: dict[str, Any] = self._copy(state, (), copied)
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+        return result
+
+    def _copy(self, value: Any, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), path, copied)
+        if isinstance(value, Mapping):
+            pairs = ((key, self._copy(one, (*path, key), copied)) for key, one in value.items())
+            return _like(value, pairs)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            items = [self._copy(one, (*path, number), copied) for number, one in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, set | frozenset):
+            return {self._copy(one, path, copied) for one in value}
+        if isinstance(value, np.generic):  # a learning rate that NumPy has computed
+            return value.item()
+        for kind in _PLAIN:
+            if type(value) is kind:
+                return value
+        raise TrainerError(
+            f"{'.'.join(map(str, path))} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded "
+            "again as data; valid are tensors, numbers, text, and lists and dicts of them"
+        )
+
+    def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.cpu().clone()
+        if is_sharded(tensor) and self._keeps_parts:
+            return self._copy_part(tensor, path)
+        if is_sharded(tensor):
+            # One whole tensor at a time is on the device. The next one may lie where it lay, so the key would not do.
+            return self._copy_whole(gather(tensor), path)
+        key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in copied:
+            return copied[key]
+        copied[key] = self._copy_whole(tensor, path)
+        return copied[key]
+
+    def _copy_part(self, tensor: Tensor, path: TensorPath) -> Tensor:
+        part, size = own_part(tensor), self.bytes + tensor.nbytes
+        if part is not None:
+            self.parts[path] = {"offset": part.offset, "values": self._copy_whole(part.values, path)}
+        self.bytes = size
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def _copy_whole(self, tensor: Tensor, path: TensorPath) -> Tensor:
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[path] = buffer
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        self._is_on_gpu |= tensor.is_cuda
+        self.bytes += tensor.nbytes
+        return buffer
+
+
+def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
+    """Return a dict, or an OrderedDict with the versions that a module's `state_dict` carries."""
+    if not isinstance(mapping, OrderedDict):
+        return dict(pairs)
+    result = OrderedDict(pairs)
+    if (metadata := getattr(mapping, "_metadata", None)) is not None:
+        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    return result
+
+
+def check_plain(state: Mapping[str, Any]) -> None:
+    """Raise `TrainerError` for a value that a snapshot cannot hold; copies no tensor."""
+    _Check().copy(state)
+
+
+class _Check(Buffers):
+    def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        return tensor
+
+
+def count_bytes(state: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(count_bytes, state.values()))
+    return sum(map(count_bytes, state)) if isinstance(state, list | tuple) else 0

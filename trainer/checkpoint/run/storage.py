@@ -1,0 +1,162 @@
+"""Storage: which ranks write a checkpoint, where the newest one is, and how every host gets it.
+
+One rank on each host keeps a copy on its host's disk, unless another host that has the same folder, on a shared file
+system, does so already. So the loss of a host loses no checkpoint, whatever the hosts share. No copy has to be sent
+while the training runs, because every rank holds the same weights. And each copy is complete, so that committing needs
+no agreement between hosts. At start, hosts that lack the newest one get it from one that has it.
+
+Where ranks hold parts of the weights and share one folder, each of them may write its part.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.checkpoint.disk.commit import Committed, find, load, newest, prune, receive, remove_partial, send
+from trainer.checkpoint.disk.lock import FolderLock
+from trainer.checkpoint.disk.state_files import part_name
+from trainer.cluster.network import host_id
+from trainer.cluster.output import print_line
+from trainer.errors import ConfigError, TrainerError, name_rank
+from trainer.strategies.base import Strategy
+
+
+class Storage:
+    """The checkpoints' folder, as the ranks of this job see it. Its methods are collective, unless they say otherwise.
+
+    Args:
+        folder: the same path on every host; made where it is missing.
+        files: one of `trainer.config.CHECKPOINT_FILES`.
+
+    Raises:
+        TrainerError: it cannot be written on some host, or another job uses it; raised on every rank.
+    """
+
+    def __init__(self, folder: Path, strategy: Strategy, files: str = "auto") -> None:
+        self.folder, self._strategy, self._world = folder, strategy, strategy.world
+        self._lock = FolderLock(folder, job=strategy.broadcast_object(FolderLock.new_job()))
+        hosts = strategy.all_gather_object(host_id())
+        self._first_of_host = hosts.index(host_id())
+        is_first = self._first_of_host == self._world.rank
+        # Rank 0 first, so that it writes wherever the folder is shared with its host.
+        self._raise_together(self._lock.acquire() if self._world.is_root else "")
+        self._raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
+        self.is_writer = self._lock.is_held
+        """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
+        if self.is_writer:
+            remove_partial(folder)
+        is_shared = sum(strategy.all_gather_object(self.is_writer)) == 1 and self._world.size > 1
+        self.parts = (
+            tuple(map(part_name, range(self._world.size))) if is_shared and strategy.shards and files == "auto" else ()
+        )
+        """Names of the files that the ranks write parts of sharded tensors into; none where one file has them whole."""
+        self._copy: Path | None = None
+        self.damaged: list[Path] = []
+        """Checkpoints in this rank's folder that `newest` has passed over."""
+
+    @property
+    def own_part(self) -> str:
+        """This rank's one of `parts`, or ""."""
+        return self.parts[self._world.rank] if self.parts else ""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes a file of each checkpoint."""
+        return self.is_writer or bool(self.parts)
+
+    def newest(self) -> Committed | None:
+        """Return the newest valid checkpoint of all hosts, which is on each of them afterwards.
+
+        A damaged one is named in a warning, and passed over.
+
+        Raises:
+            TrainerError: a host cannot keep a copy; raised on every rank.
+        """
+        own = None
+        if self.is_writer:
+            found = find(self.folder)
+            own = newest(self.folder, self._warn)
+            self.damaged = found[: found.index(own.path)] if own else found
+        orders = self._strategy.all_gather_object(own.order if own else None)
+        best = max((order for order in orders if order is not None), default=None)
+        if best is None:
+            return None
+        owner = orders.index(best)
+        one: Committed = self._strategy.broadcast_object(own, root=owner)
+        lacks = self.is_writer and (own is None or own.files != one.files)
+        if own is not None and lacks and own.order == best:
+            # A host that was cut off has trained these updates too, and not with the same samples on each rank.
+            prune(self.folder, [path for path in find(self.folder) if path != own.path])
+        self._send(own, owner, self.folder if lacks else None)
+        return replace(one, path=self.folder / one.path.name)
+
+    def at(self, path: Path) -> Committed:
+        """Return the checkpoint at a path of rank 0's host, of which other hosts get a copy for this start.
+
+        Raises:
+            ConfigError: it is damaged, or there is none; raised on every rank.
+        """
+        own, problem = None, ""
+        is_first = self._first_of_host == self._world.rank
+        if is_first:
+            try:
+                own = load(path)
+            except TrainerError as error:
+                problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
+        self._raise_together(problem if self._world.is_root else "", ConfigError)
+        files = self._strategy.broadcast_object(own.files if own else None)
+        into = None
+        if is_first and (own is None or own.files != files):
+            into = self._copy = Path(tempfile.mkdtemp(prefix="trainer-checkpoint-"))
+        self._send(own, 0, into)
+        places = self._strategy.all_gather_object(into / path.name if into else path)
+        one: Committed = self._strategy.broadcast_object(own)
+        return replace(one, path=places[self._first_of_host])
+
+    def signal_writer(self) -> None:
+        """Send this host's writer SIGUSR2. Not collective."""
+        self._lock.signal_holder(signal.SIGUSR2)
+
+    def discard_copy(self) -> None:
+        """Remove the copy that `at` has made for this start, when every rank has read it."""
+        self._strategy.barrier()
+        if self._copy is not None:
+            shutil.rmtree(self._copy, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another job use the folder."""
+        self._lock.release()
+
+    def _send(self, own: Committed | None, owner: int, into: Path | None) -> None:
+        """Send a checkpoint to the ranks that name a folder for it; every rank takes part in each chunk's broadcast."""
+        if not any(self._strategy.all_gather_object(into is not None)):
+            return
+        chunks = self._chunks(own if self._world.rank == owner else None, owner)
+        problem = ""
+        if into is not None:
+            try:
+                receive(into, chunks)
+            except TrainerError as error:
+                problem = str(error)
+        for _ in chunks:  # all of them on a rank that only takes part, the rest on one that could not write
+            pass
+        self._raise_together(problem)
+
+    def _chunks(self, own: Committed | None, owner: int) -> Iterator[bytes]:
+        source = iter(send(own.path)) if own else iter(())
+        while chunk := self._strategy.broadcast_object(next(source, b""), root=owner):
+            yield chunk
+
+    def _raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
+        for rank, one in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
+            if one[1]:
+                raise kind(name_rank(one[1], rank, self._world.size, one[0]))
+
+    def _warn(self, problem: str) -> None:
+        print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)

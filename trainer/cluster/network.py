@@ -1,0 +1,160 @@
+"""This host's addresses, and which of them leads to the other hosts. Imports the standard library and psutil only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from trainer.cluster.environment import set_default
+from trainer.errors import ConfigError
+
+
+@cache
+def machine_id() -> str:
+    """Return the kernel's boot id, which is the same for two hosts only where they are containers on one machine."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def host_id() -> str:
+    """Return host name and machine id, which tell this host from one of the same name elsewhere."""
+    return f"{socket.gethostname()} {machine_id()}"
+
+
+def address_toward(host_ids: Sequence[str]) -> str:
+    """Return this host's address on the network that leads to the other hosts; the loopback address without others.
+
+    TRAINER_NETWORK counts first, then the network that the launcher has chosen for its own traffic, then the kernel's
+    route to the other hosts.
+
+    Args:
+        host_ids: `host_id()` of every rank, this one's included.
+
+    Raises:
+        ConfigError: none of these tells the address, or TRAINER_NETWORK is not a network of this host.
+    """
+    others = sorted({other.split()[0] for other in host_ids if other != host_id()})
+    if not others:
+        return "127.0.0.1"
+    if address := _address_toward(os.environ.get("MASTER_ADDR", ""), *others):
+        return address
+    raise ConfigError(
+        f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_NETWORK to "
+        "the network that they share, as in 10.0.0.0/24"
+    )
+
+
+def route_to(host: str) -> str | None:
+    """Return this host's own address on the route to `host`; None without a route, or without such a host."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing: the kernel only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`.
+
+    Raises:
+        ConfigError: no interface of this host has it.
+    """
+    for name, addresses in _addresses_by_interface().items():
+        if address in addresses:
+            return name
+    raise ConfigError(f"no interface of this host has the address {address}")
+
+
+def choose_nccl_interface(address: str | None = None) -> None:
+    """Make NCCL take the interface that leads to the other hosts, unless it has been told one.
+
+    horovodrun cannot tell it over MPI where the hosts' interfaces have different names.
+
+    Args:
+        address: this host's on that interface; the one on the user's or the launcher's network when None.
+    """
+    found = address or _of_user() or _of_launcher()
+    if not found or ip_address(found).is_loopback:
+        return
+    if not os.environ.get("NCCL_SOCKET_IFNAME"):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(found)}"  # not also a longer name that begins so
+
+
+def choose_gloo_interface(address: str | None) -> None:
+    """Make Gloo in PyTorch listen on the interface with this address of this host's, unless it has been told one.
+
+    Left to itself, as with None, it listens on the address of the host's own name, which others may reach even where
+    all ranks are on one host.
+    """
+    if address:
+        set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+def address_toward_master(*, is_one_host: bool) -> str | None:
+    """Return this host's address on the network between the ranks where MASTER_ADDR has been set for them.
+
+    It is chosen as by `address_toward`; None where only the loopback address leads to rank 0, which is on this host.
+
+    Args:
+        is_one_host: whether all ranks are on this host.
+    """
+    return "127.0.0.1" if is_one_host else _address_toward(os.environ.get("MASTER_ADDR", ""))
+
+
+def _address_toward(*hosts: str) -> str | None:
+    for address in (_of_user(), _of_launcher(), *map(route_to, hosts)):
+        if address and not ip_address(address).is_loopback:
+            return address
+    return None
+
+
+def _of_user() -> str | None:
+    chosen = os.environ.get("TRAINER_NETWORK")
+    if not chosen:
+        return None
+    try:
+        address = _first_address(chosen)
+    except ValueError as error:
+        raise ConfigError(f"TRAINER_NETWORK is {chosen!r}: {error}; valid is a network, as in 10.0.0.0/24") from None
+    if address is None:
+        own = ", ".join(f"{name} {address}" for name, found in _addresses_by_interface().items() for address in found)
+        raise ConfigError(
+            f"TRAINER_NETWORK is {chosen!r}, and {socket.gethostname()} has no address there; it has {own}"
+        )
+    return address
+
+
+def _of_launcher() -> str | None:
+    for variable in ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE"):
+        if address := _first_address(os.environ.get(variable, "")):
+            return address
+    return None
+
+
+def _first_address(choice: str) -> str | None:
+    """Return this host's first address on one of several networks or interfaces, separated by commas."""
+    by_interface = _addresses_by_interface()
+    for part in choice.split(","):
+        found = by_interface.get(part, [])
+        if "/" in part:
+            network = ip_network(part, strict=False)
+            found = [one for addresses in by_interface.values() for one in addresses if ip_address(one) in network]
+        if found:
+            return found[0]
+    return None
+
+
+def _addresses_by_interface() -> dict[str, list[str]]:
+    import psutil
+
+    return {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+    }

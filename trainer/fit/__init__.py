@@ -1,0 +1,1 @@
+"""The loop as a class: `Trainer`, its evaluation, and what it carries from epoch to epoch."""

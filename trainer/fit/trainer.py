@@ -1,0 +1,310 @@
+"""Trainer: the training loop and the evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from trainer.checkpoint.run.checkpoints import Checkpoints
+from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.data.base import Step, is_stream
+from trainer.data.loader import ShardedLoader
+from trainer.data.shard_plan import mix_seeds
+from trainer.errors import ConfigError, TrainerError
+from trainer.fit.evaluation import evaluate, pair, score_of
+from trainer.fit.fit_state import FitState
+from trainer.loop.consistency import check_consistency
+from trainer.loop.lr_schedule import LearningRate, UsersSchedule, make_schedule
+from trainer.loop.metrics import Metric, Sums
+from trainer.models.memory_format import to_channels_last
+from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
+from trainer.report.progress import Progress
+from trainer.report.run_record import RunRecord
+from trainer.run import Run
+from trainer.strategies.base import Strategy
+
+# Often enough for a bar and for a loss that turns NaN; seldom enough to cost nothing on a GPU.
+_PROGRESS_INTERVAL_S = 0.5
+
+
+class Trainer:
+    """Trains a model across all ranks of the job that the script was launched into.
+
+    Args:
+        model: any module; it is moved to this rank's device and gets rank 0's weights.
+        optimizer: over the model's parameters, with the learning rate for one rank.
+        loss: takes the model's outputs and the targets, returns the mean over the batch.
+        strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
+        config: see `TrainerConfig`.
+        metrics: further values for the evaluation, by name; each returns a sum over the batch.
+        lr_scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, which then alone sets the learning
+            rate; without one, `scale_lr`, `warmup_epochs` and `decay` do.
+        lr_scheduler_per: "update" or "epoch", after which the scheduler takes a step.
+        callbacks: see `Callback`.
+        output: the folder of this run's record, which must not hold one yet; "auto" makes a new one under runs/,
+            None leaves no record.
+        tensorboard: also write TensorBoard events into that folder.
+        progress: show a bar on a terminal, lines elsewhere.
+        checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier one's.
+
+    Raises:
+        ConfigError: a setting is not valid, the strategy is not available here, or the ranks' settings differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        strategy: str | Strategy = "auto",
+        config: TrainerConfig | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        lr_scheduler_per: str = "update",
+        callbacks: Sequence[Callback] = (),
+        output: str | Path | None = "auto",
+        tensorboard: bool = False,
+        progress: bool = True,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
+        self.config = config or TrainerConfig()
+        self.loss = loss
+        self.metrics = dict(metrics or {})
+        self._users_schedule = UsersSchedule(lr_scheduler, lr_scheduler_per) if lr_scheduler is not None else None
+        self.run = Run(strategy, self.config)
+        """The handle that the loop is written on."""
+        self.strategy, self.world = self.run.strategy, self.run.world
+        self.model = model
+        """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
+        self.callbacks: list[Callback] = [*callbacks]
+        if output is not None:
+            self.callbacks.insert(0, RunRecord(output, tensorboard=tensorboard))
+        if progress:
+            self.callbacks.append(Progress(self.config.log_every_s))
+        if isinstance(loss, nn.Module):
+            loss.to(self.world.device)  # its class weights, say
+        if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
+            to_channels_last(model, optimizer)
+        self._forward, self.optimizer = self.run.prepare(model, optimizer)
+        self._checkpoint, self._has_fitted = checkpoint, False
+        self.checkpoints: Checkpoints | None = None
+        """Of the fit, once it has begun; None without `checkpoint`."""
+
+    def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
+        """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
+
+        With a `checkpoint` it goes on where an earlier fit stopped, and returns that one's records as well.
+
+        Args:
+            train: `InMemory`, or any map-style dataset of (input, target) pairs.
+            validation: evaluated after each epoch; the same kinds of dataset.
+
+        Returns:
+            One record per epoch, the same on every rank.
+
+        Raises:
+            ConfigError: `epochs` is not positive, a dataset is empty, they differ between ranks, or a checkpoint does
+                not fit.
+            TrainerError: the loss is no longer a finite number, or a checkpoint cannot be written.
+        """
+        if epochs < 1:
+            raise ConfigError(f"epochs is {epochs}; it must be at least 1")
+        loader = self._loader(train)
+        validator = self._loader(validation, training=False) if validation is not None else None
+        check_consistency(self.strategy, {"epochs": epochs})
+        torch.manual_seed(mix_seeds(self.config.seed, self.world.rank))
+        schedule = make_schedule(
+            self.config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
+        )
+        learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
+        state = self._state = FitState(self.strategy, self.callbacks)
+        checkpoints = self.checkpoints = self._make_checkpoints(state, learning_rate)
+        try:
+            context = self._begin(epochs, learning_rate, loader)
+            for epoch in self.run.epochs(epochs):
+                record = self._train_epoch(loader, learning_rate, epoch + 1, context, validator)
+                learning_rate.after_epoch(record.validation.metrics["loss"] if record.validation else record.train_loss)
+                state.records.append(record)
+                self._notify("on_epoch_end", context, record)
+                if checkpoints is not None and checkpoints.config.best is not None:
+                    checkpoints.rate(score_of(record, checkpoints.config.metric))
+        finally:
+            learning_rate.restore()
+            if checkpoints is not None:
+                checkpoints.close()
+        self._notify("on_fit_end", context, state.records)
+        return state.records
+
+    def _make_checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
+        if self._checkpoint is None:
+            return None
+        if self._has_fitted:
+            raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
+        self._has_fitted = True
+        users = self._users_schedule
+        kept = {"fit": state, "learning rate": users.scheduler if users is not None else learning_rate}
+        return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
+
+    def evaluate(self, data: Dataset[Any]) -> Evaluation:
+        """Return the means of the loss and of every metric over `data`, each sample counted once. Collective."""
+        return self._evaluate(self._loader(data, training=False))
+
+    def _evaluate(self, loader: ShardedLoader) -> Evaluation:
+        return evaluate(self.run, self.model, loader, self.loss, self.metrics, self._layout)
+
+    def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
+        if is_stream(data):
+            raise ConfigError(
+                f"Trainer takes map-style datasets, and {type(data).__name__} can only be iterated over; "
+                "run.loader takes it, for a loop of your own (trainer.init)"
+            )
+        config = self.config
+        size = config.batch_size if training else config.eval_batch_size or config.batch_size
+        return self.run.loader(data, size, training=training, num_workers=config.num_workers)
+
+    def _train_epoch(
+        self,
+        loader: ShardedLoader,
+        learning_rate: LearningRate | UsersSchedule,
+        epoch: int,
+        context: FitContext,
+        validator: ShardedLoader | None,
+    ) -> EpochRecord:
+        state, taken = self._state, loader.start
+        state.begin_epoch(is_resumed=taken > 0)
+        sums = state.sums
+        self._begin_epoch()
+        next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
+        opens_update = True
+        for step in loader.steps():
+            if opens_update:
+                learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
+            loss = self._step(step)
+            if step.count:
+                sums.add_mean(loss, step.count)
+            opens_update, taken = step.closes_update, step.taken
+            if opens_update:
+                self._update(learning_rate)
+                self._report_update(context, loader, epoch)
+            if time.perf_counter() >= next_event:
+                self._report_progress(context, loader, epoch)
+                next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
+        self._finite(sums, epoch, loader.epoch_samples)
+        means, samples = sums.mean(self.strategy.all_reduce)
+        return EpochRecord(
+            epoch=epoch,
+            epochs=context.epochs,
+            train_loss=means["loss"],
+            samples=samples,
+            seconds=state.seconds,
+            learning_rate=state.learning_rate,
+            world_size=self.world.size,
+            updates=state.updates,
+            validation=self._evaluate(validator) if validator is not None else None,
+        )
+
+    def _begin_epoch(self) -> None:
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
+        self.optimizer.zero_grad()
+
+    def _step(self, step: Step) -> Tensor:
+        """Run the forward and the backward pass; return the local mean loss."""
+        inputs, targets = pair(step)
+        with self.run.autocast():
+            loss = self.loss(self._forward(self._layout(inputs)), targets)
+        self.run.backward(loss)
+        return loss
+
+    def _update(self, learning_rate: LearningRate | UsersSchedule) -> None:
+        """Apply the all-reduced gradients and reset them."""
+        if self.config.clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.run.clip_grad_norm_(parameters, self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._state.updates += 1
+        self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        learning_rate.after_update()
+
+    def _layout(self, inputs: Any) -> Any:
+        if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
+
+    def _report_progress(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
+        event = ProgressEvent(
+            epoch=epoch,
+            epochs=context.epochs,
+            done=loader.taken,
+            samples=loader.epoch_samples,
+            loss=self._finite(self._state.sums, epoch, loader.taken),
+            seconds=self._state.seconds,
+        )
+        self._notify("on_progress", context, event)
+
+    def _report_update(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
+        every, update = self.config.log_every_updates, self._state.updates
+        if not every or (update % every and loader.taken < loader.epoch_samples):
+            return
+        loss = self._state.sums.mean_since_last()
+        if not math.isfinite(loss):
+            self._finite(self._state.sums, epoch, loader.taken)
+        samples = (epoch - 1) * loader.epoch_samples + loader.taken
+        rate = self._state.learning_rate
+        record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
+        self._notify("on_update", context, record)
+
+    def _finite(self, sums: Sums, epoch: int, samples: int) -> float:
+        """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
+        loss = sums.local_mean("loss")
+        if not math.isfinite(loss):
+            rate = self.optimizer.param_groups[0]["lr"]
+            raise TrainerError(
+                f"the loss turned {loss} in epoch {epoch}, by sample {samples:,}, at learning rate {rate:g}; "
+                "lower the learning rate, or clip the gradient (clip_norm)"
+            )
+        return loss
+
+    def _begin(self, epochs: int, learning_rate: LearningRate | UsersSchedule, loader: ShardedLoader) -> FitContext:
+        """Tell the callbacks that a fit begins, or goes on; return its context.
+
+        Raises:
+            ConfigError: a scheduler of the user's ends before the fit.
+        """
+        resumed = self.checkpoints.resumed if self.checkpoints is not None else None
+        taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
+        update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates
+        learning_rate.check_steps(updates=last - update, epochs=epochs - before)
+        context = FitContext(
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            epochs=epochs,
+            config=self.config,
+            strategy_name=type(self.strategy).__name__,
+            description=self.strategy.description,
+            learning_rate=learning_rate.describe(update if update < last else 0),
+            tuning=self.strategy.tuning,
+            broadcast_object=self.strategy.broadcast_object,
+            checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
+            updates_before=self._state.updates,
+            epochs_before=before,
+            samples_before=before * loader.epoch_samples + taken,
+        )
+        self._notify("on_fit_start", context)
+        return context
+
+    def _notify(self, event: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(*arguments)

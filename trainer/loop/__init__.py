@@ -1,0 +1,1 @@
+"""What happens between a batch and a step, for a loop of one's own and for `Trainer`'s alike."""

@@ -1,0 +1,238 @@
+"""Consistency checks: ranks compare model, optimizer and settings, so that a difference is an error and not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
+from trainer.errors import ConfigError, TrainerError
+from trainer.strategies.base import Strategy
+
+
+def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
+    """Compare `facts` with rank 0's. Collective; raises the same error on every rank.
+
+    Raises:
+        ConfigError: a rank has another value than rank 0; the text names the fact, both ranks, hosts and values.
+    """
+    if strategy.world.size == 1:
+        return
+    by_rank = strategy.all_gather_object((socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    root_host, expected = by_rank[0]
+    for rank, (host, found) in enumerate(by_rank):
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            if expected.get(name) != found.get(name):
+                raise ConfigError(
+                    f"ranks disagree about {name}: rank 0 on host {root_host} has {expected.get(name, 'none')}, "
+                    f"rank {rank} on host {host} has {found.get(name, 'none')}; they must be the same everywhere"
+                )
+
+
+class PeriodicCheck:
+    """Compares the ranks after their backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
+
+    Ranks may part without an error: one skips a batch, takes another step, loads other weights, or steps a scheduler
+    with its own loss; a bit of its memory flips. What is compared are the loader's epoch and batches, the optimizers'
+    settings, and the sum of each weight's bits, which any single change of a weight changes.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._due = 0 if strategy.world.size > 1 else -1
+        self._passes = 0
+        self._strategy = strategy
+
+    def is_due(self) -> bool:
+        """Count a backward pass of all ranks; return whether it is one of these."""
+        if self._due < 0:
+            return False
+        self._passes += 1
+        if self._passes - 1 != self._due:
+            return False
+        self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
+        return True
+
+    def compare(
+        self,
+        position: tuple[int, int, int] | None,
+        optimizers: Mapping[int, Optimizer],
+        models: Mapping[int, nn.Module],
+    ) -> None:
+        """Compare the ranks. Collective.
+
+        Args:
+            position: the number of the loader whose batch is trained on, its epoch from 0, and the batch's number among
+                those that the loader has yielded on this rank; None where there is no loader.
+            optimizers: by numbers that are the same on all ranks; those that not every rank holds are left out.
+            models: likewise; those whose weights are the same on all ranks.
+
+        Raises:
+            TrainerError: a rank has drawn other batches than another, or has other weights.
+            ConfigError: a rank's optimizer has another learning rate or other settings.
+        """
+        own = (socket.gethostname(), position, set(optimizers), set(models))
+        hosts, positions, held_optimizers, held_models = zip(*self._strategy.all_gather_object(own), strict=True)
+        self._compare_positions(hosts, positions)
+        facts: dict[str, object] = {}
+        for place, number in enumerate(sorted(set.intersection(*held_optimizers))):
+            for name, value in describe_optimizer(optimizers[number]).items():
+                facts[f"{name} (optimizer {place})" if place else name] = value
+        check_consistency(self._strategy, facts)
+        self._compare_weights(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
+
+    def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
+        other = _odd_one(positions)
+        if other is None:
+            return
+        same = next(rank for rank, found in enumerate(positions) if found != positions[other])
+        raise TrainerError(
+            f"ranks have drawn different batches for {self._passes} backward passes: rank {other} on host "
+            f"{hosts[other]} {_describe_position(positions[other])}, rank {same} "
+            f"{_describe_position(positions[same])}; one has skipped the backward pass of a batch (`continue`), or "
+            "has begun a loader by itself. All ranks have to skip a batch together: ask run.all_reduce whether any does"
+        )
+
+    def _compare_weights(self, hosts: Sequence[str], models: Iterable[nn.Module]) -> None:
+        named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+        if not named:
+            return
+        sums = _sums_of_bits([parameter for _, parameter in named])
+        together = self._strategy.all_gather_object(hashlib.sha256(repr(sums).encode()).hexdigest())
+        other = _odd_one(together)
+        if other is None:
+            return
+        by_rank = self._strategy.all_gather_object(sums)
+        same = next(rank for rank, total in enumerate(together) if total != together[other])
+        pairs = zip(named, by_rank[other], by_rank[same], strict=False)
+        differing = (name for (name, _), theirs, usual in pairs if theirs != usual)
+        raise TrainerError(
+            f"the weights of rank {other} on host {hosts[other]} are not those of rank {same}, first in "
+            f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
+            "on all ranks alike, or before run.prepare, which gives all ranks rank 0's; if none were, memory or a "
+            "device is faulty"
+        )
+
+
+_AT_LEAST_EVERY = 1024
+
+
+def _describe_position(position: tuple[int, int, int] | None) -> str:
+    if position is None:
+        return "has drawn none of run.loader"
+    loader, epoch, drawn = position
+    return f"is at batch {drawn} of loader {loader}, in its epoch {epoch} (from 0)"
+
+
+def _odd_one(values: Sequence[object]) -> int | None:
+    """Return the first rank whose value is not the most common one, which is rank 0's in a tie; None without one."""
+    usual = max(values, key=values.count)
+    return next((rank for rank, value in enumerate(values) if value != usual), None)
+
+
+@torch.no_grad()
+def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the sum of each tensor's numbers, read as integers, modulo 2^64."""
+    if not tensors:
+        return []
+    totals = [_sum_of_bits(torch.view_as_real(one) if one.is_complex() else one) for one in tensors]
+    sums: list[int] = torch.stack([total.to(totals[0].device) for total in totals]).tolist()
+    return sums
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    numbers = tensor.detach()
+    if numbers.is_contiguous():  # eight bytes at a time, which is ten times as fast as to widen each number
+        raw = numbers.reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % 8 == 0:
+            whole = raw.numel() // 8 * 8
+            return raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
+    return numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_devices(strategy: Strategy) -> None:
+    """Find ranks that share a GPU without having been allowed to, which NCCL reports as an internal error. Collective.
+
+    Raises:
+        ConfigError: two ranks share a GPU.
+    """
+    own = (socket.gethostname(), gpu_id(strategy.world.device), sharing_is_on())
+    owners: dict[str, tuple[int, bool]] = {}
+    for rank, (host, gpu, may_share) in enumerate(strategy.all_gather_object(own)):
+        if gpu is None:
+            continue
+        other, other_may = owners.setdefault(gpu, (rank, may_share))
+        if other != rank and not (may_share and other_may):
+            raise ConfigError(
+                f"ranks {other} and {rank} share one GPU of host {host}; start at most as many ranks there as it has "
+                f"GPUs; {SHARING_HINT}"
+            )
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Check that all parameters and buffers have a shape, which those of a lazy module get in its first forward pass.
+
+    Raises:
+        ConfigError: one has none yet.
+    """
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{kind} {name} is of a lazy module and has no shape yet; run one forward pass on a sample input "
+                    "before the model is prepared"
+                )
+
+
+def describe_model(model: nn.Module) -> dict[str, object]:
+    """Describe every parameter and buffer by its type and shape, and parameters by their order of memory.
+
+    Raises:
+        ConfigError: one of them has no shape yet.
+    """
+    check_initialized(model)
+    facts: dict[str, object] = {}
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        facts[f"parameter {name}"] = _describe(parameter) + _describe_order(parameter) + frozen
+    return facts | {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _describe_order(tensor: Tensor) -> str:
+    if tensor.is_contiguous():
+        return ""
+    # The stride of a dimension of length 1 has no meaning, and depends on how the tensor was made.
+    strides = [stride if length > 1 else 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return f", strides {strides}"
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """Describe the optimizer's class and each group's settings, without the parameters themselves."""
+    facts: dict[str, object] = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        facts[f"the number of parameters in the optimizer's group {number}"] = len(group["params"])
+        for name, value in group.items():
+            if name != "params":
+                facts[f"{name} of the optimizer's group {number}"] = _described(value)
+    return facts
+
+
+def _described(value: object) -> object:
+    """Return a setting as it is compared: a tensor's values without its device, and of other objects their type."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_described(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

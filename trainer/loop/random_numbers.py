@@ -1,0 +1,85 @@
+"""Random numbers of the ranks: each rank draws its own, once the weights are the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+
+import numpy as np
+import torch
+
+from trainer.cluster.output import print_line
+from trainer.data.shard_plan import mix_seeds
+from trainer.strategies.base import Strategy
+
+
+def draw_apart(strategy: Strategy, seed: int) -> None:
+    """Have ranks whose random number generators are in the same state go on with numbers of their own. Collective.
+
+    Scripts seed all ranks alike, so that their weights are; dropout, noise and samples that are drawn afterwards would
+    be the same on all ranks as well. The first rank of those that are alike keeps its state: one process draws what it
+    draws without this library. The others are seeded with `seed`, that state and their rank. Python's, NumPy's and
+    PyTorch's generators count each for itself, and a GPU's.
+    """
+    world = strategy.world
+    if world.size == 1:
+        return
+    by_rank = strategy.all_gather_object(_states(world.device))
+    for name, state in by_rank[world.rank].items():
+        if any(other.get(name) == state for other in by_rank[: world.rank]):
+            _seed(name, mix_seeds(seed, int(state[:15], 16), world.rank))
+
+
+def warn_of_twins(strategy: Strategy, inputs: object) -> None:
+    """Say on rank 0 if ranks draw the same random numbers, or have trained on the same batch. Collective.
+
+    Args:
+        inputs: stands for the inputs of this rank's first forward pass; None where there was none.
+    """
+    by_rank = strategy.all_gather_object((_states(strategy.world.device)["torch"], inputs))
+    if not strategy.world.is_root:
+        return
+    if twins := _first_twins([state for state, _ in by_rank]):
+        print_line(
+            f"trainer: WARNING: ranks {twins[0]} and {twins[1]} draw the same random numbers, for dropout and noise as "
+            "well; call torch.manual_seed before run.prepare, which has each rank go on with its own, or add run.rank "
+            "to the seed",
+            sys.stderr,
+        )
+    if twins := _first_twins([inputs for _, inputs in by_rank]):
+        print_line(
+            f"trainer: WARNING: ranks {twins[0]} and {twins[1]} have trained on the same batch, so that two ranks do "
+            "the work of one; take run.loader, or give each rank other samples",
+            sys.stderr,
+        )
+
+
+def _first_twins(values: list[object]) -> tuple[int, int] | None:
+    for rank, value in enumerate(values):
+        if value is not None and value in values[:rank]:
+            return values.index(value), rank
+    return None
+
+
+def _states(device: torch.device) -> dict[str, str]:
+    numpy_state = np.random.get_state(legacy=False)
+    states: dict[str, bytes] = {
+        "python": repr(random.getstate()).encode(),
+        "numpy": repr((numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"])).encode(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return {name: hashlib.sha256(state).hexdigest() for name, state in states.items()}
+
+
+def _seed(name: str, seed: int) -> None:
+    if name == "python":
+        random.seed(seed)
+    elif name == "numpy":
+        np.random.seed(seed % 2**32)
+    elif name == "torch":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.cuda.manual_seed(seed)

@@ -1,0 +1,201 @@
+"""A connection to the agent on one host: started over the ssh of a job, then requests and answers."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import TrainerError
+from trainer.ops.doctor.facts import Login
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.sweep import SSH
+
+MARK = "trainer-doctor-agent"
+NO_ANSWER = "no answer in time"
+_SOURCES = Path(__file__).with_name("agent")
+_OPERATIONS = ("addresses", "exchange", "machine", "software", "gpus")
+_RELAY = Path(__file__).with_name("relay.py")
+# The current folder may hold a file that Python would import in place of one of its own modules.
+_BOOT = (
+    "import sys; sys.path[:1] = []; sys.version_info < (3, 8) and sys.exit('Python 3.8 or later is needed; ' + "
+    "sys.executable + ' is ' + sys.version.split()[0]); import json; exec(json.loads(sys.stdin.buffer.readline()))"
+)
+# `command -v` finds the job's own Python by its path. A host without it is looked at with another one.
+# In one line, as the login shell may be a csh, whose quotes end with the line.
+_START = (
+    "echo {mark}; for python in {pythons}; do "
+    'command -v "$python" > /dev/null && exec "$python" -c {boot}; '
+    'done; echo "no python3 on the PATH" >&2; exit 127'
+)
+_ERROR_CHARACTERS = 2000
+
+
+class AgentError(TrainerError):
+    """An agent did not answer, or could not do what it was asked for."""
+
+
+class Connection:
+    """An agent on a host; ends with `close`.
+
+    Args:
+        start_s: seconds for the start.
+        all_s: seconds after which no answer is waited for any more.
+        in_small_segments: whether ssh is to send and get small packets only.
+    """
+
+    def __init__(self, host: Host, start_s: float, all_s: float, *, in_small_segments: bool = False) -> None:
+        self.host = host
+        self._began = time.monotonic()
+        self._start_until, self._until = self._began + start_s, self._began + all_s
+        self._process = subprocess.Popen(
+            _command(host, in_small_segments=in_small_segments), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._waiting: dict[int, Future[Any]] = {}
+        self._has_ended = False
+        self._lock = threading.Lock()
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._errors = b""
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+        self._send(_source("serve"), [_source(name) for name in _OPERATIONS])
+
+    def login(self) -> Login:
+        """Wait until the agent runs; return how that went."""
+        printed: list[str] = []
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.05, self._start_until - time.monotonic()))
+            except queue.Empty:
+                return self._failed(NO_ANSWER, printed)
+            if not line:
+                self._process.wait()
+                self._threads[1].join(timeout=1.0)
+                return self._failed(f"ssh has ended with code {self._process.returncode}", printed)
+            text = line.decode(errors="replace").rstrip("\n")
+            if text.endswith(MARK):  # what is printed without an end of line stands before it
+                printed += [text.removesuffix(MARK)] if text != MARK else []
+                break
+            printed.append(text)
+        try:
+            self.call("clock", max(0.05, self._start_until - time.monotonic()))
+        except AgentError:
+            self._threads[1].join(timeout=0.5)
+            return self._failed(NO_ANSWER, printed)
+        return Login(seconds=time.monotonic() - self._began, printed=_first(printed))
+
+    def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
+        """Return the agent's answer.
+
+        Raises:
+            AgentError: it did not answer in time, or has failed.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._has_ended:
+                raise AgentError(f"the agent on host {self.host.name} has ended")
+            number = len(self._waiting)
+            self._waiting[number] = future
+        self._send({"id": number, "operation": operation, "arguments": arguments})
+        timeout_s = max(0.0, min(timeout_s, self._until - time.monotonic()))
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            raise AgentError(f"host {self.host.name} did not answer to {operation!r} in {timeout_s:.0f} s") from None
+
+    def close(self) -> None:
+        """End the agent, and wait until its ssh has ended."""
+        with suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _failed(self, otherwise: str, printed: list[str]) -> Login:
+        text = self._errors.decode(errors="replace").strip()
+        return Login(seconds=time.monotonic() - self._began, error=text or otherwise, printed=_first(printed))
+
+    def _send(self, *values: Any) -> None:
+        with suppress(OSError, ValueError), self._lock:  # an agent that has ended is told by its answers
+            if self._process.stdin is not None:
+                self._process.stdin.write(b"".join(json.dumps(value).encode() + b"\n" for value in values))
+                self._process.stdin.flush()
+
+    def _read(self) -> None:
+        stream = self._process.stdout
+        is_started = False
+        for line in stream or ():
+            if is_started and line.startswith(b'{"id": ') and line.endswith(b"\n"):
+                self._take(json.loads(line))
+            else:
+                self._lines.put(line)
+                is_started = is_started or line.rstrip(b"\n").endswith(MARK.encode())
+        self._lines.put(b"")
+        with self._lock:
+            self._has_ended = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(AgentError(f"the agent on host {self.host.name} has ended"))
+
+    def _take(self, reply: dict[str, Any]) -> None:
+        with self._lock:
+            future = self._waiting[reply["id"]]
+        if "error" in reply:
+            future.set_exception(AgentError(f"host {self.host.name}: {reply['error']}"))
+        else:
+            future.set_result(reply["value"])
+
+    def _read_errors(self) -> None:
+        for line in self._process.stderr or ():
+            self._errors = (self._errors + line)[-_ERROR_CHARACTERS:]
+
+
+def _command(host: Host, *, in_small_segments: bool) -> list[str]:
+    pythons = dict.fromkeys((sys.executable, "python3", "python"))
+    script = _START.format(mark=MARK, pythons=shlex.join(pythons), boot=shlex.quote(_BOOT))
+    start = ["sh", "-c", script]
+    if host.is_here:
+        return start
+    relay = ["-o", f"ProxyCommand={shlex.quote(sys.executable)} {shlex.quote(str(_RELAY))} %h %p"]
+    return [*SSH, *(relay if in_small_segments else []), host.name, shlex.join(start)]
+
+
+def _source(name: str) -> str:
+    return _SOURCES.joinpath(f"{name}.py").read_text()
+
+
+def _first(lines: list[str]) -> str:
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def ssh_settings(host: Host) -> dict[str, str]:
+    """Return what ssh is configured to do for this host (`ssh -G`); empty where it does not say."""
+    command = ["ssh", "-G", host.name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    settings: dict[str, str] = {}
+    for line in done.stdout.splitlines():
+        if match := re.match(r"(hostname|user|port|identityfile|userknownhostsfile) (.+)", line):
+            settings.setdefault(match[1], match[2])
+    return settings

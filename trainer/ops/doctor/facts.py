@@ -1,0 +1,137 @@
+"""What was found out about the hosts and their pairs; the checks draw their conclusions from it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.cluster.nccl_log import describe_transports, read_transports
+from trainer.ops.supervise.hosts import Host
+
+RESULT = '{"bytes": '
+"""How the line begins in which an all-reduce tells its result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """How the start of an agent on a host went."""
+
+    seconds: float = 0.0
+    error: str = ""
+    """The last lines of ssh; empty where the agent answers."""
+    in_small_segments: bool = False
+    """Whether it hung until ssh sent and got small packets only."""
+    printed: str = ""
+    """What the login shell printed before the command ran."""
+    user: str = ""
+    """Whom ssh logs in as."""
+    address: str = ""
+    """The name or address that ssh connects to, from -H or its settings."""
+    port: str = "22"
+    known_hosts: str = ""
+    """The file of the host keys that ssh knows."""
+    key: str = ""
+    """The private key that ssh shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """What a name leads to, as one host sees it."""
+
+    addresses: tuple[str, ...] = ()
+    error: str = ""
+    own: str = ""
+    """The looking host's own IPv4 address on the way there."""
+    interface: str = ""
+    """The interface that has it."""
+    in_hosts_file: bool = False
+    seconds: float = 0.0
+
+
+def to_name(entry: Mapping[str, Any]) -> Name:
+    """Return an agent's answer about a name."""
+    return Name(**{**entry, "addresses": tuple(entry["addresses"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An exchange of bytes from one host to another."""
+
+    address: str
+    """Where the other one listened."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """By port; empty for a port that answered."""
+    latency_s: float = 0.0
+    large: str = ""
+    """The direction in which a large message was lost: "to" or "from" the other host."""
+    segment: int = 0
+    """The largest TCP segment that got through then, in bytes; 0 for none."""
+    bytes_per_s: float | None = None
+
+    @property
+    def error(self) -> str:
+        """Return the first error of a port."""
+        return next((error for error in self.errors.values() if error), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """A small all-reduce over NCCL between two GPUs, of one host or of two."""
+
+    hosts: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    """What the ranks have printed, NCCL's log among it."""
+    was_killed: bool = False
+    """Whether it had not ended at its limit."""
+    limit_s: float = 0.0
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """Return what rank 0 has measured, as `all_reduce.py` prints it; empty where it did not come so far."""
+        lines = (line for output in self.outputs for line in output.splitlines() if line.startswith(RESULT))
+        return next(map(json.loads, lines), {})
+
+    @property
+    def transports(self) -> str:
+        """Return how the ranks were connected, in a few words."""
+        return describe_transports(read_transports("\n".join(self.outputs)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that was found out."""
+
+    hosts: tuple[Host, ...]
+    here: str
+    """This host, by its own name."""
+    logins: Mapping[str, Login] = field(default_factory=dict)
+    names_here: Mapping[str, Name] = field(default_factory=dict)
+    """What the hosts' names lead to, as this host sees them."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """By which name other hosts know a host, where that is not the one in -H, as for localhost."""
+    own_addresses: frozenset[str] = frozenset()
+    """Addresses that names lead to and that are this host's."""
+    machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`agent.machine.machine` of each host that answers."""
+    software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    interfaces: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    names: Mapping[str, Mapping[str, Name]] = field(default_factory=dict)
+    """By the host that looks, then by the name."""
+    owned: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """By host, whether an address that a name leads to is its own."""
+    pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by which a host's clock is ahead of this one's."""
+    gpus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`agent.gpus.gpus` of each host that was asked."""
+    all_reduces: tuple[AllReduce, ...] = ()
+    """Those that were tried between two GPUs."""
+    incomplete: tuple[str, ...] = ()
+    """What could not be looked at."""
+
+    @property
+    def answering(self) -> tuple[Host, ...]:
+        """Return the hosts whose agents answer."""
+        return tuple(host for host in self.hosts if host.name in self.machines)

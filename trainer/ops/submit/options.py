@@ -1,0 +1,266 @@
+"""The command line of `trainer submit`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from trainer.errors import ConfigError
+from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.submit.job import INDEX, Job
+from trainer.ops.submit.schedulers import SCHEDULERS, Scheduler
+from trainer.ops.submit.secrets import secrets_in
+
+_DESCRIPTION = """\
+Write the job file of a training for a cluster's scheduler, and submit it. The ranks save when the time limit is near
+or the job is preempted, end with exit code 75, and the job is queued again; the script goes on from its checkpoint.
+"""
+_EPILOG = f"""\
+schedulers:
+{{schedulers}}
+
+examples:
+  trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h -- python train.py --checkpoint runs/checkpoints
+  trainer submit slurm --nodes 2 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 12 --time 1d --follow \\
+      --directive=--partition=gpu -- python train.py --checkpoint runs/checkpoints
+  trainer submit slurm --nodes 1 --ranks-per-node 4 --array 0-3 -- python train.py --seed {INDEX} \\
+      --checkpoint runs/checkpoints-{INDEX}
+  trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/train:1 --claim runs --dry-run -- \\
+      python train.py --checkpoint runs/checkpoints
+
+exit codes:
+  0    submitted; with --follow, the training is done
+  75   with --follow, on PBS: the ranks have saved, and the job goes on under another id
+  78   with --follow: a mistake of the user's in the script or its data
+  1    the scheduler has refused the job; with --follow, the job has failed or was cancelled
+  2    these options are not valid; 130: Ctrl-C, which ends --follow and leaves the job alone
+
+The job file is runs/NAME with the scheduler's suffix. Nothing of the environment is written into it.
+"""
+_NOT_IN_FILE = ("--dry-run", "--follow")
+_UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
+"""Slurm's own form, days-hours:minutes:seconds. Shorter ones mean minutes to some and hours to others."""
+_UNITS_GIB = {"GB": 1, "GiB": 1, "TB": 1024, "TiB": 1024}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is to be done with a job."""
+
+    job: Job
+    scheduler: Scheduler
+    is_dry_run: bool
+    follows: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("argument --directive:"):
+            message = "--directive takes its text behind =, as in --directive=--partition=gpu"
+        raise ConfigError(f"{message}; see trainer submit --help")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `submit` to the subcommands; `to_options` reads its arguments."""
+    # No character begins an option here, so that all arguments come through as they are.
+    parser = subparsers.add_parser(
+        "submit", help="write the job file of a cluster's scheduler, and submit it", prefix_chars="\0", add_help=False
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def to_options(arguments: Sequence[str]) -> Options | None:
+    """Return the checked options; None where the help was asked for, which is then printed.
+
+    Raises:
+        ConfigError: names everything that is not valid, and what would be.
+    """
+    arguments = list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _make_parser()
+    parsed, unknown = parser.parse_known_args(arguments[:end])
+    if parsed.help:
+        parser.print_help()
+        return None
+    scheduler = SCHEDULERS.get(parsed.scheduler)
+    valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
+    problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
+    lacks_dashes = bool(unknown) and not unknown[0].startswith("-")
+    if lacks_dashes:
+        hint = "; the command goes behind --, as in -- python train.py" if end == len(arguments) else ""
+        problems.append(f"{shlex.join(unknown)} is no option" + hint)
+    elif unknown:
+        problems.append(_unknown_option(unknown, valid))
+    job = _read(parsed, to_command(arguments[end:]), scheduler, problems)
+    if job.command:
+        problems += _check_command(job)
+    elif not lacks_dashes:
+        problems.append("there is no command; put it behind --, as in -- python train.py")
+    if scheduler:
+        problems += [*_check(job, scheduler), *scheduler.problems(job)]
+    if problems or scheduler is None:
+        raise ConfigError("; ".join(problems))
+    options = [word for word in arguments[:end] if word not in _NOT_IN_FILE]
+    made_by = shlex.join(["trainer", "submit", *options, *arguments[end:]])
+    return Options(replace(job, made_by=made_by), scheduler, parsed.dry_run, parsed.follow)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    schedulers = "\n".join(f"  {name:<11}{one.summary}" for name, one in SCHEDULERS.items())
+    parser = _Parser(
+        prog="trainer submit", description=_DESCRIPTION, epilog=_EPILOG.replace("{schedulers}", schedulers),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False,
+        usage="trainer submit SCHEDULER --nodes N --ranks-per-node N [options] -- COMMAND …",
+    )  # fmt: skip
+    parser.add_argument("scheduler", nargs="?", default="", metavar="SCHEDULER", help=f"{', '.join(SCHEDULERS)}")
+    # Values are read by `_read`, which reports all mistakes at once.
+    group = parser.add_argument_group("the machines")
+    group.add_argument("--nodes", metavar="N", help="number of nodes")
+    group.add_argument("--ranks-per-node", metavar="N", help="ranks on each node, one process each")
+    group.add_argument("--gpus-per-node", metavar="N", help="GPUs of each node, one for each rank (none)")
+    group.add_argument("--cpus-per-rank", metavar="N", help="cores of each rank (the scheduler's default)")
+    group.add_argument("--memory", metavar="16GB", help="memory of each node (the scheduler's default)")
+    group.add_argument("--image", metavar="IMAGE", help="the container image in which the ranks run (none)")
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for runs/ (none)")
+    group.add_argument("--namespace", metavar="NAME", help="of the job (that of kubectl)")
+    for name, metavar, text in (
+        ("node-selector", "LABEL=VALUE", "a label that nodes have to have; may be repeated"),
+        ("toleration", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have; may be repeated"),
+        ("pull-secret", "NAME", "a secret with which the image is pulled; may be repeated"),
+    ):
+        group.add_argument(f"--{name}", action="append", default=[], metavar=metavar, help=text)
+    group = parser.add_argument_group("the job")
+    group.add_argument("--name", help="of the job and its file (the script's)")
+    group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
+    group.add_argument("--time", metavar="2h", help="limit: s, m, h or d, or H:MM:SS (the scheduler's default)")
+    group.add_argument(
+        "--grace", default="120s", metavar="120s", help="time before the limit at which the ranks save (%(default)s)"
+    )
+    group.add_argument("--array", metavar="0-3,7", help=f"a job for each number, which replaces {INDEX} in the command")
+    group.add_argument(
+        "--directive", action="append", default=[], metavar="=TEXT", help="a further option of the scheduler's own"
+    )
+    group = parser.add_argument_group("what is done")
+    group.add_argument("--dry-run", action="store_true", help="print the job file; submit nothing")
+    group.add_argument("--follow", action="store_true", help="print the job's output until it ends")
+    group.add_argument("-h", "--help", action="store_true", help="show this help")
+    return parser
+
+
+def _unknown_scheduler(name: str) -> str:
+    found = f"scheduler {name!r} is not known" if name else "SCHEDULER is missing"
+    return f"{found}; valid are {', '.join(SCHEDULERS)}"
+
+
+def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(words[0].partition("=")[0], valid, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"no such option: {' '.join(words)}{meant} (valid are {', '.join(valid)})"
+
+
+def _read(
+    parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, problems: list[str]
+) -> Job:
+    """Return the job, and note the values that are not valid; a valid one stands in their place."""
+    reader = _Reader(parsed, problems)
+    nodes, ranks = reader.count("nodes", required=True), reader.count("ranks_per_node", required=True)
+    gpus = reader.count("gpus_per_node") or 0
+    launcher = parsed.launcher or (scheduler.launchers[0] if scheduler else "")
+    name = name_of(command or ("train",))
+    return Job(
+        name=parsed.name or (scheduler.name_from(name) if scheduler else name), command=command, nodes=nodes or 1,
+        ranks_per_node=ranks or gpus or 1,
+        launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
+        memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.time("time", "2h"),
+        grace_s=reader.time("grace", "120s") or 1, image=parsed.image or "", array=parsed.array or "",
+        directives=tuple(parsed.directive), claim=parsed.claim or "", namespace=parsed.namespace or "",
+        node_selector=tuple(parsed.node_selector), tolerations=tuple(parsed.toleration),
+        pull_secrets=tuple(parsed.pull_secret),
+    )  # fmt: skip
+
+
+class _Reader:
+    """Reads numbers with their units, and notes those that are not valid."""
+
+    def __init__(self, parsed: argparse.Namespace, problems: list[str]) -> None:
+        self._parsed, self._problems = parsed, problems
+
+    def count(self, name: str, *, required: bool = False) -> int | None:
+        return self._value(name, lambda text: int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else None,
+                           "a number of at least 1", required=required)  # fmt: skip
+
+    def time(self, name: str, example: str) -> int | None:
+        text = getattr(self._parsed, name)
+        if text is None or not (found := _CLOCK.fullmatch(text)) or not re.search("[1-9]", text):
+            return self.amount(name, _UNITS_S, f"{example}, or H:MM:SS")
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((24 * days + hours) * 60 + minutes) * 60 + seconds
+
+    def amount(self, name: str, units: dict[str, int], example: str) -> int | None:
+        def convert(text: str) -> int | None:
+            found = re.fullmatch(r"([1-9]\d{0,5})([A-Za-z]+)", text)
+            return int(found[1]) * units[found[2]] if found and found[2] in units else None
+
+        return self._value(name, convert, f"a number with {', '.join(units)}, as in {example}")
+
+    def _value(
+        self, name: str, convert: Callable[[str], int | None], valid: str, *, required: bool = False
+    ) -> int | None:
+        text: Any = getattr(self._parsed, name)
+        value = convert(text) if text is not None else None
+        if text is not None and value is None:
+            self._problems.append(f"--{name.replace('_', '-')} is {text!r}; valid is {valid}")
+        elif text is None and required:
+            self._problems.append(f"--{name.replace('_', '-')} is missing; valid is {valid}")
+        return value
+
+
+def _check_command(job: Job) -> list[str]:
+    problems = [
+        f"the value of {word} would be written into the job file; set it in the environment of the job"
+        for word in secrets_in(job)
+    ]
+    if problem := refuse_launcher(job.command, "the job"):
+        problems.append(problem)
+    if any(not word.isprintable() for word in (*job.command, *job.directives, job.image)):
+        problems.append("the command has a line break or another character that is not printable; put it into a script")
+    return problems
+
+
+def _check(job: Job, scheduler: Scheduler) -> list[str]:
+    """Return what no scheduler or not this one can do."""
+    problems = []
+    if not re.fullmatch(r"[A-Za-z][\w.-]{0,62}", job.name):
+        problems.append(f"--name is {job.name!r}; valid are up to 63 letters, digits, '.', '_' and '-', a letter first")
+    if job.launcher not in scheduler.launchers:
+        problems.append(f"--launcher is {job.launcher!r}; {scheduler.name} has {', '.join(scheduler.launchers)}")
+    for field, instead in scheduler.lacks.items():
+        if getattr(job, field):
+            problems.append(f"{scheduler.name} has no {_option(field)}; {instead}")
+    if job.gpus_per_node and job.gpus_per_node != job.ranks_per_node:
+        problems.append(
+            f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has one "
+            f"GPU: valid is --ranks-per-node {job.gpus_per_node}"
+        )
+    if job.time_s is not None and job.time_s <= (least := job.grace_s + scheduler.early_s):
+        problems.append(f"--time is {job.time_s} s, and --grace is {job.grace_s} s; valid is a --time over {least} s")
+    if job.array and not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", job.array):
+        problems.append(f"--array is {job.array!r}; valid are numbers as in 0-3,7")
+    if job.command and bool(job.array) != any(INDEX in word for word in job.command):
+        problems.append(
+            f"--array and {INDEX} in the command go together, as in --array 0-3 -- python a.py --seed {INDEX}"
+        )
+    return problems
+
+
+def _option(field: str) -> str:
+    names = {"directives": "directive", "memory_gib": "memory", "time_s": "time", "tolerations": "toleration",
+             "pull_secrets": "pull-secret"}  # fmt: skip
+    return "--" + names.get(field, field).replace("_", "-")

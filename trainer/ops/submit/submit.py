@@ -1,0 +1,156 @@
+"""`trainer submit`: from the options to a job that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.files import write_atomically
+from trainer.ops.command import target_of
+from trainer.ops.submit.options import Options, to_options
+from trainer.ops.submit.schedulers import State, Watch
+
+_POLL_S = 1.0
+# What a rank or a watcher says of a failure, which launchers and the ranks that it takes along write much more after.
+_WHY = re.compile(r"trainer: (?:rank \d+ on host (?!.*lost another rank)|why it failed: |hang: ).*")
+_WHY_LINES = 8
+_UNANSWERED = 30
+"""So many questions in a row may fail, as while a scheduler is started again, before --follow gives up."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the job file, or submit it and follow the job if asked to; return the exit code.
+
+    Raises:
+        ConfigError: an option is not valid, or the scheduler's command is not installed here.
+        TrainerError: the scheduler refuses the job, or the file cannot be written.
+    """
+    options = to_options(arguments)
+    if options is None:
+        return 0
+    text = options.scheduler.render(options.job)
+    if options.is_dry_run:
+        print(text, end="")
+        return 0
+    _check_script(options)
+    path = Path("runs", options.job.name + options.scheduler.suffix)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be written: {error.strerror}") from None
+    job_id = options.scheduler.submit(path)
+    _say(f"{path} is job {job_id}; {shlex.join(options.scheduler.cancel_command(job_id))} ends it")
+    _say(f"its output: {options.scheduler.logs(options.job, job_id)}")
+    return follow(options, job_id) if options.follows else 0
+
+
+def _check_script(options: Options) -> None:
+    """Raise `ConfigError` where a command's script or program names no file in the folder that the nodes see."""
+    target = target_of(options.job.command)
+    if not options.scheduler.runs_here(options.job) or not target.is_here:
+        return
+    # The PATH of the nodes may have a program without a slash.
+    program = target.program if "/" in target.program or target.program.endswith(".py") else ""
+    path = Path(target.script or program)
+    # An absolute path may be one of an image's own, or of the nodes'.
+    if path.name and not path.is_absolute() and not path.is_file():
+        raise ConfigError(f"{path} is not a file in {Path.cwd()}, the folder in which the job will run")
+    if program and path.is_file() and not os.access(path, os.X_OK):
+        raise ConfigError(f"{path} may not be executed; call chmod +x {shlex.quote(str(path))}, or begin with python")
+    is_plain = target.program == options.job.command[0] and not options.job.image  # else PYTHONPATH may be another
+    if is_plain and target.module and not _has_module(target.program, target.module.partition(".")[0]):
+        raise ConfigError(f"there is no module {target.module}, neither in this environment nor in {Path.cwd()}")
+
+
+def _has_module(python: str, module: str) -> bool:
+    """Return whether a Python finds a module; True where it is not the one that this program runs in."""
+    found = shutil.which(python)
+    if found is None or Path(found).parent != Path(sys.executable).parent:
+        return True
+    return bool(find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())]))
+
+
+def follow(options: Options, job_id: str) -> int:
+    """Print what a job and its successors write until they have ended; return the largest exit code.
+
+    It is 130 after Ctrl-C.
+    """
+    not_followed, codes = deque([job_id]), list[int]()
+    try:
+        while not_followed:
+            job_id = not_followed.popleft()
+            codes.append(_follow_one(options, job_id))
+            for successor in options.scheduler.successors(options.job, job_id):
+                cancel = shlex.join(options.scheduler.cancel_command(successor))
+                _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
+                not_followed.append(successor)
+    except KeyboardInterrupt:
+        cancel = shlex.join(options.scheduler.cancel_command(job_id))
+        _say(f"job {job_id} goes on; {cancel} ends it")
+        return 130
+    return max(codes)
+
+
+def _follow_one(options: Options, job_id: str) -> int:
+    follower = _Follower(options, job_id)
+    while (code := follower.look()) is None:
+        time.sleep(_POLL_S)
+    return code
+
+
+class _Follower:
+    """Prints what is new in a job's state and its logs."""
+
+    def __init__(self, options: Options, job_id: str) -> None:
+        self._options, self._job_id = options, job_id
+        self._watch = Watch(options.scheduler, job_id)
+        self._seen: dict[str, int] = {}
+        self._state = ""
+        self._unanswered = 0
+        self._why: list[str] = []
+
+    def look(self) -> int | None:
+        """Print what is new; return the exit code of a job that has ended."""
+        try:
+            state = self._watch.state()
+            output = self._options.scheduler.new_output(self._options.job, self._job_id, self._seen)
+        except TrainerError:
+            self._unanswered += 1
+            if self._unanswered >= _UNANSWERED:
+                raise
+            return None
+        self._unanswered = 0
+        sys.stdout.write(output)
+        sys.stdout.flush()
+        self._why.extend(_WHY.findall(output))
+        if str(state) != self._state:
+            self._state = str(state)
+            self._tell(state)
+        return state.code
+
+    def _tell(self, state: State) -> None:
+        """Print a new state; that of a job that has failed with what its ranks have said of it."""
+        if state.waits:
+            self._why.clear()  # It was of an earlier start.
+        if not state.code:
+            _say(f"job {self._job_id}: {state}")
+            return
+        for line in list(dict.fromkeys(self._why))[:_WHY_LINES]:
+            _say(f"job {self._job_id} said: {line}")
+        logs = self._options.scheduler.logs(self._options.job, self._job_id)
+        _say(f"job {self._job_id}: {state}; its output: {logs}")
+
+
+def _say(text: str) -> None:
+    print(f"trainer submit: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,189 @@
+"""How an attempt has ended, and which hosts are to blame: conclusions from exit codes and status files."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trainer.ops.supervise.hosts import Host, names
+from trainer.watch.status import DIFFERENT, DONE, HANG, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
+
+PREEMPTED_CODE, MISTAKE_CODE = 75, 78
+"""EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
+# argparse's own, and what a shell says of a command that it cannot run, or does not find.
+_MISTAKES = (MISTAKE_CODE, 2, 126, 127)
+
+
+class Verdict(StrEnum):
+    """How an attempt has ended."""
+
+    DONE = "done"
+    PREEMPTED = "preempted"
+    MISTAKE = "mistake"
+    FAILED = "failed"
+    HUNG = "hung"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was seen of an attempt."""
+
+    launcher: str
+    codes: Sequence[int] = ()
+    """Exit codes of the launcher's processes, negative for a signal; empty where they had to be ended."""
+    ranks: Mapping[int, RankStatus] = field(default_factory=dict)
+    host_of: Mapping[int, str] = field(default_factory=dict)
+    """The hosts of the ranks, as -H names them."""
+    dead: Sequence[int] = ()
+    """Ranks whose processes were gone first."""
+    ended: Sequence[int] = ()
+    """Ranks that had ended in good order before."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Hosts of the attempt that did not answer afterwards, and why."""
+    idle_s: float | None = None
+    """Time without progress, where it was ended for it."""
+    asked_for: str = ""
+    """Why the ranks were asked to save and end; empty where they were not."""
+    is_last: bool = False
+    """Whether that was because `trainer run` itself has to end."""
+    was_interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How an attempt has ended."""
+
+    verdict: Verdict
+    text: str
+    hosts: tuple[str, ...] = ()
+    """Hosts that are to blame."""
+    code: int = 1
+    """Exit code of `trainer run` where this attempt is the last."""
+    is_last: bool = False
+    """Whether there is nothing to start again."""
+    may_be_network: bool = False
+    """Whether a host, or the network between hosts, may be the cause."""
+
+
+def judge(facts: Facts) -> Judgement:
+    """Return how the attempt has ended."""
+    if facts.was_interrupted:
+        return Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
+    if facts.codes and not any(facts.codes):
+        return Judgement(Verdict.DONE, "done", code=0, is_last=True)
+    if facts.asked_for:
+        return Judgement(Verdict.PREEMPTED, facts.asked_for, code=PREEMPTED_CODE, is_last=facts.is_last)
+    if hung := _with_error(facts, HANG):
+        return _judge_verdict(facts, facts.ranks[hung[0]].message)
+    if mistaken := _with_error(facts, MISTAKE):
+        text = f"{_name(facts, mistaken[0])}: {facts.ranks[mistaken[0]].message}"
+        return Judgement(Verdict.MISTAKE, text, code=MISTAKE_CODE, is_last=True)
+    if mistakes := [code for code in facts.codes if code in _MISTAKES]:
+        return Judgement(
+            Verdict.MISTAKE, f"{facts.launcher} has ended with code {mistakes[0]}", code=mistakes[0], is_last=True
+        )
+    if facts.idle_s is not None:
+        return _judge_hang(facts, facts.idle_s)
+    # A launcher that ends a job after a rank has died sends SIGTERM to the others, and those save.
+    saved = bool(facts.ranks) and all(rank.phase == PREEMPTED for rank in facts.ranks.values())
+    if PREEMPTED_CODE in facts.codes or saved:
+        return Judgement(Verdict.PREEMPTED, "the ranks have saved, and want to be started again")
+    return _blame(facts)
+
+
+def hint(judgement: Judgement, hosts: Sequence[Host]) -> str:
+    """Return which command looks for the cause; empty where it would find none."""
+    if not judgement.may_be_network or all(host.is_here for host in hosts):
+        return ""
+    return f"`trainer doctor -H {names(hosts)}` looks for the cause on these hosts and between them"
+
+
+def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
+    oldest = min((rank.update, rank.reports) for rank in facts.ranks.values())
+    behind = [number for number, rank in sorted(facts.ranks.items()) if (rank.update, rank.reports) == oldest]
+    who = ", ".join(f"{_name(facts, number)} ({facts.ranks[number].phase})" for number in behind[:8])
+    hosts = tuple(sorted({facts.host_of[number] for number in behind}))
+    text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest[0] + 1}"
+    if len(behind) < len(facts.ranks):
+        return Judgement(Verdict.HUNG, text, hosts)
+    return Judgement(Verdict.HUNG, text, may_be_network=True)
+
+
+def _judge_verdict(facts: Facts, message: str) -> Judgement:
+    numbers, _, text = message.partition(": ")
+    hosts = {facts.host_of[int(number)] for number in numbers.split(",") if number and int(number) in facts.host_of}
+    if len(hosts) == len(set(facts.host_of.values())) > 1:
+        return Judgement(Verdict.HUNG, text, may_be_network=True)
+    return Judgement(Verdict.HUNG, text, tuple(sorted(hosts)), may_be_network=not hosts)
+
+
+def _blame(facts: Facts) -> Judgement:
+    if facts.lost:
+        text = "; ".join(f"host {host} is lost: {why}" for host, why in facts.lost.items())
+        return Judgement(Verdict.FAILED, text, tuple(facts.lost), may_be_network=True)
+    # What the ranks themselves say of different collectives follows from that.
+    if different := _with_error(facts, DIFFERENT):
+        return Judgement(Verdict.FAILED, facts.ranks[different[0]].message)
+    failed = [number for number, rank in sorted(facts.ranks.items()) if rank.error not in ("", LOST_PEER)]
+    if failed:
+        rank = facts.ranks[failed[0]]
+        what = f"{rank.error}: {rank.message}" if rank.message else rank.error
+        text = f"{_name(facts, failed[0])} failed{_when(rank)}: {what.splitlines()[0][:200]}"
+        return Judgement(Verdict.FAILED, text, (facts.host_of[failed[0]],))
+    # A rank that has lost another one ends too, and may be the first that was seen to.
+    if silent := [number for number in facts.dead if not facts.ranks[number].has_ended]:
+        return _blame_silent(facts, silent)
+    killed = [-code for code in facts.codes if code < 0]
+    if killed:
+        return Judgement(Verdict.FAILED, f"{facts.launcher} was ended by {signal.Signals(killed[0]).name}")
+    lost = _with_error(facts, LOST_PEER)
+    if lost and not _signal(facts.codes):
+        return _blame_none(facts, lost)
+    code = next((code for code in facts.codes if code), 1)
+    joined = "" if facts.ranks else ", before a rank had joined"
+    text = f"{facts.launcher} has ended with code {code}{_signal(facts.codes)}{joined}"
+    return Judgement(Verdict.FAILED, text, may_be_network=True)
+
+
+def _blame_silent(facts: Facts, silent: Sequence[int]) -> Judgement:
+    text = f"{_names(facts, silent)} died without a word{_when(facts.ranks[silent[0]])}{_signal(facts.codes)}"
+    if ended := [number for number in facts.ended if not facts.ranks[number].error]:
+        # By sys.exit, after which a launcher ends the others; no host is to blame.
+        return Judgement(Verdict.FAILED, f"{text}, after {_names(facts, ended)} had ended")
+    return Judgement(Verdict.FAILED, text, tuple(sorted({facts.host_of[number] for number in silent})))
+
+
+def _blame_none(facts: Facts, lost: Sequence[int]) -> Judgement:
+    """Return what there is to say where all failures follow from one that nobody has reported."""
+    text = f"{_names(facts, lost[:8])} lost another rank{_when(facts.ranks[lost[0]])}"
+    ended = [number for number, rank in sorted(facts.ranks.items()) if rank.phase == DONE and not rank.error]
+    if ended:
+        return Judgement(Verdict.FAILED, f"{text}, after {_names(facts, ended[:8])} had ended")
+    return Judgement(Verdict.FAILED, text, may_be_network=True)
+
+
+def _with_error(facts: Facts, error: str) -> list[int]:
+    return [number for number, rank in sorted(facts.ranks.items()) if rank.error == error]
+
+
+def _names(facts: Facts, numbers: Sequence[int]) -> str:
+    return " and ".join(_name(facts, number) for number in numbers)
+
+
+def _name(facts: Facts, number: int) -> str:
+    return f"rank {number} on {facts.host_of[number]}"
+
+
+def _when(rank: RankStatus) -> str:
+    return f" in update {rank.update + 1}" if rank.first_update else " before its first update"
+
+
+def _signal(codes: Sequence[int]) -> str:
+    # mpirun tells the signal that has ended a rank, as a shell does.
+    for code in codes:
+        if code > 128 and code - 128 in set(signal.Signals):
+            return f" ({signal.Signals(code - 128).name})"
+    return ""

@@ -1,0 +1,144 @@
+"""The commands that start a job: one function a launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.cluster.environment import SECRET
+from trainer.errors import ConfigError
+from trainer.ops.supervise.hosts import Host, names, slots_of
+from trainer.ops.supervise.sweep import SSH
+from trainer.watch.status import JOB
+
+_PR_SET_PDEATHSIG = 1
+_PORTS = range(20000, 32000)
+"""Below the ports that a kernel gives to clients."""
+# What belongs to this host or to this shell.
+_PRIVATE = {"DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "USER", "_"}
+# What the input begins with: the environment, because other users can read command lines. A job ends with its ssh,
+# whose end ends the input.
+_ON_HOST = """\
+cd {folder} || exit 127
+exec 3<&0
+{command} < /dev/null &
+job=$!
+(while read -r _; do :; done; kill "$job") <&3 > /dev/null 2>&1 &
+watch=$!
+wait "$job"
+code=$?
+kill "$watch" 2> /dev/null
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process to start on this host."""
+
+    command: tuple[str, ...]
+    script: str = ""
+    """What it reads from its standard input, which then stays open; without one it gets ours."""
+
+
+def launch(launcher: str, hosts: Sequence[Host], command: Sequence[str], job: str) -> list[subprocess.Popen[bytes]]:
+    """Start `command` on all slots of these hosts.
+
+    Raises:
+        ConfigError: the launcher is not installed.
+    """
+    environment = environment_for(job)
+    if launcher == "torchrun":
+        starts = torchrun(hosts, command, environment)
+    else:
+        starts = [horovodrun(hosts, command, [f"--{launcher}"] if launcher in ("mpi", "gloo") else [])]
+    if shutil.which(starts[0].command[0], path=environment["PATH"]) is None:
+        raise ConfigError(f"{starts[0].command[0]} is not installed; --torchrun starts with PyTorch's own launcher")
+    return [_popen(start, environment) for start in starts]
+
+
+def program_of(launcher: str) -> str:
+    """Return the program that stands behind a launcher's name."""
+    return "torchrun" if launcher == "torchrun" else "horovodrun"
+
+
+def environment_for(job: str) -> dict[str, str]:
+    """Return the environment of a job."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    # Open MPI's daemons on other hosts would carry no mark.
+    agent = {"OMPI_MCA_orte_launch_agent": f"env {JOB}={job} orted"}
+    # Another at every start. It reaches the ranks as the rest of the environment does, on no command line.
+    return {**agent, **os.environ, "PATH": path, JOB: job, SECRET: secrets.token_hex(32)}
+
+
+def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[str]) -> Start:
+    """Return the start with horovodrun, which itself goes to the other hosts."""
+    return Start(("horovodrun", *options, "-np", str(slots_of(hosts)), "-H", names(hosts), *command))
+
+
+def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
+    """Return one agent of torchrun for each host; their rendezvous is a port of the first one.
+
+    It is the static one: the agents of c10d load pickles from the store, which asks nobody who they are. Without `--`,
+    torchrun would take the script's options for its own where they abbreviate one, as --log does.
+    """
+    run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--no-python")
+    is_alone = len(hosts) == 1 and hosts[0].is_here
+    first = "127.0.0.1" if is_alone else socket.gethostname() if hosts[0].is_here else hosts[0].name
+    address = ("--master-addr", first, "--master-port", str(_free_port()))
+    starts = []
+    for number, host in enumerate(hosts):
+        agent = (
+            *run, "--rdzv-backend", "static", *address, "--rdzv-id", environment[JOB], "--nnodes", str(len(hosts)),
+            "--node-rank", str(number), "--nproc-per-node", str(host.slots), "--", *command,
+        )  # fmt: skip
+        starts.append(Start(agent) if host.is_here else through_ssh(host, agent, environment))
+    return starts
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on here; on another host it is free in all likelihood."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, str]) -> Start:
+    """Return the start of a command on another host, in this folder and with this environment."""
+    exported = [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in environment.items()
+        if name.isidentifier() and name not in _PRIVATE and not name.startswith("SSH_")
+    ]
+    script = _ON_HOST.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command))
+    return Start((*SSH, host.name, "sh -s"), "\n".join([*exported, script]))
+
+
+def _popen(start: Start, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    process = subprocess.Popen(
+        start.command, env=environment, preexec_fn=end_with_parent, stdin=subprocess.PIPE if start.script else None
+    )
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(start.script.encode())
+            process.stdin.flush()
+    return process

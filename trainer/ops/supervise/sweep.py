@@ -1,0 +1,113 @@
+"""What is done on every host of a job: find its processes, signal or kill them, and read its status files.
+
+One shell script does it, on this host and through ssh on the others, so that a host needs no Python for it. A host that
+does not answer in time is not well: the same call is the probe.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.ops.supervise.hosts import Host
+from trainer.watch.status import JOB, SIZE, RankStatus, read_status
+
+Action = Literal["look", "preempt", "kill"]
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+TIMEOUT_S = 10.0
+"""For all hosts together."""
+# The environment of a process is what it was started with, so the mark stays. A process may be made while others are
+# killed, so killing is repeated. Only those processes of the status files that carry the mark are preempted, as
+# a number may belong to another process by now.
+_SCRIPT = r"""
+job=$1 action=$2
+shift 2
+marked() {
+    for file in $(grep -lsF "JOB=$job" /proc/[0-9]*/environ); do
+        file=${file#/proc/}
+        echo "${file%/environ}"
+    done
+}
+processes=$(marked)
+echo "trainer-host" $processes
+if [ "$action" = kill ]; then
+    left=$processes tries=0
+    while [ -n "$left" ] && [ $tries -lt 50 ]; do
+        kill -9 $left 2> /dev/null
+        sleep 0.05 2> /dev/null || sleep 1
+        left=$(marked) tries=$((tries + 1))
+    done
+fi
+for folder in "$@"; do
+    folder=$folder/trainer-$(id -u)-$job
+    [ -O "$folder" ] && [ ! -L "$folder" ] || continue
+    for file in "$folder"/rank-*; do
+        if [ "$action" = preempt ]; then
+            read -r mark process rest < "$file"
+            grep -qsF "JOB=$job" "/proc/$process/environ" && kill -USR2 "$process"
+        fi
+        cat "$file"
+    done
+    [ "$action" != kill ] || rm -rf "$folder"
+done
+""".replace("JOB", JOB)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host has answered."""
+
+    host: str
+    is_well: bool
+    processes: frozenset[int] = frozenset()
+    """Processes of the job that ran."""
+    ranks: tuple[RankStatus, ...] = ()
+    problem: str = ""
+    """Why it is not well."""
+
+
+def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: float = TIMEOUT_S) -> list[Answer]:
+    """Look for the processes of a job on all hosts at once, signal or kill them; return the answers in their order.
+
+    After "kill", the job's status files are gone too. An empty job is nobody's, and makes the call a mere probe.
+    """
+    deadline = time.monotonic() + timeout_s
+    started = [(host, _start(host, job, action)) for host in hosts]
+    return [_read(host, process, deadline) for host, process in started]
+
+
+def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:
+    folders = sorted({tempfile.gettempdir(), "/tmp"})  # noqa: S108 (of another host, where this one's may be missing)
+    command = ["sh", "-s", "--", job or "nobody", action, *folders]
+    process = subprocess.Popen(
+        command if host.is_here else [*SSH, host.name, shlex.join(command)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(_SCRIPT.encode())
+            process.stdin.close()
+        process.stdin = None
+    return process
+
+
+def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answer:
+    try:
+        output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Answer(host.name, is_well=False, problem="does not answer in time")
+    head, _, records = output.partition(b"\n")
+    words = head.split()
+    if process.returncode != 0 or words[:1] != [b"trainer-host"]:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return Answer(host.name, is_well=False, problem=last or f"ssh has ended with code {process.returncode}")
+    ranks = (read_status(records[at : at + SIZE]) for at in range(0, len(records), SIZE))
+    return Answer(host.name, True, frozenset(map(int, words[1:])), tuple(rank for rank in ranks if rank is not None))

@@ -1,0 +1,141 @@
+"""The ranks of an attempt while it runs: their status files, the dead among them, and whether any makes progress."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.signals import is_running, open_process
+from trainer.ops.supervise.sweep import Answer, on_all_hosts
+from trainer.watch.status import DONE, PREEMPTED, SIZE, RankStatus, folder_name, is_own, read_status
+
+_POLL_S = 5.0
+"""How often other hosts are asked."""
+_SUSPICIOUS_S = 15.0
+"""After this time without progress, other hosts are asked whether they are there."""
+_LOST = 2
+"""A host is lost when it does not answer this many times in a row."""
+
+
+class Ranks:
+    """The ranks of a job. Those on this host are read from their files.
+
+    Other hosts are asked through ssh: for their ranks where this host has none, as all ranks take their updates
+    together; and whether they are there when progress stops, because nothing else tells of a host without power.
+    """
+
+    def __init__(self, hosts: Sequence[Host], job: str, timeout_s: float) -> None:
+        self.all: dict[int, RankStatus] = {}
+        self.host_of: dict[int, str] = {}
+        self.dead: tuple[int, ...] = ()
+        """Ranks of this host whose processes were found gone first, without an orderly end."""
+        self.ended: tuple[int, ...] = ()
+        """Ranks that had ended in good order by then."""
+        self.killed: frozenset[int] = frozenset()
+        """Ranks of this host that ran until `kill` was called."""
+        self.lost: set[str] = set()
+        """Hosts that have stopped to answer."""
+        self.joined_at: float | None = None
+        self.first_update_at: float | None = None
+        self._here = next((host.name for host in hosts if host.is_here), "")
+        self._hosts, self._job, self._timeout_s = hosts, job, timeout_s
+        self._folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
+        self.progress_at = time.monotonic()
+        """When a rank was last seen to have made progress."""
+        self._descriptors: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._unanswered = Counter[str]()
+        self._pool = ThreadPoolExecutor(1)
+        self._asked: Future[list[Answer]] | None = None
+        self._asked_at = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the processes."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank of this host ends."""
+        return list(self._descriptors.values())
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds without any progress, once that is longer than the timeout."""
+        idle = time.monotonic() - self.progress_at
+        working = [rank for rank in self.all.values() if rank.phase not in (PREEMPTED, DONE)]
+        return idle if working and 0 < self._timeout_s < idle else None
+
+    @property
+    def updates(self) -> tuple[int, int] | None:
+        """The first and the last completed update."""
+        counted = [rank for rank in self.all.values() if rank.first_update]
+        return (min(rank.first_update for rank in counted), max(rank.update for rank in counted)) if counted else None
+
+    def kill(self) -> None:
+        """Kill the ranks of this host."""
+        self.killed = frozenset(self._descriptors)
+        for descriptor in self._descriptors.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+    def read(self) -> None:
+        """Look at the ranks."""
+        if self._here:
+            with suppress(OSError):
+                for path in self._folder.iterdir() if is_own(self._folder) else ():
+                    if (status := read_status(path.read_bytes()[:SIZE])) is not None:
+                        self.note(self._here, status)
+            self._look_for_dead()
+        is_idle = bool(self.all) and time.monotonic() - self.progress_at > _SUSPICIOUS_S
+        if not self._here or (is_idle and len(self._hosts) > 1):
+            self._ask()
+
+    def note(self, host: str, status: RankStatus) -> None:
+        """Take in what a rank has reported."""
+        known = self.all.get(status.rank)
+        self.all[status.rank] = status
+        self.host_of[status.rank] = host
+        now = time.monotonic()
+        if known is None or known.progress_s != status.progress_s:
+            # Clocks of other hosts begin elsewhere.
+            self.progress_at = max(self.progress_at, status.progress_s if host == self._here else now)
+        if status.phase != "joining" and self.joined_at is None:
+            self.joined_at = now
+        if status.first_update_s and self.first_update_at is None:
+            self.first_update_at = status.first_update_s if host == self._here else now
+
+    def _look_for_dead(self) -> None:
+        running = {number: rank.pid for number, rank in self.all.items() if number not in self._gone}
+        for number in running.keys() - self._descriptors.keys():
+            if (descriptor := open_process(running[number])) is not None:
+                self._descriptors[number] = descriptor
+        dead = {number for number, process in running.items() if not is_running(process)}
+        for number in dead & self._descriptors.keys():
+            os.close(self._descriptors.pop(number))
+        self._gone |= dead
+        silent = [number for number in dead if self.all[number].phase not in (DONE, PREEMPTED)]
+        if silent and not self.dead:
+            self.dead, self.ended = tuple(sorted(silent)), tuple(sorted(self._gone - set(silent)))
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        if self._asked is None and now - self._asked_at > _POLL_S:
+            self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
+        if self._asked is not None and self._asked.done():
+            for answer in self._asked.result():
+                self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
+                for status in answer.ranks:
+                    self.note(answer.host, status)
+            self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
+            self._asked, self._asked_at = None, now

@@ -1,0 +1,1 @@
+"""What a run tells: progress, the terminal, and the record in a folder."""

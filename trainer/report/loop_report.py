@@ -1,0 +1,172 @@
+"""What a loop of one's own shows and records, on rank 0: its progress, and the values that it logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.cluster.world import World
+from trainer.errors import ConfigError
+from trainer.report.display import Display, clock
+from trainer.report.run_folder import RunFolder, describe_optimizer, describe_run, open_on_root
+
+Settings = Mapping[str, Any] | Namespace
+"""What a script was called with, as a mapping or as argparse returns it."""
+
+_INTERVAL_S = 0.2
+_LINE_EVERY_S = 10.0
+
+
+class _Loader(Protocol):
+    """A loader, as far as it is watched."""
+
+    training: bool
+    unit: str
+    epoch: int
+    taken: int
+    start: int
+
+    def samples_after(self, steps: int) -> int: ...
+    @property
+    def epoch_samples(self) -> int | None: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class LoopReport:
+    """Progress and record of one `Run`.
+
+    Args:
+        world: rank 0 of it shows and writes.
+        settings: of the run, for settings.json.
+    """
+
+    def __init__(self, world: World, settings: Mapping[str, Any]) -> None:
+        self._world, self._settings = world, settings
+        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        """Those that were prepared and are still held, for settings.json."""
+        self._epochs: range | None = None
+        self._folder: RunFolder | None = None
+        self._display: Display | None = None
+        self._has_use, self._began, self._before = False, 0.0, 0
+        self._shown: list[str] = []
+
+    def open(
+        self,
+        folder: str | Path,
+        settings: Settings | None,
+        broadcast_object: Callable[[Any], Any],
+        *,
+        tensorboard: bool,
+        checkpoints: str = "",
+    ) -> Path:
+        """See `Run.record`."""
+        if self._folder is not None:
+            self._folder.close()
+
+        def make() -> RunFolder:
+            optimizers = {"optimizers": [describe_optimizer(one) for one in self.optimizers]}
+            own = vars(settings) if isinstance(settings, Namespace) else settings or {}
+            facts = {"settings": dict(own), **self._settings, **optimizers, **describe_run(self._world)}
+            facts["checkpoints"] = checkpoints
+            return RunFolder(folder, facts, tensorboard=tensorboard, goes_on=bool(checkpoints))
+
+        path, self._folder = open_on_root(self._world, broadcast_object, make)
+        self._has_use = True
+        return path
+
+    def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
+        """See `Run.log`.
+
+        Raises:
+            ConfigError: a value is not a number, or there is neither a folder nor progress.
+        """
+        for name in ("step", "seconds"):
+            if name in values:
+                raise ConfigError(f"run.log writes {name!r} itself; call the value something else")
+        if not self._has_use:
+            raise ConfigError(
+                "run.log has nowhere to write: call run.record() for a folder, or go over the loader with "
+                "run.progress(loader), which shows the values"
+            )
+        if not self._world.is_root:
+            return
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        step = int(step)
+        self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
+        if self._folder is not None:
+            self._folder.append_step(step, numbers)
+            self._folder.plot(step, numbers)
+
+    def count(self, epochs: range, iterate: Callable[[range], Iterator[int]]) -> Iterator[int]:
+        """Yield the numbers of these epochs, from 0."""
+        self._epochs, self._began = epochs, 0.0
+        return iterate(epochs)
+
+    def watch(self, loader: _Loader) -> Iterator[Any]:
+        """See `Run.progress`."""
+        self._has_use = True
+        return self._watch(loader) if self._world.is_root else iter(loader)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _watch(self, loader: _Loader) -> Iterator[Any]:
+        display = self._display = self._display or Display(_LINE_EVERY_S)
+        started = time.monotonic()
+        samples, before = loader.epoch_samples, loader.start
+        if loader.training and not self._began:
+            self._began, self._before = started, loader.epoch * (samples or 0) + before
+        next_show = started + _INTERVAL_S
+        try:
+            for number, batch in enumerate(loader, 1):
+                yield batch
+                now = time.monotonic()
+                if now >= next_show:
+                    next_show = now + _INTERVAL_S
+                    done = loader.taken if loader.training else loader.samples_after(number)
+                    done = min(done, samples or sys.maxsize)
+                    rate = (done - before) / (now - started)
+                    details = [*self._shown, f"{rate:,.0f} {loader.unit}/s"]
+                    if samples is not None:
+                        details.append(f"{clock(self._left(loader, done, samples, rate, now))} left")
+                    display.show(self._name(loader), done, samples, details)
+        finally:  # also where the loop was left early
+            display.clear()
+
+    def _name(self, loader: _Loader) -> str:
+        if not loader.training:
+            return "evaluation"
+        of_all = f"/{self._epochs.stop}" if self._epochs is not None and self._counts(loader) else ""
+        return f"epoch {loader.epoch}{of_all}"
+
+    def _left(self, loader: _Loader, done: int, samples: int, rate: float, now: float) -> float:
+        """Return the seconds that are left: of all epochs where they are counted."""
+        epochs = self._epochs
+        if epochs is None or not self._counts(loader):
+            return (samples - done) / rate
+        # With what happens between the epochs, such as an evaluation.
+        trained = (loader.epoch - 1) * samples + done
+        return (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
+
+    def _counts(self, loader: _Loader) -> bool:
+        """Return whether this pass is one of the loop's epochs."""
+        epochs = self._epochs
+        return loader.training and epochs is not None and loader.epoch in range(epochs.start + 1, epochs.stop + 1)
+
+
+def _number(name: str, value: Tensor | float) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(f"run.log takes numbers, and {name} is {what}") from None

@@ -1,0 +1,65 @@
+"""Progress on rank 0: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from trainer.cluster.output import print_line
+from trainer.report.callback import Callback, EpochRecord, FitContext, ProgressEvent
+from trainer.report.display import Display, clock
+
+
+class Progress(Callback):
+    """Show on rank 0 the epoch, the loss, samples/s over all ranks, and the time left.
+
+    Args:
+        every_s: seconds between two lines where there is no terminal. An epoch's end is always reported.
+    """
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._started, self._before = 0.0, 0
+        self._display: Display | None = None
+
+    def on_fit_start(self, context: FitContext) -> None:
+        self._started, self._before = time.monotonic(), context.samples_before
+        if context.world.is_root:
+            print_line(context.learning_rate)
+            self._display = Display(self._every_s)
+
+    def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
+        if self._display is not None:
+            left = f"{clock(self._time_left(event))} left"
+            details = (f"loss {event.loss:.4f}", f"{event.samples_per_s:,.0f} samples/s", left)
+            self._display.show(f"epoch {event.epoch}/{event.epochs}", event.done, event.samples, details)
+
+    def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
+        if self._display is not None:
+            self._display.clear()
+            print_line(_describe(record))
+
+    def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
+        self._display = None
+
+    def _time_left(self, event: ProgressEvent) -> float:
+        done = (event.epoch - 1) * event.samples + event.done
+        elapsed = time.monotonic() - self._started
+        return elapsed / max(done - self._before, 1) * (event.epochs * event.samples - done)
+
+
+def _describe(record: EpochRecord) -> str:
+    parts = [f"epoch {record.epoch}/{record.epochs}: loss {record.train_loss:.4f}"]
+    if record.validation is not None:
+        metrics = record.validation.metrics
+        parts += [
+            f"validation {name} {metrics[name]:.4f}" if name == "loss" else f"{name} {_value(name, metrics[name])}"
+            for name in metrics
+        ]
+        parts.append(f"evaluated {record.validation.evaluated}/{record.validation.samples}")
+    parts.append(f"{record.seconds:.2f} s ({record.samples_per_s:,.0f} samples/s)")
+    return ", ".join(parts)
+
+
+def _value(name: str, value: float) -> str:
+    """Format a metric. Only an accuracy is known to be a share."""
+    return f"{100 * value:.2f} %" if "accuracy" in name and 0 <= value <= 1 else f"{value:.4f}"

@@ -1,0 +1,196 @@
+"""Local training: ranks train by themselves for some updates, then average their weights, under every strategy.
+
+Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217): post-local
+SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
+Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
+optimizer. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+Averaging" (2020, arXiv:2006.00441): the weights are sent while the next updates are computed, and what these have
+changed is added to the average.
+docs/strategies.md has the drawing and the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.strategies.base import NamedParameters
+from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all, start_mean
+from trainer.strategies.compress.whole_gradients import WholeSynchronizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """The outer optimizer: SGD with Nesterov momentum (Sutskever et al. 2013), as torch.optim.SGD computes it."""
+
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """When ranks average their weights, and how they go on from there."""
+
+    every: int
+    """Updates of a round."""
+    full_updates: int = 0
+    """The first so many updates are synchronous ones."""
+    overlap: bool = False
+    """Whether a round's weights are sent during the next one, at whose end the average is taken."""
+    outer: Outer | None = None
+    """Takes a step with the average; without one, the average itself is what the ranks go on from."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Weights on their way."""
+
+    own: list[Tensor]
+    """This rank's."""
+    means: Callable[[], list[Tensor]]
+    """Waits for the ranks' means."""
+
+
+class LocalSynchronizer(WholeSynchronizer):
+    """Averages weights in place of gradients, after each round of updates that every rank takes by itself."""
+
+    def __init__(self, parameters: NamedParameters, transport: Transport, rounds: Rounds) -> None:
+        super().__init__(parameters, transport)
+        self._rounds = rounds
+        self._in_round = 0
+        self._states_differ = self._differs = False
+        self._sent: _Sent | None = None
+        self._is_new = True
+        """Whether the next step is the first one of an update."""
+        self._anchors: dict[str, Tensor] = {}
+        self._velocities: dict[str, Tensor] = {}
+        self._has_begun = False
+        """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
+        if rounds.outer is not None:
+            self._anchors = {name: _copy(parameter) for name, parameter in parameters}
+            self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        named = zip(self.names, self.parameters, strict=True)
+        return {name: parameter for name, parameter in named if parameter is not None}
+
+    @property
+    def weights_are_equal(self) -> bool:
+        return self.updates < self._rounds.full_updates
+
+    def _complete(self) -> None:
+        self._is_new = True
+        if self.weights_are_equal:
+            self._average()
+        elif not self._has_begun:
+            self._has_begun = True
+            self._take_anchors()
+
+    def _take_anchors(self) -> None:
+        parameters = self._named
+        for name, anchor in self._anchors.items():
+            anchor.copy_(parameters[name].detach())
+
+    def after_step(self) -> None:
+        if not self._is_new:  # another optimizer's step on the same gradients
+            self._differs = self._has_begun
+            return
+        self._is_new = False
+        was_synchronous, self.updates = self.weights_are_equal, self.updates + 1
+        if not was_synchronous:
+            self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
+            if self._in_round == self._rounds.every:
+                self._end_round()
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
+        if not self._rounds.overlap:
+            self._average_weights()
+            return
+        self._take_average()
+        self._in_round, self._differs = 0, False
+        parameters = [*self._named.values()]
+        self._sent = _Sent([*map(_copy, parameters)], start_mean(parameters, self._transport, "weights"))
+
+    def _take_average(self) -> None:
+        """Go on from the average of the weights that were sent, and from what this rank has changed since."""
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        for (name, parameter), own, mean in zip(self._named.items(), sent.own, sent.means(), strict=True):
+            parameter.copy_(self._go_on_from(name, mean) + (parameter - own))
+
+    def _was_written_to(self, sent: _Sent) -> bool:
+        """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
+        pairs = zip(self._named.values(), sent.own, strict=True)
+        changed = any(not torch.equal(parameter.to(own.dtype), own) for parameter, own in pairs)
+        return bool(self._transport.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
+
+    def _average_weights(self) -> None:
+        self._in_round, self._differs = 0, False
+        parameters = self._named
+        means = mean_of_all([*parameters.values()], self._transport, "weights")
+        for (name, parameter), mean in zip(parameters.items(), means, strict=True):
+            parameter.copy_(self._go_on_from(name, mean))
+
+    def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
+        outer = self._rounds.outer
+        if outer is None:
+            return mean
+        anchor, velocity = self._anchors[name], self._velocities[name]
+        change = anchor - mean
+        velocity.mul_(outer.momentum).add_(change)
+        return anchor.sub_(change.add_(velocity, alpha=outer.momentum), alpha=outer.lr)
+
+    @torch.no_grad()
+    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+        if self._sent is not None:
+            self._differs = self._differs or self._was_written_to(self._sent)
+            self._take_average()
+        if self._differs:
+            self._average_weights()
+        if not self._states_differ or not optimizers:
+            return
+        self._states_differ = False
+        own = set(map(id, self._named.values()))
+        states = [
+            value
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in own
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and (value.shape, value.device) == (parameter.shape, parameter.device)
+        ]
+        for value, mean in zip(states, mean_of_all(states, self._transport, "states"), strict=True):
+            value.copy_(mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        anchors = self._anchors if self._has_begun else {}
+        return {"kind": "local", "updates": self.updates, "anchors": anchors, "velocities": self._velocities}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._has_begun = False
+        if self._sent is not None:  # the weights that it belongs to are gone
+            self._sent.means()
+            self._sent = None
+        if state.get("kind") != "local":
+            return
+        self.updates, self._has_begun = state["updates"], bool(state["anchors"])
+        self._take_anchors()  # for a parameter that has none there, because it was frozen
+        for own, found in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
+            for name, tensor in own.items():
+                if name in found and found[name].shape == tensor.shape:
+                    tensor.copy_(found[name])
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(exact_type(parameter.dtype), copy=True)

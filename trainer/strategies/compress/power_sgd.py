@@ -1,0 +1,160 @@
+"""PowerSGD: gradients are sent as products of two narrow matrices; docs/strategies.md has the drawing and the formula.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(NeurIPS 2019, arXiv:1905.13727), algorithms 1 and 2: one step of a power iteration for each update, which begins with
+the last update's factor (warm start), and error feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.strategies.base import NamedParameters
+from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all
+from trainer.strategies.compress.whole_gradients import WholeSynchronizer
+
+_LEAST_SAVING = 2.0
+"""A gradient whose factors are not smaller by this factor is sent as it is; PyTorch's hook has the same default."""
+
+
+class Factors:
+    """The approximation of one parameter's gradient, as the matrix of n = its first dimension by m = all others.
+
+    Args:
+        number: of the parameter; the random numbers that it begins with depend on it, and not on the rank.
+        rank: of the approximation, at most min(n, m).
+    """
+
+    def __init__(self, parameter: Tensor, rank: int, number: int) -> None:
+        self.shape = (parameter.shape[0], parameter.numel() // parameter.shape[0])
+        options = {"dtype": exact_type(parameter.dtype), "device": parameter.device}
+        self.error: Tensor = torch.zeros(self.shape, **options)  # type: ignore[call-overload]
+        """What this rank's gradients had and the updates did not, n × m."""
+        self.right: Tensor = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
+        """The factor that the next update begins with, m × rank; the same on all ranks."""
+        self._left = torch.empty(0)
+        self._number = number
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all earlier gradients."""
+        generator = torch.Generator().manual_seed(self._number)
+        self.right.copy_(torch.randn(self.right.shape, generator=generator, dtype=torch.float64))
+        self.error.zero_()
+
+    def project(self, gradient: Tensor) -> Tensor:
+        """Add this rank's gradient to the error; return the product with the right factor, n × rank."""
+        self.error += gradient.reshape(self.shape)
+        # The narrow factor comes first here and below, where MKL takes twelve times as long for error.T @ left.
+        basis: Tensor = torch.linalg.qr(self.right).Q
+        return (basis.T @ self.error.T).T
+
+    def project_back(self, left: Tensor) -> Tensor:
+        """Return this rank's right factor for the mean of `project`, m × rank. What both leave is the new error."""
+        # QR and not a division by the norm: a column of zeros, from a gradient of zeros, stays a direction.
+        self._left = torch.linalg.qr(left).Q
+        own: Tensor = self._left.T @ self.error
+        self.error.addmm_(self._left, own, alpha=-1)
+        return own.T
+
+    def approximate(self, right: Tensor, gradient: Tensor) -> None:
+        """Write the mean gradient's approximation, from the mean of `project_back`, over this rank's gradient."""
+        self.right = right
+        if gradient.is_contiguous() and gradient.dtype == right.dtype:
+            torch.mm(self._left, right.T, out=gradient.view(self.shape))
+        else:
+            gradient.copy_((self._left @ right.T).view(gradient.shape))
+
+
+class PowerSGDSynchronizer(WholeSynchronizer):
+    """All-reduces two messages: all left factors, beside the gradients that are small already; then all right factors.
+
+    Each rank keeps what its factors leave of its gradients, and adds it to the next ones. The factors are linear in the
+    gradients, so only the mean of all ranks' errors matters to them. A checkpoint keeps that mean, from which any
+    number of ranks goes on.
+
+    Args:
+        rank: of the approximations; the wider, the closer.
+        full_updates: the first so many updates send whole gradients.
+        least_saving: a gradient is sent whole unless its factors are smaller by more than this factor.
+    """
+
+    def __init__(
+        self,
+        parameters: NamedParameters,
+        transport: Transport,
+        *,
+        rank: int,
+        full_updates: int = 0,
+        least_saving: float = _LEAST_SAVING,
+    ) -> None:
+        super().__init__(parameters, transport)
+        self._full_updates = full_updates
+        widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
+        self._factors = {
+            place: Factors(parameters[place][1].detach(), width, place) for place, width in enumerate(widths) if width
+        }
+
+    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        if self.updates < self._full_updates:
+            return super()._replace_by_mean(gradients)
+        whole = [place for place in range(len(gradients)) if place not in self._factors]
+        sent = [factors.project(gradients[place]) for place, factors in self._factors.items()]
+        others = [*(gradients[place] for place in whole), self.has_gradients()]
+        *means, counts = mean_of_all([*sent, *others], self._transport, "left")
+        for place, mean in zip(whole, means[len(sent) :], strict=True):
+            gradients[place].copy_(mean)
+        lefts = means[: len(sent)]
+        if not all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
+            self._begin_anew(gradients)
+            return counts
+        sent = [one.project_back(left) for one, left in zip(self._factors.values(), lefts, strict=True)]
+        rights = mean_of_all(sent, self._transport, "right")
+        for (place, factors), right in zip(self._factors.items(), rights, strict=True):
+            factors.approximate(right, gradients[place])
+            if not counts[place]:  # nobody will apply it, because no rank's pass has reached this parameter
+                factors.error += gradients[place].reshape(factors.shape)
+        return counts
+
+    def _begin_anew(self, gradients: Sequence[Tensor]) -> None:
+        """Make gradients that overflowed on some rank NaN on all, and keep them out of the errors."""
+        for place, factors in self._factors.items():
+            gradients[place].fill_(torch.nan)
+            factors.begin_anew()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean error and the factors. Every rank goes on with the mean error, as it would after a load."""
+        errors = mean_of_all([one.error for one in self._factors.values()], self._transport, "error")
+        for factors, mean in zip(self._factors.values(), errors, strict=True):
+            factors.error.copy_(mean)
+        kept = {self.names[place]: one for place, one in self._factors.items()}
+        return {
+            "kind": "powersgd",
+            "updates": self.updates,
+            "errors": {name: one.error for name, one in kept.items()},
+            "factors": {name: one.right for name, one in kept.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a state. One of another rank of approximation, or of other parameters, counts where it fits."""
+        if state.get("kind") != "powersgd":
+            return
+        self.updates = state["updates"]
+        for place, factors in self._factors.items():
+            name = self.names[place]
+            for own, found in ((factors.error, state["errors"].get(name)), (factors.right, state["factors"].get(name))):
+                if found is not None and found.shape == own.shape:
+                    own.copy_(found)
+
+
+def _width(parameter: Tensor, rank: int, least_saving: float) -> int:
+    """Return the width of a parameter's factors; 0 where its gradient is sent whole."""
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return 0
+    rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+    width = min(rank, rows, columns)
+    return width if (rows + columns) * width * least_saving < rows * columns else 0

@@ -1,0 +1,167 @@
+"""Failure handling: an uncaught exception on one rank ends the whole job, with one clear message."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from trainer.cluster.environment import Launch, launches, read_launch
+from trainer.cluster.output import print_line
+from trainer.errors import ConfigError, DataError, TrainerError, name_rank
+from trainer.files import writable_places
+from trainer.watch.marks import note_failure
+from trainer.watch.stacks import Call, waits_for
+from trainer.watch.status import LOST_PEER, MISTAKE, report_failure
+
+# A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
+# them by then, so that the line appears once.
+_LET_RANK_0_PRINT_FIRST_S = 5.0
+# A rank that lost its peer knows less than the peer does, so the peer may print first.
+_LET_PEER_PRINT_FIRST_S = 3.0
+# The watcher says which ranks had called another collective, once it has heard all of them.
+_LET_WATCHER_EXPLAIN_S = 1.5
+# Horovod's and torch.distributed's exceptions for a rank that has gone.
+_LOST_PEER = ("HorovodInternalError", "DistBackendError")
+_LOST_PEER_OF_GLOO = "gloo/transport"
+# Time for other libraries to write what they hold, such as loggers of metrics.
+_FLUSH_S = 3.0
+
+MISTAKE_CODE = 78
+"""Exit code of a rank that a user's mistake has ended, EX_CONFIG of sysexits.h: it is not worth another try."""
+
+_earlier_hooks: list[Callable[..., object]] = []
+_explanations: list[Callable[[BaseException], str]] = []
+_collective_handlers: list[Callable[[], object]] = []
+
+
+def report_failures() -> None:
+    """Install an exception hook that ends the whole job when this rank fails.
+
+    Without it, Python's shutdown on the failing rank waits for Horovod's, which waits for ranks that wait for an
+    all-reduce: a hang. With it, the failing rank prints its rank, its host and the error, and exits at once, with
+    code 1, or 78 for a `ConfigError` or `DataError`; every launcher then ends the other ranks. `trainer.init` and
+    `Trainer` call this; a script that reads data first calls it in its first line. A hook that was there before shows
+    the traceback. Exit handlers get 3 seconds.
+    """
+    # An interactive session goes on after a mistake.
+    if not hasattr(sys, "ps1") and sys.excepthook is not _end_job:
+        if sys.excepthook is not sys.__excepthook__:
+            _earlier_hooks.append(sys.excepthook)
+        sys.excepthook = _end_job
+
+
+def explain_failures(explain: Callable[[BaseException], str]) -> None:
+    """Have errors of other libraries told as a user's mistake, in one line, where `explain` returns one."""
+    if explain not in _explanations:
+        _explanations.append(explain)
+
+
+def at_exit(handler: Callable[[], object]) -> None:
+    """Register an exit handler that waits for other ranks, and is therefore left out where this rank fails."""
+    _collective_handlers.append(handler)
+    atexit.register(handler)
+
+
+def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    launch = _read_launch()
+    if explanation := next(filter(None, (explain(error) for explain in _explanations)), ""):
+        kind, error = ConfigError, ConfigError(explanation)
+    if issubclass(kind, KeyboardInterrupt):
+        end_process("interrupted" if launch.rank == 0 else "", 130)
+    lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
+    # An error of a backward pass on this rank alone has the same innermost line.
+    was_in_collective = note_failure(waits_for(_calls(trace)) if lost_peer else "")
+    is_mistake = issubclass(kind, (ConfigError, DataError))
+    report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch)
+    if issubclass(kind, TrainerError):
+        if launch.rank != 0:
+            time.sleep(_LET_RANK_0_PRINT_FIRST_S)
+        _end(launch, f"{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
+    if lost_peer:
+        time.sleep(_LET_PEER_PRINT_FIRST_S)
+        _end(launch, f"lost another rank, and with it the job ({kind.__name__})", 1)
+    _show(kind, error, trace)
+    if was_in_collective:
+        time.sleep(_LET_WATCHER_EXPLAIN_S)
+    what = str(error) or "no further message"  # as of a MemoryError
+    _end(launch, f"{kind.__name__}: {what}{writable_places(error)}", 1)
+
+
+def _calls(trace: TracebackType | None) -> list[Call]:
+    """Return a traceback's calls, the innermost first. Reads no source, whose disk may be why this rank fails."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
+    return [(code.co_filename, code.co_name) for code in reversed(codes)]
+
+
+def _read_launch() -> Launch:
+    try:
+        return read_launch()
+    except ConfigError:  # which may be the very error: of nested launchers each has a rank 0
+        with suppress(ConfigError):
+            return max(launches(), key=lambda launch: launch.rank, default=Launch())
+        return Launch()
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not _earlier_hooks:
+        _print_line("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+        return
+    # Taken away first: a hook of torch.distributed's, or of the user's, may have been put around ours and call it.
+    earlier = _earlier_hooks.pop()
+    with suppress(Exception):
+        earlier(kind, error, trace)
+
+
+def _end(launch: Launch, message: str, code: int) -> None:
+    end_process(name_rank(message, launch.rank, launch.size, socket.gethostname()), code)
+
+
+def end_process(message: str, code: int) -> None:
+    """End this process without what waits for other ranks, which Python's own end would call."""
+    # The reader of our output may be gone already; that must not keep this rank alive.
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if message:
+        _print_line(f"trainer: {message}")
+    flushing = threading.Thread(target=_flush, daemon=True)
+    with suppress(RuntimeError, KeyboardInterrupt):  # no thread can be started, or a second Ctrl-C
+        flushing.start()
+        flushing.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _print_line(text: str) -> None:
+    # Not sys.stderr: torch.distributed wraps the hook and buffers what it prints.
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            print_line(text, sys.__stderr__)
+
+
+def _flush() -> None:
+    """Do what Python's own end does for files and other libraries, without what waits for other ranks."""
+    horovod = sys.modules.get("horovod.torch.mpi_ops")
+    for handler in (*_collective_handlers, *([horovod._basics.shutdown] if horovod else [])):
+        atexit.unregister(handler)
+    _flush_files()  # before exit handlers that may hang
+    atexit._run_exitfuncs()
+    _flush_files()
+
+
+def _flush_files() -> None:
+    # TensorBoard's writers have no exit handler, and by themselves write every two minutes.
+    board = sys.modules.get("tensorboard.summary.writer.event_file_writer")
+    kinds = (io.IOBase, *([board.EventFileWriter] if board else []))
+    for one in gc.get_objects():
+        if issubclass(type(one), kinds):  # isinstance would wake proxies that warn
+            with suppress(Exception):
+                one.flush()

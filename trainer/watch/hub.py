@@ -1,0 +1,259 @@
+"""The hub: the watcher beside rank 0, which hears all others, judges, and has the job ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from trainer.watch.judge import Verdict, is_paused, judge, notice
+from trainer.watch.limits import Limit, Notices
+from trainer.watch.mismatch import explain, has_failed
+from trainer.watch.ranks import LocalRanks
+from trainer.watch.report import announce, say, say_why, warn, write_stacks
+from trainer.watch.views import Host, View, view_from
+from trainer.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+
+SILENT_S = 15.0
+"""A host that has not been heard for so long is lost; one that never was is named."""
+_BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
+_ANSWER_S = 4.0
+"""Four times as long as between two reports of a watcher."""
+_MOST_UNPROVEN = 64
+_SENT_S = 2.0
+_TICK_S = 0.05
+_SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
+"""How long after a failure it may be explained, and how long the other hosts are heard for that."""
+
+
+class Hub:
+    """Watches a whole job.
+
+    Args:
+        hosts: all of the job; the first is this one.
+        listener: for the watchers of the others; None without others.
+        given_s: the user's limit; None measures one.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], ranks: LocalRanks, listener: socket.socket | None, token: str,
+        given_s: float | None, script: str,
+    ) -> None:  # fmt: skip
+        now = time.monotonic()
+        self._hosts, self._ranks, self._listener = hosts, ranks, listener
+        self._token, self._script = token, script
+        self._links: list[Link] = []
+        self._limit, self._notices = Limit(given_s, now), Notices()
+        self._started = self._beat_at = now
+        self._has_warned = self._has_explained = self._is_paused = False
+        self._look_until = self._next_look = self._failed_at = 0.0
+        self._looked: set[int] = set()
+        self.verdict: Verdict | None = None
+        hosts[0].is_connected, hosts[0].heard_at = True, now
+        if listener is not None:
+            listener.setblocking(False)
+
+    @property
+    def readers(self) -> list[Any]:
+        return [*self._links, *([self._listener] if self._listener else [])]
+
+    @property
+    def writers(self) -> list[Link]:
+        return [link for link in self._links if link.wants_to_write]
+
+    def postpone(self) -> None:
+        """Begin to count anew: this host has slept."""
+        now = time.monotonic()
+        self._limit.postpone(now)
+        self._look_until = 0.0
+        for link in self._links:
+            link.heard_at = now
+
+    def tick(self) -> None:
+        """Hear the others, and judge."""
+        now = time.monotonic()
+        self._accept()
+        for link in list(self._links):
+            self._serve(link, now)
+        self._note(self._hosts[0], self._ranks.views(), now)
+        self._beat(now)
+        self._check_hosts(now)
+        self._explain(now)
+        if is_paused(self._hosts):
+            if not self._is_paused:
+                warn("the job's ranks are stopped; hangs are watched for when they go on")
+            self._is_paused = True
+            self._limit.postpone(now)
+            self._look_until = 0.0
+            return
+        self._is_paused = False
+        self._judge(now)
+
+    def leave(self) -> None:
+        """Tell the others that this host's ranks have ended, and end the connections."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        self.tick()  # with what the ranks did last
+        while self._must_ask and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            self.tick()
+        self._explain(time.monotonic(), is_last=True)
+        self._tell({"do": "bye"})
+        for link in self._links:
+            link.flush_for(0.2)
+            link.close()
+
+    def end(self) -> None:
+        """Print the verdict, and end the job on every host."""
+        verdict = self.verdict
+        if verdict is None:
+            return
+        announce(verdict)
+        self._tell({"do": "end", "said": verdict.first, "culprits": list(verdict.culprits)})
+        deadline = time.monotonic() + _SENT_S
+        for link in self._links:
+            link.flush_for(max(0.0, deadline - time.monotonic()))
+        write_stacks(verdict, self._hosts, self._script)
+        self._ranks.end(verdict.first, verdict.culprits)
+
+    @property
+    def _must_ask(self) -> bool:
+        """Whether another host may know why the job has failed, also where the ranks of this one have just ended."""
+        return not self._has_explained and any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
+
+    def _explain(self, now: float, *, is_last: bool = False) -> None:
+        if self._has_explained or not has_failed([view for host in self._hosts for view in host.views.values()]):
+            return
+        if not self._failed_at:
+            self._failed_at = now
+            self._tell({"do": "report"})
+        # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
+        is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.is_connected)
+        is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
+        if (is_due or is_last) and (lines := explain(self._hosts)):
+            self._has_explained = True
+            say_why(lines)
+            self._ranks.note_why("; ".join(lines))
+
+    def _judge(self, now: float) -> None:
+        idle_s = now - self._limit.progress_at
+        if self._look_until:
+            here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
+            if here - self._looked and now < self._look_until:
+                return
+            self._look_until = 0.0
+            for number in here - self._looked:
+                self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
+            self._conclude(now, idle_s)
+        elif self._is_look_due(now, idle_s):
+            self._look_until, self._looked = now + _LOOK_S, {0}
+            self._tell({"do": "look"})
+            self._note(self._hosts[0], self._ranks.views_with_stacks(), time.monotonic())
+
+    def _is_look_due(self, now: float, idle_s: float) -> bool:
+        if idle_s > self._limit.seconds:
+            return now >= self._next_look
+        return self._notices.is_due(idle_s, self._limit.seconds)
+
+    def _conclude(self, now: float, idle_s: float) -> None:
+        """Judge by what was seen at a look, or say before the limit what is waited for."""
+        excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+        if "debugger" in excuses:
+            self._limit.postpone(now)
+        elif idle_s > self._limit.seconds:
+            self._next_look = now + _AGAIN_S
+            verdict = judge(self._hosts, idle_s)
+            # Whoever sets the limit knows how long a rank may work by itself.
+            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
+            if (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
+                self.verdict = verdict
+        elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
+            self._notices.on_said()
+            say([f"trainer: {text}"])
+        else:
+            self._notices.put_off(idle_s)
+
+    def _note(self, host: Host, views: dict[int, View], now: float) -> None:
+        moved = False
+        for rank, view in views.items():
+            before = host.views.get(rank)
+            if before is None or view.changed_since(before):
+                moved = True
+            elif not view.stacks and self._look_until:
+                # What was seen of its stack holds until it goes on.
+                view = replace(before, process=view.process, cpu=view.cpu)
+            host.views[rank] = view
+        if moved:
+            self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)
+            self._notices.on_progress()
+            self._look_until = 0.0
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._links.append(Link(connection, self._token, is_hub=True))
+                unproven = [link for link in self._links if not link.is_proven]
+                if len(unproven) > _MOST_UNPROVEN:
+                    self._drop(unproven[0])
+
+    def _serve(self, link: Link, now: float) -> None:
+        try:
+            # What a watcher says last is there, also where it takes no more.
+            for message in link.receive():
+                self._take(link, message, now)
+            link.flush()
+            if not link.is_proven and now - link.opened_at > TIMEOUT_S:
+                raise RefusedError("it has not proven anything in time")
+        except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
+            self._drop(link, is_lost=is_timeout(error))
+
+    def _take(self, link: Link, message: dict[str, Any], now: float) -> None:
+        if link.host < 0:
+            number = int(message["host"])
+            if number not in range(1, len(self._hosts)):
+                raise RefusedError(f"the job has no host {number} beside this one")
+            link.host = number
+            for earlier in [one for one in self._links if one.host == link.host and one is not link]:
+                self._drop(earlier)
+        host = self._hosts[link.host]
+        host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
+        host.has_left = bool(message.get("bye"))
+        self._note(host, {view.rank: view for view in map(view_from, message.get("views", ()))}, now)
+        if message.get("looked"):
+            self._looked.add(link.host)
+
+    def _drop(self, link: Link, *, is_lost: bool = False) -> None:
+        if link in self._links:
+            self._links.remove(link)
+        link.close()
+        if link.host >= 0 and not any(one.host == link.host for one in self._links):
+            host = self._hosts[link.host]
+            host.is_connected, host.is_lost = False, is_lost and not host.has_left
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for link in list(self._links):
+            try:
+                link.send(message)
+            except (RefusedError, OSError) as error:
+                self._serve(link, time.monotonic())
+                self._drop(link, is_lost=is_timeout(error))
+
+    def _beat(self, now: float) -> None:
+        if now - self._beat_at >= _BEAT_S:
+            self._beat_at = now
+            self._tell({"do": "go on"})
+
+    def _check_hosts(self, now: float) -> None:
+        for link in list(self._links):
+            if link.host >= 0 and now - link.heard_at > SILENT_S:
+                self._drop(link, is_lost=True)
+        if now - self._started > SILENT_S and not self._has_warned:
+            self._has_warned = True
+            silent = [host.name for host in self._hosts if not host.heard_at]
+            if silent:
+                warn(f"the watcher of {', '.join(silent)} has not connected: hangs there are not watched for")

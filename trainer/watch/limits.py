@@ -1,0 +1,109 @@
+"""How long a job may be without progress: given, or measured from its own steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+
+from trainer.watch.views import View
+
+LEAST_S, LONGEST_S = 30.0, 540.0
+"""The longest is below the 600 s after which torch.distributed ends a job by itself."""
+NOTICE_S = 30.0
+"""Where the limit is much longer, what is waited for is said after this long."""
+START_S = 1800.0
+"""Until the first step: rank 0 may prepare the data, and the model is broadcast."""
+FACTOR = 10.0
+_LATELY = 100
+_FIRST_STEPS = 3
+"""The first ones compile, allocate and connect."""
+TRAINING = {"", "joining", "joined", "training"}
+"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
+
+
+class Limit:
+    """The longest time without progress, for each stage of the job apart.
+
+    Args:
+        given_s: what the user has set; None measures.
+    """
+
+    def __init__(self, given_s: float | None, now: float) -> None:
+        self._given_s = given_s
+        self.progress_at = now
+        """When a rank did something last."""
+        self.stage = "start"
+        self._gaps: dict[str, deque[float]] = {}
+        self._left: set[str] = set()
+
+    def postpone(self, now: float) -> None:
+        """Begin anew, without taking the time since the last progress for one of the job's."""
+        self.progress_at = now
+
+    def on_progress(self, views: Collection[View], now: float) -> None:
+        """Note that a rank has done something."""
+        if (gap := now - self.progress_at) >= 1.0:
+            self._gaps.setdefault(self.stage, deque(maxlen=_LATELY)).append(gap)
+        self.progress_at = now
+        stage = stage_of(views)
+        if stage != self.stage:
+            self._left.add(self.stage)
+            self.stage = stage
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user has set it."""
+        return self._given_s is not None
+
+    @property
+    def longest(self) -> float:
+        """For what may go on by itself."""
+        return max(LONGEST_S, self.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Of this stage."""
+        if self.stage == "start":
+            return max(self._given_s or 0.0, START_S)
+        if self._given_s is not None:
+            return self._given_s
+        # What an evaluation or a checkpoint takes is known once the job has come through one.
+        if self.stage not in ("training", *self._left):
+            return LONGEST_S
+        longest = max(self._gaps.get(self.stage, ()), default=0.0)
+        return min(max(LEAST_S, FACTOR * longest), LONGEST_S)
+
+
+class Notices:
+    """When to say what is waited for, long before the limit: once in each wait, and each time after twice as long."""
+
+    def __init__(self) -> None:
+        self._after_s = self._next_s = NOTICE_S
+
+    def is_due(self, idle_s: float, limit_s: float) -> bool:
+        """Return whether to look at the ranks, in a wait that has taken so long and will not be judged soon."""
+        return self._next_s <= idle_s and limit_s >= 2 * self._after_s
+
+    def put_off(self, idle_s: float) -> None:
+        """Look again later: nothing was to be said."""
+        self._next_s = 2 * idle_s
+
+    def on_said(self) -> None:
+        """Say nothing more of this wait."""
+        self._after_s, self._next_s = 2 * self._after_s, math.inf
+
+    def on_progress(self) -> None:
+        """Begin to count anew."""
+        self._next_s = self._after_s
+
+
+def stage_of(views: Collection[View]) -> str:
+    """Return what the job does: "start" before its first step, else "training", or what a rank does beside it."""
+    steps = max((view.steps for view in views), default=0)
+    if steps < 1:
+        return "start"
+    others = sorted({view.phase for view in views} - TRAINING)
+    if others:
+        return ", ".join(others)
+    return "training" if steps > _FIRST_STEPS else "first steps"

@@ -1,0 +1,126 @@
+"""Why a collective has failed, from the views of all ranks: some called another one than the others. No processes.
+
+MPI, Gloo and Horovod end a job whose ranks call different collectives with an error about lengths or connections, which
+names no rank. What the ranks had noted before tells which of them it was.
+
+Ranks of a healthy job that fails are not at the same place either: one has its result a moment earlier, and waits in
+the next collective. But whoever is ahead has been through what the others wait in. Where neither of two ranks has been
+through what the other waits in, they have called different collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trainer.watch.judge import EARLY_END, MOST_NAMED, by_collective, list_of, name, same_collectives
+from trainer.watch.looks import GONE
+from trainer.watch.mark_layout import ENDED, State
+from trainer.watch.views import Host, View
+
+
+def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """Return what to say of a job that has failed; nothing where its ranks may have called the same collectives.
+
+    Args:
+        hosts: of the job, with what each rank did last.
+    """
+    known = {rank: view for host in hosts for rank, view in host.views.items()}
+    # Who has caught an error of a collective, and gone on, tells nothing about the others.
+    views = {rank: view for rank, view in sorted(known.items()) if view.failures <= (view.state == State.FAILED)}
+    different = _different(views) if has_failed(views.values()) else {}
+    if not different:
+        return ()
+    host_of = {rank: host.name for host in hosts for rank in host.ranks}
+    behind = min(different.values(), key=lambda view: view.collectives)
+    called = {rank: _called_beside(behind, view) for rank, view in views.items()}
+    others = {rank: view for rank, view in called.items() if rank not in different and _place(view).is_in}
+    lines = [f"rank {rank} on {host_of[rank]} {_what_it_did(called[rank])}" for rank in list(different)[:MOST_NAMED]]
+    if len(different) > MOST_NAMED:
+        lines.append(f"and {len(different) - MOST_NAMED} more ranks")
+    lines += [f"{list_of(ranks)} called {what}" for what, ranks in by_collective(others).items()]
+    has_ended = any(_place(view).has_ended for view in different.values())
+    return (*lines, EARLY_END if has_ended else same_collectives(different.values()))
+
+
+def has_failed(views: Iterable[View]) -> bool:
+    """Return whether a rank has failed: in a collective, or because its process has gone."""
+    return any(view.state == State.FAILED or (view.process == GONE and view.phase != ENDED) for view in views)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in its script a rank was."""
+
+    is_in: bool
+    """In a collective. A rank whose script has caught an error of one, and has ended by it, is still there."""
+    has_ended: bool
+    collective: tuple[str, int]
+    """Its name and elements."""
+    last: tuple[str, int]
+    """The one before, of those that are counted."""
+    collectives: int
+    steps: int
+    is_in_counted: bool
+
+
+def _place(view: View) -> _Place:
+    is_in = view.state in (State.WAITING, State.FAILED)
+    has_ended = view.phase == ENDED and view.state != State.FAILED
+    collective, last = (view.what, view.elements), (view.last, view.last_elements)
+    counts = (view.collectives, view.steps, is_in and view.is_counted)
+    return _Place(is_in, has_ended, collective if is_in else ("", 0), last, *counts)
+
+
+def _different(views: Mapping[int, View]) -> dict[int, View]:
+    """Return the ranks with more others that contradict them than agree. Of two halves all are returned.
+
+    Where ranks have ended too early, it is these.
+    """
+    ranks_at = Counter(map(_place, views.values()))
+    against = {one: {other for other in ranks_at if not _are_in_order(one, other)} for one in ranks_at}
+    doubts = {place: sum(ranks_at[other] for other in others) for place, others in against.items()}
+    different = set()
+    for place, others in against.items():
+        if not others or not (place.is_in or place.has_ended):
+            continue
+        agree = sum(ranks for other, ranks in ranks_at.items() if other == place or _has_been_through(other, place))
+        if doubts[place] >= max(agree, *(doubts[other] for other in others)):
+            different.add(place)
+    different = {place for place in different if place.has_ended} or different
+    return {rank: view for rank, view in views.items() if _place(view) in different}
+
+
+def _has_been_through(other: _Place, place: _Place) -> bool:
+    return place.is_in_counted and other.collectives == place.collectives + 1 and other.last == place.collective
+
+
+def _are_in_order(one: _Place, other: _Place) -> bool:
+    return one == other or _is_past(one, other) or _is_past(other, one)
+
+
+def _is_past(ahead: _Place, behind: _Place) -> bool:
+    """Return whether the one may have been through what the other waits in."""
+    if behind.has_ended:
+        return False
+    if behind.is_in_counted and ahead.collectives == behind.collectives + 1 and ahead.last != behind.collective:
+        return False
+    # A step follows the gradients, where an optimizer of the library's takes it.
+    is_stepped = behind.steps > 0 and behind.collective[0] == "gradients"
+    steps = behind.steps + (ahead.has_ended and is_stepped)
+    return ahead.collectives >= behind.collectives + behind.is_in_counted and ahead.steps >= steps
+
+
+def _called_beside(behind: View, view: View) -> View:
+    """Return a rank as it was in the collective that the other one is still in, if it has been through it."""
+    if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
+        return view
+    earlier = replace(view, what=view.last, elements=view.last_elements, state=behind.state)
+    return replace(earlier, is_counted=True, collectives=behind.collectives, steps=behind.steps)
+
+
+def _what_it_did(view: View) -> str:
+    if _place(view).has_ended:
+        return "has ended: its script has reached its end, or has called sys.exit"
+    return f"called {name(view)}"
