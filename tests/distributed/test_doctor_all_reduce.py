@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.ops.doctor import gpu_pairs
-from trainer.ops.doctor.checks.all_reduces import first_error
+from trainer.ops.doctor import look
+from trainer.ops.doctor.checks.gpus import first_error
 from trainer.ops.doctor.connection import AgentError, Connection
-from trainer.ops.doctor.facts import AllReduce
 from trainer.ops.supervise.hosts import Host
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -33,15 +32,10 @@ def agents() -> Iterator[dict[str, Connection]]:
 
 def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Have the agents run the program with a fault."""
-    source = gpu_pairs.SOURCE.read_text()
+    source = look.ALL_REDUCE.read_text()
     assert source.count(old) == 1
     (tmp_path / "all_reduce.py").write_text(source.replace(old, new))
-    monkeypatch.setattr(gpu_pairs, "SOURCE", tmp_path / "all_reduce.py")
-
-
-def ended(one: AllReduce | str) -> AllReduce:
-    assert isinstance(one, AllReduce), one
-    return one
+    monkeypatch.setattr(look, "ALL_REDUCE", tmp_path / "all_reduce.py")
 
 
 def processes_with(text: str) -> list[str]:
@@ -57,7 +51,7 @@ def processes_with(text: str) -> list[str]:
 
 
 def test_two_ranks_of_one_host_sum_right_and_say_how_fast(agents: dict[str, Connection]) -> None:
-    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    one = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=LIMIT_S)
     assert (one.hosts, one.was_killed) == (("a",), False)
     assert one.result, one.outputs
     assert (one.result["wrong"], one.result["bytes"], one.result["device"]) == (0, 2**20, "cpu")
@@ -67,7 +61,7 @@ def test_two_ranks_of_one_host_sum_right_and_say_how_fast(agents: dict[str, Conn
 
 
 def test_two_hosts_sum_over_the_network(agents: dict[str, Connection]) -> None:
-    one = ended(gpu_pairs.run(agents, "gloo", address="127.0.0.1", limit_s=LIMIT_S))
+    one = look.all_reduce(agents, "gloo", address="127.0.0.1", limit_s=LIMIT_S)
     assert one.hosts == ("a", "b")
     assert one.result, one.outputs
     assert one.result["wrong"] == 0
@@ -75,7 +69,7 @@ def test_two_hosts_sum_over_the_network(agents: dict[str, Connection]) -> None:
 
 def test_a_wrong_sum_is_noticed(agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed(tmp_path, monkeypatch, "values = start + rank", "values = start + rank + rank * (start == 7)")
-    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    one = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=LIMIT_S)
     assert one.result["wrong"] == 2 * 263  # of 2**18 values, those whose remainder is 7; on both ranks
 
 
@@ -84,7 +78,7 @@ def test_a_rank_that_fails_is_told_before_the_limit(
 ) -> None:
     changed(tmp_path, monkeypatch, "values = start + rank", "values = start + (1 / (1 - rank))")
     started = time.monotonic()
-    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=LIMIT_S))
+    one = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=LIMIT_S)
     assert time.monotonic() - started < LIMIT_S
     assert not one.result
     assert first_error(one) == "ZeroDivisionError: division by zero"
@@ -92,7 +86,7 @@ def test_a_rank_that_fails_is_told_before_the_limit(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_fails_with_one_line(agents: dict[str, Connection]) -> None:
-    one = ended(gpu_pairs.run({"a": agents["a"]}, "nccl", limit_s=LIMIT_S))
+    one = look.all_reduce({"a": agents["a"]}, "nccl", limit_s=LIMIT_S)
     assert not one.result
     assert "Error: " in first_error(one)
 
@@ -101,7 +95,7 @@ def test_ranks_that_hang_are_killed_at_the_limit(
     agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(tmp_path, monkeypatch, "values = start + rank", "values = start + (rank and time.sleep(1000))")
-    one = ended(gpu_pairs.run({"a": agents["a"]}, "gloo", limit_s=15))
+    one = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=15)
     assert one.was_killed
     assert not one.result
 
@@ -111,7 +105,7 @@ def test_ranks_end_with_their_agent_and_leave_nothing(tmp_path: Path, monkeypatc
     agent = Connection(Host("localhost", 1), 60, 170)
     try:
         assert not agent.login().error
-        arguments = {"source": gpu_pairs.SOURCE.read_text(), "backend": "gloo", "size": 2, "interface": ""}
+        arguments = {"source": look.ALL_REDUCE.read_text(), "backend": "gloo", "size": 2, "interface": ""}
         with pytest.raises(AgentError, match="did not answer to 'all_reduce'"):  # the other rank never comes
             agent.call("all_reduce", 12, **arguments, ranks=[0], store="", limit_s=120)
         assert len(processes_with(f"file://{tmp_path}")) == 1

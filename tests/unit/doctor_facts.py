@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.checks import judge
 from trainer.ops.doctor.checks.host import GIB
-from trainer.ops.doctor.examine import judge
 from trainer.ops.doctor.facts import Facts, Login, Name, Pair
 from trainer.ops.doctor.finding import Finding, Level
-from trainer.ops.doctor.options import Options
 from trainer.ops.supervise.hosts import Host
 
 HOSTS = (Host("a", 2), Host("b", 2))
@@ -85,7 +84,7 @@ def login(**changes: Any) -> Login:
 
 def found(facts: Facts, script: str = "") -> list[Finding]:
     """Return the findings of `trainer doctor -H a:2,b:2 python SCRIPT`."""
-    return judge(facts, Options(hosts=HOSTS, script=script))
+    return judge(replace(facts, script=script))
 
 
 def the_only(facts: Facts, script: str = "") -> str:

@@ -11,11 +11,10 @@ import pytest
 
 from tests.unit.doctor_facts import found, healthy, pair, software, the_only
 from tests.unit.test_doctor_gpus import near, pci, two, with_gpus
-from trainer.ops.doctor import gpu_pairs
 from trainer.ops.doctor.connection import AgentError
+from trainer.ops.doctor.examine import as_json, as_text
 from trainer.ops.doctor.facts import AllReduce, Facts
-from trainer.ops.doctor.progress import Progress
-from trainer.ops.doctor.report import as_json, as_text
+from trainer.ops.doctor.look import try_all_reduces
 
 LOG = (
     "b:71:71 [0] NCCL INFO NCCL version 2.30.7+cuda13.0\n"
@@ -104,9 +103,8 @@ class Agent:
 
 def try_them(facts: Facts, *names: str) -> tuple[Facts, list[tuple[str, str, Mapping[str, Any]]]]:
     asked: list[tuple[str, str, Mapping[str, Any]]] = []
-    with Progress() as progress:
-        agents: Any = {name: Agent(name, asked) for name in names}
-        return gpu_pairs.try_all_reduces(facts, agents, progress), asked
+    agents: Any = {name: Agent(name, asked) for name in names}
+    return try_all_reduces(facts, agents), asked
 
 
 def test_two_gpus_of_each_host_then_those_of_two_hosts() -> None:

@@ -15,9 +15,9 @@ from benchmarks.doctor_faults import Trial, render
 from tests.docker.test_doctor import SHORT
 from tests.unit.doctor_facts import found, healthy, pair
 from trainer.cli import main
+from trainer.ops.doctor.examine import as_json, as_text, exit_code
+from trainer.ops.doctor.look import show_progress
 from trainer.ops.doctor.options import Options, add_parser, to_options
-from trainer.ops.doctor.progress import Progress
-from trainer.ops.doctor.report import as_json, as_text, exit_code
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.options import make_parser
 
@@ -80,8 +80,8 @@ def test_progress_is_shown_on_a_terminal_and_gone_afterwards(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with Progress() as progress:
-        progress.show("logging in to b")
+    show_progress("logging in to b")
+    show_progress("")
     shown = "\r\033[Ktrainer doctor: logging in to b …\r\033[K"
     assert capsys.readouterr().err == (shown if is_terminal else "")
 

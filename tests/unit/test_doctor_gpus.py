@@ -12,8 +12,7 @@ import pytest
 from tests.unit.doctor_facts import found, healthy, machine, software, the_only
 from trainer.ops.doctor.agent.gpus import address_of
 from trainer.ops.doctor.agent.machine import NO_LIMIT
-from trainer.ops.doctor.checks.gpus import read_query
-from trainer.ops.doctor.checks.links import has_dma_buf, read_matrix, read_redirecting
+from trainer.ops.doctor.checks.gpus import has_dma_buf, read_matrix, read_query, read_redirecting
 from trainer.ops.doctor.facts import Facts
 
 LINE = "{index}, NVIDIA H100 80GB HBM3, {driver}, {persistence}, {ecc}, {hot}, {braked}, 00000000:{bus}:00.0\n"
@@ -71,7 +70,7 @@ def near(link: str) -> str:
 
 
 def test_two_gpus_in_order_are_no_finding() -> None:
-    assert [gpu.index for gpu in read_query(two())] == ["0", "1"]
+    assert [gpu.number for gpu in read_query(two())] == ["0", "1"]
     assert read_matrix(near("NV18"))["GPU0", "GPU1"] == "NV18"
     assert read_matrix(near("NV18"))["GPU1", "NIC0"] == "PXB"
     for link in ("NV18", "PIX", "NODE"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +37,14 @@ _START = (
     'done; echo "no python3 on the PATH" >&2; exit 127'
 )
 _ERROR_CHARACTERS = 2000
+_SETTINGS = {
+    "hostname": "address",
+    "user": "user",
+    "port": "port",
+    "identityfile": "key",
+    "userknownhostsfile": "known_hosts",
+}
+"""ssh's names of the fields of `Login`."""
 
 
 class AgentError(TrainerError):
@@ -58,9 +65,12 @@ class Connection:
         self._began = time.monotonic()
         self._start_until, self._until = self._began + start_s, self._began + all_s
         self._process = subprocess.Popen(
-            _command(host, in_small_segments=in_small_segments), start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            _command(host, in_small_segments=in_small_segments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._waiting: dict[int, Future[Any]] = {}
         self._has_ended = False
         self._lock = threading.Lock()
@@ -187,8 +197,8 @@ def _first(lines: list[str]) -> str:
     return next((line.strip() for line in lines if line.strip()), "")
 
 
-def ssh_settings(host: Host) -> dict[str, str]:
-    """Return what ssh is configured to do for this host (`ssh -G`); empty where it does not say."""
+def ssh_settings(host: Host) -> dict[str, Any]:
+    """Return the fields of `Login` that ssh takes from its configuration (`ssh -G`); empty where it does not say."""
     command = ["ssh", "-G", host.name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
@@ -196,6 +206,9 @@ def ssh_settings(host: Host) -> dict[str, str]:
         return {}
     settings: dict[str, str] = {}
     for line in done.stdout.splitlines():
-        if match := re.match(r"(hostname|user|port|identityfile|userknownhostsfile) (.+)", line):
-            settings.setdefault(match[1], match[2])
+        name, _, value = line.partition(" ")
+        if name in _SETTINGS:
+            settings.setdefault(_SETTINGS[name], value)
+    if "known_hosts" in settings:  # several files
+        settings["known_hosts"] = settings["known_hosts"].partition(" ")[0]
     return settings

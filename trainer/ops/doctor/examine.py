@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 
-from trainer.ops.doctor.checks import gpus, host, login, names, network, versions
+from trainer.ops.doctor.checks import judge
 from trainer.ops.doctor.facts import Facts
-from trainer.ops.doctor.finding import Cause, Finding, Level, in_order
-from trainer.ops.doctor.look import look
+from trainer.ops.doctor.finding import Finding, Level
+from trainer.ops.doctor.look import look, show_progress
 from trainer.ops.doctor.options import Options
-from trainer.ops.doctor.progress import Progress
-from trainer.ops.doctor.report import PREFIX, as_json, as_text, exit_code
 
-# A cause of these kinds explains the later ones of them between the same hosts.
-_BETWEEN_HOSTS = (Cause.SAME_HOST, Cause.NAME, Cause.INTERFACE, Cause.REACH, Cause.MTU, Cause.SPEED)
+_PREFIX = "trainer doctor: "
 
 
 def examine(options: Options) -> int:
@@ -26,30 +26,89 @@ def examine(options: Options) -> int:
     """
     began = time.monotonic()
     try:
-        with Progress() as progress:
-            facts = look(options, progress)
+        try:
+            facts = look(options)
+        finally:
+            show_progress("")
     except KeyboardInterrupt:
-        print(f"{PREFIX}interrupted", file=sys.stderr)
+        print(f"{_PREFIX}interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    findings = judge(facts, options)
+    findings = judge(facts)
     seconds = time.monotonic() - began
     print((as_json if options.as_json else as_text)(facts, findings, seconds))
     return exit_code(facts, findings)
 
 
-def judge(facts: Facts, options: Options) -> list[Finding]:
-    """Return the findings, causes first, without what they explain."""
-    found = [
-        *names.check(facts), *login.check(facts), *network.check(facts), *versions.check(facts, options),
-        *host.check(facts), *gpus.check(facts),
-    ]  # fmt: skip
-    return in_order([one for one in found if not any(_explains(other, one) for other in found)])
+def as_text(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
+    """Return a line for each finding, then one for what is well."""
+    lines = [f"{finding.level.name}: {finding}" for finding in findings]
+    lines += [f"NOT LOOKED AT: {text}" for text in facts.incomplete]
+    if not lines:
+        lines.append(f"ok: {_well(facts)} ({seconds:.1f} s)")
+    elif facts.machines:
+        lines.append(f"otherwise: {_well(facts)} ({seconds:.1f} s)")
+    return "\n".join(_PREFIX + _printable(line) for line in lines)
 
 
-def _explains(cause: Finding, other: Finding) -> bool:
-    return (
-        cause.level is Level.PROBLEM
-        and {cause.cause, other.cause} <= set(_BETWEEN_HOSTS)
-        and cause.cause < other.cause
-        and set(other.hosts) <= set(cause.hosts)
-    )
+def _printable(text: str) -> str:
+    """Replace what would control a terminal: parts of a line come from other hosts."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _well(facts: Facts) -> str:
+    hosts = ", ".join(f"{host.name} {facts.logins[host.name].seconds:.1f} s" for host in facts.answering)
+    parts = [f"login {hosts}"]
+    rates = [pair.bytes_per_s for pair in facts.pairs.values() if pair.bytes_per_s]
+    times = [pair.latency_s for pair in facts.pairs.values() if pair.latency_s]
+    if rates and times:
+        parts.append(f"each two hosts {8 * min(rates) / 1e9:.2g} Gbit/s and {max(times) * 1e3:.2g} ms at worst")
+    for tried in facts.all_reduces:
+        if tried.result:
+            rate = f"{tried.result['bus_bytes_per_s'] / 1e9:.3g} GB/s"
+            parts.append(f"all-reduce between two GPUs of {' and '.join(tried.hosts)} {rate} ({tried.transports})")
+    for software in list(facts.software.values())[:1]:
+        titles = ("Python", "PyTorch", "Horovod", "Open MPI")
+        parts.append(", ".join(f"{title} {software['versions'][title] or 'none'}" for title in titles))
+    return "; ".join(parts)
+
+
+def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
+    """Return findings and facts as one JSON object."""
+    value = {
+        "findings": [
+            asdict(finding) | {"level": finding.level.name.lower(), "cause": finding.cause.name.lower()}
+            for finding in findings
+        ],
+        "not_looked_at": facts.incomplete,
+        "hosts": {
+            host.name: {
+                "slots": host.slots,
+                "login_s": facts.logins[host.name].seconds,
+                "machine": facts.machines.get(host.name),
+                "software": facts.software.get(host.name),
+                "interfaces": facts.interfaces.get(host.name),
+                "gpus": facts.gpus.get(host.name),
+                "names": {name: asdict(seen) for name, seen in facts.names.get(host.name, {}).items() if name},
+            }
+            for host in facts.hosts
+        },
+        "pairs": [{"from": here, "to": there, **asdict(pair)} for (here, there), pair in facts.pairs.items()],
+        "all_reduces": [
+            {
+                "hosts": tried.hosts,
+                "transports": tried.transports,
+                "result": tried.result or None,
+                "outputs": [] if tried.result else tried.outputs,
+            }
+            for tried in facts.all_reduces
+        ],
+        "seconds": round(seconds, 3),
+    }
+    return json.dumps(value, indent=1)
+
+
+def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:
+    """Return 1 where a job will fail, 2 where something could not be looked at, else 0."""
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        return 1
+    return 2 if facts.incomplete else 0

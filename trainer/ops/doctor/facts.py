@@ -10,7 +10,7 @@ from typing import Any
 from trainer.cluster.nccl_log import describe_transports, read_transports
 from trainer.ops.supervise.hosts import Host
 
-RESULT = '{"bytes": '
+_RESULT = '{"bytes": '
 """How the line begins in which an all-reduce tells its result."""
 
 
@@ -49,10 +49,10 @@ class Name:
     in_hosts_file: bool = False
     seconds: float = 0.0
 
-
-def to_name(entry: Mapping[str, Any]) -> Name:
-    """Return an agent's answer about a name."""
-    return Name(**{**entry, "addresses": tuple(entry["addresses"])})
+    @property
+    def first(self) -> str:
+        """Return the first address, or "nothing"."""
+        return self.addresses[0] if self.addresses else "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,14 @@ class AllReduce:
     limit_s: float = 0.0
 
     @property
+    def lines(self) -> list[str]:
+        """Return the lines of all ranks that are not empty."""
+        return [line.strip() for output in self.outputs for line in output.splitlines() if line.strip()]
+
+    @property
     def result(self) -> Mapping[str, Any]:
         """Return what rank 0 has measured, as `all_reduce.py` prints it; empty where it did not come so far."""
-        lines = (line for output in self.outputs for line in output.splitlines() if line.startswith(RESULT))
-        return next(map(json.loads, lines), {})
+        return next((json.loads(line) for line in self.lines if line.startswith(_RESULT)), {})
 
     @property
     def transports(self) -> str:
@@ -101,11 +105,13 @@ class AllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that was found out."""
+    """Everything that was found out. A mapping from a host has an entry for each host that has answered."""
 
     hosts: tuple[Host, ...]
     here: str
     """This host, by its own name."""
+    script: str = ""
+    """The training script, whose copies are compared; empty without one."""
     logins: Mapping[str, Login] = field(default_factory=dict)
     names_here: Mapping[str, Name] = field(default_factory=dict)
     """What the hosts' names lead to, as this host sees them."""
@@ -114,18 +120,17 @@ class Facts:
     own_addresses: frozenset[str] = frozenset()
     """Addresses that names lead to and that are this host's."""
     machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`agent.machine.machine` of each host that answers."""
+    """machines[host]: what `machine` of agent/machine.py returns there; so for the next three."""
     software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     interfaces: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    names: Mapping[str, Mapping[str, Name]] = field(default_factory=dict)
-    """By the host that looks, then by the name."""
-    owned: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """By host, whether an address that a name leads to is its own."""
-    pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
+    gpus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     clocks: Mapping[str, float] = field(default_factory=dict)
     """Seconds by which a host's clock is ahead of this one's."""
-    gpus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`agent.gpus.gpus` of each host that was asked."""
+    names: Mapping[str, Mapping[str, Name]] = field(default_factory=dict)
+    """names[observer][host]: what the name of a host leads to on the observer; its own host name stands under ""."""
+    owned: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """owned[host][address]: whether an address that the host's name leads to is the host's own."""
+    pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
     all_reduces: tuple[AllReduce, ...] = ()
     """Those that were tried between two GPUs."""
     incomplete: tuple[str, ...] = ()
@@ -135,3 +140,12 @@ class Facts:
     def answering(self) -> tuple[Host, ...]:
         """Return the hosts whose agents answer."""
         return tuple(host for host in self.hosts if host.name in self.machines)
+
+    def way(self, here: str, there: str) -> Name:
+        """Return what the name of `there` leads to on `here`; an empty one where that is not known."""
+        return self.names.get(here, {}).get(there, Name())
+
+    def versions(self, host: str) -> Mapping[str, str]:
+        """Return the versions of packages on a host; empty where it did not tell."""
+        versions: Mapping[str, str] = self.software.get(host, {}).get("versions", {})
+        return versions

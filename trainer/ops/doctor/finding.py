@@ -1,4 +1,4 @@
-"""What `trainer doctor` says: one finding, one cause, one remedy."""
+"""What `trainer doctor` says: each finding is a cause and a remedy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Cause(IntEnum):
     SPEED = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something that will go wrong, or may."""
 
-    cause: Cause
     level: Level
+    cause: Cause
     hosts: tuple[str, ...]
     """The host, the two of a pair, or all that it is about."""
     text: str
@@ -48,16 +48,16 @@ class Finding:
         return f"{self.text}; {self.remedy}"
 
 
-def problem(cause: Cause, hosts: tuple[str, ...], text: str, remedy: str) -> Finding:
-    """Return a finding that makes a job fail."""
-    return Finding(cause=cause, level=Level.PROBLEM, hosts=hosts, text=text, remedy=remedy)
+class About:
+    """The kind of cause and the hosts that several findings share."""
 
+    def __init__(self, cause: Cause, *hosts: str) -> None:
+        self.cause, self.hosts = cause, hosts
 
-def warning(cause: Cause, hosts: tuple[str, ...], text: str, remedy: str) -> Finding:
-    """Return a finding that makes a job slow, or fail in some cases."""
-    return Finding(cause=cause, level=Level.WARNING, hosts=hosts, text=text, remedy=remedy)
+    def problem(self, text: str, remedy: str) -> Finding:
+        """Return a finding that makes a job fail."""
+        return Finding(Level.PROBLEM, self.cause, self.hosts, text, remedy)
 
-
-def in_order(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without repetitions: problems first, and the cause of others before them."""
-    return sorted(dict.fromkeys(findings), key=lambda one: (one.level, one.cause))
+    def warning(self, text: str, remedy: str) -> Finding:
+        """Return a finding that makes a job slow, or fail in some cases."""
+        return Finding(Level.WARNING, self.cause, self.hosts, text, remedy)

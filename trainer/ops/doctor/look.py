@@ -1,138 +1,158 @@
-"""Finds the facts out: starts an agent on each host and asks them all."""
+"""Finds the facts out: starts an agent on each host, asks each about itself, and lets them try the network and GPUs."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from ipaddress import ip_address
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
 from trainer.ops.doctor.agent import addresses as agent_addresses
+from trainer.ops.doctor.agent.exchange import TOKEN_BYTES
 from trainer.ops.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
-from trainer.ops.doctor.facts import Facts, Login, to_name
-from trainer.ops.doctor.gpu_pairs import try_all_reduces
+from trainer.ops.doctor.facts import AllReduce, Facts, Login, Name, Pair
 from trainer.ops.doctor.options import Options
-from trainer.ops.doctor.pairs import look_at_pairs
-from trainer.ops.doctor.progress import Progress
 from trainer.ops.supervise.hosts import Host
 
+ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
 _LOGIN_PART = 0.45
 """Share of the time that logins may take."""
 _RETRY_S = 4.0
-_FACTS_S = 5.0
+_CALL_S = 5.0
+_PROBE_S, _CONNECT_S, _BANDWIDTH_S = 12.0, 3.0, 0.3
+"""The first is more than all timeouts of a probe together."""
+_LEAST_BANDWIDTH_S = 3.0
+"""Without this much time left, bandwidths are not measured."""
+_ALL_REDUCES_S, _ALL_REDUCE_LIMIT_S, _ALL_REDUCE_LEAST_S = 60.0, 30.0, 10.0
+"""For all of them together, after all else; for each; and without this much time left, another one is not begun."""
 _CLOCK_READINGS = 3
 
+Connections = Mapping[str, Connection]
+"""To the agents, by host."""
+Ends = tuple[str, str]
+"""The host that connects, and the one that listens."""
 T = TypeVar("T")
+K = TypeVar("K")
 
 
-def look(options: Options, progress: Progress) -> Facts:
+def look(options: Options) -> Facts:
     """Return what was found out within the time that was given.
 
     Raises:
         ConfigError: ssh is not installed.
     """
     deadline = time.monotonic() + options.timeout_s
-    others = [host for host in options.hosts if not host.is_here]
-    if others and shutil.which("ssh") is None:
-        raise ConfigError(f"-H names {others[0].name}, and there is no ssh to reach it; install openssh-client")
-    progress.show(f"logging in to {', '.join(host.name for host in options.hosts)}")
+    names = [host.name for host in options.hosts]
+    elsewhere = next((host.name for host in options.hosts if not host.is_here), None)
+    if elsewhere is not None and shutil.which("ssh") is None:
+        raise ConfigError(f"-H names {elsewhere}, and there is no ssh to reach it; install openssh-client")
+    show_progress(f"logging in to {', '.join(names)}")
     with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
-        resolving = pool.submit(agent_addresses.resolve, [host.name for host in options.hosts])
-        entered = _enter(options)
-    names_here = resolving.result()
-    started = {name: connection for name, (_, connection) in entered.items()}
+        resolving = pool.submit(agent_addresses.resolve, names)
+        entered = _at_once(lambda host: _enter(host, options), options.hosts)
     try:
-        logins = {name: login for name, (login, _) in entered.items()}
-        connections = {name: connection for name, connection in started.items() if not logins[name].error}
+        logins = {host.name: login for host, (login, _) in entered.items()}
+        connections = {host.name: agent for host, (login, agent) in entered.items() if not login.error}
+        names_here = _to_names(resolving.result())
+        owns = agent_addresses.owns([address for seen in names_here.values() for address in seen.addresses])
         facts = Facts(
-            hosts=options.hosts, here=socket.gethostname(), logins=logins,
-            names_here={name: to_name(entry) for name, entry in names_here.items()},
-            own_addresses=_own_addresses(names_here), peers={host.name: peer_name(host) for host in options.hosts},
-        )  # fmt: skip
-        progress.show("reading versions and limits")
+            hosts=options.hosts,
+            here=socket.gethostname(),
+            script=options.script,
+            logins=logins,
+            names_here=names_here,
+            own_addresses=frozenset(address for address, is_own in owns.items() if is_own),
+            peers={host.name: socket.gethostname() if host.is_here else host.name for host in options.hosts},
+        )
         facts = _ask(facts, options, connections)
-        facts = look_at_pairs(facts, connections, deadline, progress)
-        if options.with_gpus:
-            facts = try_all_reduces(facts, connections, progress)
-        return facts
+        if len(connections) > 1:
+            facts = _look_at_pairs(facts, connections, deadline)
+        return try_all_reduces(facts, connections) if options.with_gpus else facts
     finally:
-        on_all(started, Connection.close)
+        _at_once(lambda host: entered[host][1].close(), entered)
 
 
-def on_all(connections: Mapping[str, Connection], ask: Callable[[Connection], T]) -> dict[str, T]:
-    """Ask all agents at the same time; return the answers by host."""
-    with ThreadPoolExecutor(max_workers=max(1, len(connections))) as pool:
-        return dict(zip(connections, pool.map(ask, connections.values()), strict=True))
+def show_progress(text: str) -> None:
+    """Say on a terminal what is being done, in a line that the next one replaces and an empty text takes away."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{f'trainer doctor: {text} …' if text else ''}")
+        sys.stderr.flush()
 
 
-def peer_name(host: Host) -> str:
-    """Return the name by which other hosts know this one."""
-    return socket.gethostname() if host.is_here else host.name
+def _at_once(ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
+    """Call a function for all keys at the same time; return its values."""
+    keys = list(keys)
+    with ThreadPoolExecutor(max_workers=min(64, len(keys) or 1)) as pool:
+        return dict(zip(keys, pool.map(ask, keys), strict=True))
 
 
-def _enter(options: Options) -> dict[str, tuple[Login, Connection]]:
-    """Start an agent on each host; return how that went, and the connections."""
+def _answered(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> tuple[Facts, dict[K, T]]:
+    """Call a function that asks agents for all keys at the same time.
 
-    def enter(host: Host) -> tuple[Login, Connection]:
-        all_s = options.timeout_s + options.all_reduce_s
-        connection = Connection(host, _LOGIN_PART * options.timeout_s, all_s)
-        login = connection.login()
-        if login.error == NO_ANSWER and not host.is_here:
-            connection.close()
-            connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
-            again = connection.login()
-            login = login if again.error else replace(again, in_small_segments=True)
-        return _with_settings(login, host), connection
+    Returns:
+        The facts with what could not be looked at, and the values of the other keys.
+    """
 
-    with ThreadPoolExecutor(max_workers=len(options.hosts)) as pool:
-        return dict(zip((host.name for host in options.hosts), pool.map(enter, options.hosts), strict=True))
+    def try_it(key: K) -> T | AgentError:
+        try:
+            return ask(key)
+        except AgentError as error:
+            return error
+
+    values = _at_once(try_it, keys)
+    failures = [str(value) for value in values.values() if isinstance(value, AgentError)]
+    facts = replace(facts, incomplete=(*facts.incomplete, *failures))
+    return facts, {key: value for key, value in values.items() if not isinstance(value, AgentError)}
 
 
-def _with_settings(login: Login, host: Host) -> Login:
+def _to_names(answer: Mapping[str, Mapping[str, Any]]) -> dict[str, Name]:
+    return {name: Name(**{**entry, "addresses": tuple(entry["addresses"])}) for name, entry in answer.items()}
+
+
+def _enter(host: Host, options: Options) -> tuple[Login, Connection]:
+    """Start an agent on a host; return how that went, and the connection."""
+    all_s = options.timeout_s + (_ALL_REDUCES_S if options.with_gpus else 0.0)
+    connection = Connection(host, _LOGIN_PART * options.timeout_s, all_s)
+    login = connection.login()
     if host.is_here:
-        return replace(login, printed="")
-    settings = ssh_settings(host)
-    return replace(
-        login, user=settings.get("user", ""), key=settings.get("identityfile", ""), port=settings.get("port", "22"),
-        address=settings.get("hostname", host.name),
-        known_hosts=settings.get("userknownhostsfile", "").partition(" ")[0],
-    )  # fmt: skip
+        return replace(login, printed=""), connection
+    if login.error == NO_ANSWER:
+        connection.close()
+        connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
+        again = connection.login()
+        login = login if again.error else replace(again, in_small_segments=True)
+    return replace(login, **ssh_settings(host)), connection
 
 
-def _ask(facts: Facts, options: Options, connections: Mapping[str, Connection]) -> Facts:
+def _ask(facts: Facts, options: Options, connections: Connections) -> Facts:
+    """Ask each agent about its host."""
+    show_progress("reading versions and limits")
     folder = str(Path.cwd())
     about = {"folder": folder, "script": options.script, "python_path": os.environ.get("PYTHONPATH", "")}
-    questions: dict[str, tuple[str, dict[str, Any]]] = {
-        "machines": ("machine", {"folder": folder}),
-        "software": ("software", about),
-        "interfaces": ("interfaces", {}),
-    }
-    if options.with_gpus:
-        questions["gpus"] = ("gpus", {})
-    failures: list[str] = []
+    questions = {"machine": {"folder": folder}, "software": about, "interfaces": {}}
+    questions |= {"gpus": {}} if options.with_gpus else {}
+    clocks = _at_once(lambda host: _ahead(connections[host]), connections)
+    facts, answers = _answered(
+        facts,
+        lambda asked: connections[asked[0]].call(asked[1], _CALL_S, **questions[asked[1]]),
+        [(host, question) for host in connections for question in questions],
+    )
 
-    def ask(connection: Connection) -> dict[str, Any]:
-        answers: dict[str, Any] = {"ahead": _ahead(connection)}
-        for name, (operation, arguments) in questions.items():
-            try:
-                answers[name] = connection.call(operation, _FACTS_S, **arguments)
-            except AgentError as error:
-                failures.append(str(error))
-        return answers
+    def of(question: str) -> dict[str, Any]:
+        return {host: answer for (host, asked), answer in answers.items() if asked == question}
 
-    found = on_all(connections, ask)
-    by_question = {name: {host: one[name] for host, one in found.items() if name in one} for name in questions}
-    return replace(
-        facts, clocks={host: answers["ahead"] for host, answers in found.items()}, incomplete=tuple(failures),
-        machines=by_question["machines"], software=by_question["software"], interfaces=by_question["interfaces"],
-        gpus=by_question.get("gpus", {}),
-    )  # fmt: skip
+    machines, software, interfaces, gpus = map(of, ("machine", "software", "interfaces", "gpus"))
+    return replace(facts, clocks=clocks, machines=machines, software=software, interfaces=interfaces, gpus=gpus)
 
 
 def _ahead(connection: Connection) -> float:
@@ -141,7 +161,7 @@ def _ahead(connection: Connection) -> float:
     for _ in range(_CLOCK_READINGS):
         before = time.time()
         try:
-            there = connection.call("clock", _FACTS_S)
+            there = connection.call("clock", _CALL_S)
         except AgentError:
             return 0.0
         after = time.time()
@@ -149,6 +169,151 @@ def _ahead(connection: Connection) -> float:
     return float(min(readings)[1])
 
 
-def _own_addresses(found: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-    addresses: Sequence[str] = [address for entry in found.values() for address in entry["addresses"]]
-    return frozenset(address for address, is_own in agent_addresses.owns(list(addresses)).items() if is_own)
+def _look_at_pairs(facts: Facts, connections: Connections, deadline: float) -> Facts:
+    """Let each agent listen at its addresses, and connect to those of the others."""
+    show_progress(f"connecting {len(connections)} hosts with one another")
+    facts = _with_names(facts, connections)
+    facts, listening = _listen(facts, connections)
+
+    def probe(ends: Ends) -> Pair:
+        here, there = ends
+        address = _address_for(facts, there, here)
+        ports, token = listening[there, address]
+        arguments = {"address": address, "ports": ports, "token": token, "wait_s": _CONNECT_S}
+        answer = connections[here].call("probe", _PROBE_S, **arguments)
+        answer["errors"] = {int(port): error for port, error in answer["errors"].items()}
+        return Pair(address=address, **answer)
+
+    every_two = permutations(connections, 2)
+    reachable = [(here, there) for here, there in every_two if (there, _address_for(facts, there, here)) in listening]
+    facts, pairs = _answered(facts, probe, reachable)
+    return replace(facts, pairs=_with_bandwidths(pairs, connections, listening, deadline))
+
+
+def _with_names(facts: Facts, connections: Connections) -> Facts:
+    peers = {host: facts.peers[host] for host in connections}
+
+    def resolve(here: str) -> dict[str, Name]:
+        own = facts.machines.get(here, {}).get("host_name", "")
+        names = _to_names(connections[here].call("resolve", _CALL_S + 5, names=[*peers.values(), own]))
+        return {"": names[own], **{host: names[peer] for host, peer in peers.items()}}
+
+    def owns(there: str) -> dict[str, bool]:
+        addresses = {address for seen in names.values() for address in seen[there].addresses}
+        return dict(connections[there].call("owns", _CALL_S, addresses=sorted(addresses)))
+
+    facts, names = _answered(facts, resolve, connections)
+    facts, owned = _answered(facts, owns, connections)
+    return replace(facts, names=names, owned=owned)
+
+
+Listening = Mapping[tuple[str, str], tuple[list[int], str]]
+"""Ports and token, by host and address."""
+
+
+def _listen(facts: Facts, connections: Connections) -> tuple[Facts, Listening]:
+    """Make each host listen on its addresses on the ways to the others."""
+
+    def listen(place: tuple[str, str]) -> tuple[list[int], str]:
+        host, address = place
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        return connections[host].call("listen", _CALL_S, address=address, token=token), token
+
+    places = {(there, _address_for(facts, there, here)): None for there, here in permutations(connections, 2)}
+    return _answered(facts, listen, [(there, address) for there, address in places if address])
+
+
+def _address_for(facts: Facts, there: str, here: str) -> str:
+    """Return the address at which `there` waits for `here`: its own on the way to it, as a job chooses it.
+
+    Empty where it has none but a loopback address.
+    """
+    own = facts.way(there, here).own
+    return "" if not own or ip_address(own).is_loopback else own
+
+
+def _with_bandwidths(
+    pairs: Mapping[Ends, Pair], connections: Connections, listening: Listening, deadline: float
+) -> dict[Ends, Pair]:
+    """Measure in rounds in which every host sends to one other and receives from one other."""
+    show_progress("measuring bandwidths")
+    names, measured = list(connections), dict(pairs)
+
+    def measure(ends: Ends) -> Pair:
+        here, there = ends
+        pair = pairs[ends]
+        ports, token = listening[there, pair.address]
+        arguments = {"address": pair.address, "port": ports[0], "token": token, "seconds": _BANDWIDTH_S}
+        try:
+            return replace(pair, bytes_per_s=connections[here].call("bandwidth", _CALL_S, **arguments))
+        except AgentError:
+            return pair
+
+    for shift in range(1, len(names)):
+        if deadline - time.monotonic() <= _LEAST_BANDWIDTH_S:
+            break
+        ring = [(name, names[(at + shift) % len(names)]) for at, name in enumerate(names)]
+        well = [ends for ends in ring if ends in pairs and not (pairs[ends].error or pairs[ends].large)]
+        measured |= _at_once(measure, well)
+    return measured
+
+
+def try_all_reduces(facts: Facts, connections: Connections) -> Facts:
+    """Return the facts with all-reduces between GPUs of one host, on all hosts at once, then between neighbours."""
+    until = time.monotonic() + _ALL_REDUCES_S
+    gpus = {host: len(facts.gpus.get(host, {}).get("query", "").splitlines()) for host in connections}
+    gpus = {host: count for host, count in gpus.items() if count and facts.versions(host).get("CUDA")}
+
+    def within(host: str) -> AllReduce:
+        return all_reduce({host: connections[host]}, "nccl", limit_s=_ALL_REDUCE_LIMIT_S)
+
+    if alone := [host for host, count in gpus.items() if count >= 2]:
+        show_progress("summing between two GPUs of a host")
+    facts, tried = _answered(facts, within, alone)
+    all_reduces = list(tried.values())
+    for ends in pairwise(gpus):
+        left = min(_ALL_REDUCE_LIMIT_S, until - time.monotonic() - _CALL_S)
+        address = _address_for(facts, *ends)
+        pairs = [facts.pairs[way] for way in (ends, ends[::-1]) if way in facts.pairs]
+        if not address or left < _ALL_REDUCE_LEAST_S or any(pair.error or pair.large for pair in pairs):
+            continue  # where bytes do not get through, that is the finding
+        show_progress(f"summing between GPUs of {' and '.join(ends)}")
+        both = {host: connections[host] for host in ends}
+        interfaces = facts.way(*ends).interface, facts.way(*ends[::-1]).interface
+        try:
+            all_reduces.append(all_reduce(both, "nccl", address=address, interfaces=interfaces, limit_s=left))
+        except AgentError as error:
+            facts = replace(facts, incomplete=(*facts.incomplete, str(error)))
+    return replace(facts, all_reduces=tuple(all_reduces))
+
+
+def all_reduce(
+    connections: Connections, backend: str, *, limit_s: float, address: str = "", interfaces: tuple[str, str] = ("", "")
+) -> AllReduce:
+    """Return an all-reduce of two ranks.
+
+    Args:
+        connections: to one host, which runs both ranks, or to two.
+        backend: "nccl", or "gloo" between CPUs.
+        limit_s: seconds after which the ranks are killed.
+        address: where the first of two hosts waits for the second.
+        interfaces: of the two hosts, on the way to each other.
+
+    Raises:
+        AgentError: an agent could not try it.
+    """
+    parts: dict[str, dict[str, Any]] = {host: {"ranks": [0, 1], "store": "", "interface": ""} for host in connections}
+    if len(connections) == 2:
+        port = next(iter(connections.values())).call("free_port", _CALL_S, address=address)
+        for rank, part in enumerate(parts.values()):
+            part |= {"ranks": [rank], "store": f"tcp://{address}:{port}", "interface": interfaces[rank]}
+    shared = {"source": ALL_REDUCE.read_text(), "backend": backend, "size": 2, "limit_s": limit_s}
+    answers = _at_once(
+        lambda host: connections[host].call("all_reduce", limit_s + _CALL_S, **shared, **parts[host]), connections
+    )
+    return AllReduce(
+        hosts=tuple(connections),
+        outputs=tuple(text for answer in answers.values() for text in answer["outputs"]),
+        was_killed=any(answer["killed"] for answer in answers.values()),
+        limit_s=limit_s,
+    )

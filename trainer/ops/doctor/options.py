@@ -9,10 +9,7 @@ from trainer.errors import ConfigError
 from trainer.ops.command import script_of, to_command
 from trainer.ops.supervise.hosts import Host, parse_hosts
 
-ALL_REDUCE_S = 60.0
-_DESCRIPTION = """\
-Look at hosts, and at the network between them, for what would make a training fail there.
-"""
+_DESCRIPTION = "Look at hosts, and at the network between them, for what would make a training fail there."
 _EPILOG = """\
 examples:
   trainer doctor
@@ -39,29 +36,25 @@ class Options:
     as_json: bool = False
     with_gpus: bool = False
 
-    @property
-    def all_reduce_s(self) -> float:
-        """Return the time for all-reduces between GPUs, after that for all else."""
-        return ALL_REDUCE_S if self.with_gpus else 0.0
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add `doctor` to the subcommands."""
     parser = subparsers.add_parser(
-        "doctor", help="look at hosts and the network between them", description=_DESCRIPTION, epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "doctor",
+        help="look at hosts and the network between them",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         usage="trainer doctor [-H HOST:SLOTS,…] [options] [COMMAND …]",
-    )  # fmt: skip
-    parser.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and sum between two of them"
     )
-    parser.add_argument(
-        "--timeout", dest="timeout_s", type=float, default=20.0, metavar="S",
-        help="for all of it but the sums of --gpu (%(default).0f)",
-    )  # fmt: skip
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
+    add("--json", dest="as_json", action="store_true", help="print one JSON object")
+    add("--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and sum between two of them")
+    limit = "for all of it but the sums of --gpu (%(default).0f)"
+    add("--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help=limit)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -74,7 +67,7 @@ def to_options(parsed: argparse.Namespace) -> Options:
     if not 5 <= parsed.timeout_s <= 100:
         raise ConfigError(f"--timeout is {parsed.timeout_s:g}; valid is 5 to 100")
     hosts = parse_hosts(parsed.hosts) if parsed.hosts else (Host("localhost", 1),)
+    script = script_of(to_command(parsed.command))
     return Options(
-        hosts=hosts, script=script_of(to_command(parsed.command)), timeout_s=parsed.timeout_s,
-        as_json=parsed.as_json, with_gpus=parsed.with_gpus,
-    )  # fmt: skip
+        hosts=hosts, script=script, timeout_s=parsed.timeout_s, as_json=parsed.as_json, with_gpus=parsed.with_gpus
+    )

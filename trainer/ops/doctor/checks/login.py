@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-from trainer.ops.doctor.checks.names import bridge, bridge_remedy, correction, into_bridge
+from trainer.ops.doctor.checks.names import bridge, correction, into_bridge
 from trainer.ops.doctor.facts import Facts, Login, Name
-from trainer.ops.doctor.finding import Cause, Finding, problem, warning
+from trainer.ops.doctor.finding import About, Cause, Finding
 from trainer.ops.supervise.hosts import Host
 
 SLOW_S = 5.0
@@ -45,71 +45,62 @@ def check(facts: Facts) -> Iterator[Finding]:
     for host in facts.hosts:
         login = facts.logins.get(host.name, Login())
         if login.error:
-            yield _failed(facts, host, login)
-            continue
-        if login.in_small_segments and not any(host.name in ends and pair.large for ends, pair in facts.pairs.items()):
-            yield problem(
-                Cause.MTU, (host.name,), f"large packets between {facts.here} and {host.name} get lost (login hangs)",
-                f"`ping -M do -s 1472 {host.name}` on {facts.here}, with smaller numbers until it answers; set the MTU "
-                "to 28 more on both hosts: `sudo ip link set dev INTERFACE mtu MTU`",
-            )  # fmt: skip
-        if login.printed:
-            yield problem(
-                Cause.LOGIN, (host.name,),
-                f"the login shell on {host.name} prints {login.printed[:60]!r} before the output of a command, which "
-                "launchers take for the command's",
-                f"in ~/.bashrc on {host.name}, put `[[ $- == *i* ]] || return` above what prints",
-            )  # fmt: skip
-        if login.seconds > SLOW_S and not host.is_here:
-            yield warning(
-                Cause.LOGIN, (host.name,), f"the login to {host.name} takes {login.seconds:.0f} s",
-                f"look at ~/.bashrc on {host.name}; in /etc/ssh/sshd_config there, set `UseDNS no` and "
-                "`GSSAPIAuthentication no`",
-            )  # fmt: skip
+            yield _failed(facts, host.name, login)
+        else:
+            yield from _disturbed(facts, host, login)
 
 
-def _failed(facts: Facts, host: Host, login: Login) -> Finding:
-    seen = facts.names_here.get(host.name, Name())
+def _disturbed(facts: Facts, host: Host, login: Login) -> Iterator[Finding]:
+    name, about = host.name, About(Cause.LOGIN, host.name)
+    if login.in_small_segments and not any(name in ends and pair.large for ends, pair in facts.pairs.items()):
+        yield About(Cause.MTU, name).problem(
+            f"large packets between {facts.here} and {name} get lost (login hangs)",
+            f"`ping -M do -s 1472 {name}` on {facts.here}, with smaller numbers until it answers; set the MTU to 28 "
+            "more on both hosts: `sudo ip link set dev INTERFACE mtu MTU`",
+        )
+    if login.printed:
+        yield about.problem(
+            f"the login shell on {name} prints {login.printed[:60]!r} before the output of a command, which launchers "
+            "take for the command's",
+            f"in ~/.bashrc on {name}, put `[[ $- == *i* ]] || return` above what prints",
+        )
+    if login.seconds > SLOW_S and not host.is_here:
+        yield about.warning(
+            f"the login to {name} takes {login.seconds:.0f} s",
+            f"look at ~/.bashrc on {name}; in /etc/ssh/sshd_config there, set `UseDNS no` and `GSSAPIAuthentication "
+            "no`",
+        )
+
+
+def _failed(facts: Facts, host: str, login: Login) -> Finding:
+    here, seen = facts.here, facts.names_here.get(host, Name())
     if "Could not resolve hostname" in login.error:
-        return problem(
-            Cause.NAME, (host.name,), f"{facts.here} cannot resolve the name {host.name}",
-            f"add its address to /etc/hosts on {facts.here}, or correct the name in -H",
-        )  # fmt: skip
+        return About(Cause.NAME, host).problem(
+            f"{here} cannot resolve the name {host}",
+            f"add its address to /etc/hosts on {here}, or correct the name in -H",
+        )
     last = login.error.splitlines()[-1].strip()
-    address = _address(host, login, seen)
+    # What ssh connects to: the address in its settings, else what the name leads to, else the name.
+    address = login.address if login.address not in ("", host) else next(iter(seen.addresses), host)
     if _is_wrong(facts, address, login):
-        return problem(
-            Cause.NAME, (host.name,),
-            f"on {facts.here}, {host.name} leads to {address}, which is {facts.here} itself, and the login fails "
-            f"({last})", correction(facts.here, host.name, seen),
-        )  # fmt: skip
+        return About(Cause.NAME, host).problem(
+            f"on {here}, {host} leads to {address}, which is {here} itself, and the login fails ({last})",
+            correction(here, host, seen),
+        )
     if bridge(seen.interface):
-        return problem(
-            Cause.INTERFACE, (host.name,), f"{into_bridge(facts.here, host.name, seen)}, and the login fails ({last})",
-            bridge_remedy(facts.here, host.name, seen),
-        )  # fmt: skip
-    is_from_file = seen.in_hosts_file and address in seen.addresses
-    words = {
-        "ip": address, "host": host.name, "here": facts.here, "user": login.user, "key": login.key, "last": last,
-        "address": f"{address}{' of /etc/hosts' if is_from_file else ''}, port {login.port}",
-        "seconds": login.seconds, "known_hosts": login.known_hosts,
-        "known": host.name if login.port == "22" else f"[{host.name}]:{login.port}",
-    }  # fmt: skip
+        text, remedy = into_bridge(here, host, seen)
+        return About(Cause.INTERFACE, host).problem(f"{text}, and the login fails ({last})", remedy)
+    words = vars(login) | {"ip": address, "host": host, "here": here, "last": last}
+    from_file = " of /etc/hosts" if seen.in_hosts_file and address in seen.addresses else ""
+    words["address"] = f"{address}{from_file}, port {login.port}"
+    words["known"] = host if login.port == "22" else f"[{host}]:{login.port}"
     for pattern, text, remedy in _REFUSALS:
         if match := re.search(pattern, login.error):
             words |= match.groupdict()
-            return problem(Cause.LOGIN, (host.name,), text.format(**words), remedy.format(**words))
-    return problem(
-        Cause.AGENT, (host.name,), f"a command cannot be run on {host.name}: {last}",
-        f"try `ssh {host.name} true` on {facts.here}",
-    )  # fmt: skip
-
-
-def _address(host: Host, login: Login, seen: Name) -> str:
-    """Return the address that ssh connects to, or the name where it has none."""
-    if login.address not in ("", host.name):
-        return login.address
-    return next(iter(seen.addresses), host.name)
+            return About(Cause.LOGIN, host).problem(text.format(**words), remedy.format(**words))
+    return About(Cause.AGENT, host).problem(
+        f"a command cannot be run on {host}: {last}", f"try `ssh {host} true` on {here}"
+    )
 
 
 def _is_wrong(facts: Facts, address: str, login: Login) -> bool:

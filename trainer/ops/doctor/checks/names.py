@@ -8,82 +8,74 @@ from ipaddress import ip_address
 from itertools import combinations, permutations
 
 from trainer.ops.doctor.facts import Facts, Name
-from trainer.ops.doctor.finding import Cause, Finding, problem, warning
+from trainer.ops.doctor.finding import About, Cause, Finding
 
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong with the names of the hosts that answer."""
-    yield from _same_host(facts)
-    for here, there in permutations([host.name for host in facts.answering], 2):
-        seen = facts.names.get(here, {}).get(there)
-        if seen is not None:
+    hosts = [host.name for host in facts.answering]
+    for first, second in combinations(hosts, 2):
+        yield from _same_host(facts, first, second)
+    for here, there in permutations(hosts, 2):
+        if seen := facts.names.get(here, {}).get(there):
             yield from _peer(facts, here, there, seen)
     for here in facts.names:
-        yield from _own(facts, here)
+        yield from _itself(facts, here)
 
 
-def _same_host(facts: Facts) -> Iterator[Finding]:
-    for one, other in combinations([host.name for host in facts.answering], 2):
-        machine, second = facts.machines[one], facts.machines[other]
-        if machine["identity"] and machine["identity"] == second["identity"]:
-            where = facts.names_here.get(other, Name())
-            yield problem(
-                Cause.SAME_HOST, (one, other),
-                f"{one} and {other} are one and the same host: {other} leads to {_first(where)} on {facts.here}",
-                correction(facts.here, other, where),
-            )  # fmt: skip
-        elif machine["host_name"] == second["host_name"]:
-            yield problem(
-                Cause.SAME_HOST, (one, other),
-                f"{one} and {other} both have the host name {machine['host_name']!r}, so launchers count their ranks "
-                "as of one host",
-                f"rename one: `sudo hostnamectl set-hostname {other}` there, or --hostname of its container",
-            )  # fmt: skip
+def _same_host(facts: Facts, first: str, second: str) -> Iterator[Finding]:
+    about = About(Cause.SAME_HOST, first, second)
+    mine, theirs = facts.machines[first], facts.machines[second]
+    if mine["identity"] and mine["identity"] == theirs["identity"]:
+        seen = facts.names_here.get(second, Name())
+        yield about.problem(
+            f"{first} and {second} are one and the same host: {second} leads to {seen.first} on {facts.here}",
+            correction(facts.here, second, seen),
+        )
+    elif mine["host_name"] == theirs["host_name"]:
+        yield about.problem(
+            f"{first} and {second} both have the host name {mine['host_name']!r}, so launchers count their ranks as of "
+            "one host",
+            f"rename one: `sudo hostnamectl set-hostname {second}` there, or --hostname of its container",
+        )
 
 
 def _peer(facts: Facts, here: str, there: str, seen: Name) -> Iterator[Finding]:
-    own, name = facts.owned.get(there, {}), facts.peers.get(there, there)
-    addresses = [address for address in seen.addresses if ":" not in address]
+    about = About(Cause.NAME, here, there)
+    owned, name = facts.owned.get(there, {}), facts.peers.get(there, there)
+    address = next((address for address in seen.addresses if ":" not in address), "")
+    right = _address(facts, there)
+    addition = f"add its address to /etc/hosts on {here}{f': `{right} {name}`' if right else ''}"
     if not seen.addresses:
-        yield problem(
-            Cause.NAME, (here, there), f"{here} cannot resolve the name {name} ({seen.error})",
-            _addition(facts, here, there),
-        )  # fmt: skip
-    elif not addresses:
-        yield problem(
-            Cause.NAME, (here, there), f"on {here}, {name} has IPv6 addresses only ({_first(seen)}), and launchers "
-            "take IPv4", _addition(facts, here, there),
-        )  # fmt: skip
-    elif ip_address(addresses[0]).is_loopback:
-        yield problem(
-            Cause.NAME, (here, there), f"on {here}, {name} leads to {addresses[0]}, which is {here} itself",
-            correction(here, name, seen, _known(facts, there)),
-        )  # fmt: skip
-    elif own and not own.get(addresses[0], True):
-        whose = ", which is its own" if facts.owned.get(here, {}).get(addresses[0]) else ""
+        yield about.problem(f"{here} cannot resolve the name {name} ({seen.error})", addition)
+    elif not address:
+        text = f"on {here}, {name} has IPv6 addresses only ({seen.first}), and launchers take IPv4"
+        yield about.problem(text, addition)
+    elif ip_address(address).is_loopback:
+        text = f"on {here}, {name} leads to {address}, which is {here} itself"
+        yield about.problem(text, correction(here, name, seen, right))
+    elif owned and not owned.get(address, True):
+        whose = ", which is its own" if facts.owned.get(here, {}).get(address) else ""
         whose += f" ({seen.interface})" if bridge(seen.interface) else ""
-        yield problem(
-            Cause.NAME, (here, there),
-            f"on {here}, {name} leads to {addresses[0]}{whose}, and {name} has no such address (it has "
-            f"{_addresses(facts, there)})", correction(here, name, seen, _known(facts, there)),
-        )  # fmt: skip
-    elif ":" in seen.addresses[0] and not own.get(seen.addresses[0], True):
-        yield warning(
-            Cause.NAME, (here, there),
-            f"on {here}, {name} leads first to the IPv6 address {seen.addresses[0]}, which {name} does not have",
-            correction(here, name, seen, addresses[0]),
-        )  # fmt: skip
+        yield about.problem(
+            f"on {here}, {name} leads to {address}{whose}, and {name} has no such address (it has "
+            f"{_all_addresses(facts, there)})",
+            correction(here, name, seen, right),
+        )
+    elif ":" in seen.first and not owned.get(seen.first, True):
+        yield about.warning(
+            f"on {here}, {name} leads first to the IPv6 address {seen.first}, which {name} does not have",
+            correction(here, name, seen, address),
+        )
 
 
-def _own(facts: Facts, here: str) -> Iterator[Finding]:
-    seen = facts.names[here].get("")
-    if seen is None or not seen.addresses or not ip_address(seen.addresses[0].partition("%")[0]).is_loopback:
-        return
-    yield warning(
-        Cause.NAME, (here,),
-        f"on {here}, its own host name leads to {seen.addresses[0]}, where no other host reaches what listens by name",
-        correction(here, str(facts.machines[here]["host_name"]), seen, _known(facts, here)),
-    )  # fmt: skip
+def _itself(facts: Facts, here: str) -> Iterator[Finding]:
+    seen = facts.names[here].get("", Name())
+    if seen.addresses and ip_address(seen.first.partition("%")[0]).is_loopback:
+        yield About(Cause.NAME, here).warning(
+            f"on {here}, its own host name leads to {seen.first}, where no other host reaches what listens by name",
+            correction(here, facts.machines[here]["host_name"], seen, _address(facts, here)),
+        )
 
 
 def correction(here: str, name: str, seen: Name, right: str = "") -> str:
@@ -92,49 +84,28 @@ def correction(here: str, name: str, seen: Name, right: str = "") -> str:
     return f"correct the line of {name} {place}{f': `{right} {name}`' if right else ''}"
 
 
-def _addition(facts: Facts, here: str, there: str) -> str:
-    """Return the remedy for a name that leads nowhere."""
-    address = _known(facts, there)
-    line = f": `{address} {facts.peers.get(there, there)}`" if address else ""
-    return f"add its address to /etc/hosts on {here}{line}"
-
-
 def bridge(interface: str) -> bool:
     """Return whether an interface leads to containers or virtual machines on its own host."""
     return re.match(r"docker|br-|veth|virbr|cni|flannel|cali|lxc|lxd|podman|kube", interface) is not None
 
 
-def into_bridge(here: str, there: str, way: Name) -> str:
-    """Return the text about a way that leads into a bridge."""
+def into_bridge(here: str, there: str, way: Name) -> tuple[str, str]:
+    """Return text and remedy for a way that leads into a bridge."""
     return (
         f"the way from {here} to {there} ({', '.join(way.addresses)}) leads into {way.interface} ({way.own}), a bridge "
-        f"to containers on {here}"
+        f"to containers on {here}",
+        f"`ip route get {way.first}` on {here}; give the bridge another subnet, or correct the address of {there} in "
+        f"/etc/hosts on {here}",
     )
 
 
-def bridge_remedy(here: str, there: str, way: Name) -> str:
-    """Return what to do about it."""
-    return (
-        f"`ip route get {_first(way)}` on {here}; give the bridge another subnet, or correct the address of {there} in "
-        f"/etc/hosts on {here}"
-    )
-
-
-def _first(seen: Name) -> str:
-    return seen.addresses[0] if seen.addresses else "nothing"
-
-
-def _known(facts: Facts, host: str) -> str:
+def _address(facts: Facts, host: str) -> str:
     """Return the address that a host has on the way to others; empty where it has none but a loopback address."""
-    own = (way.own for way in facts.names.get(host, {}).values())
-    return next((address for address in own if address and not ip_address(address).is_loopback), "")
+    addresses = (way.own for way in facts.names.get(host, {}).values())
+    return next((address for address in addresses if address and not ip_address(address).is_loopback), "")
 
 
-def _addresses(facts: Facts, host: str) -> str:
-    found = [
-        f"{address} on {name}"
-        for name, entry in facts.interfaces.get(host, {}).items()
-        for address in entry["addresses"]
-        if name != "lo"
-    ]
-    return ", ".join(found) or "none"
+def _all_addresses(facts: Facts, host: str) -> str:
+    interfaces = {name: entry for name, entry in facts.interfaces.get(host, {}).items() if name != "lo"}
+    addresses = (f"{address} on {name}" for name, entry in interfaces.items() for address in entry["addresses"])
+    return ", ".join(addresses) or "none"
