@@ -30,7 +30,7 @@ from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
 from trainer.models.sharded import gather, whole_state
 from trainer.report.loop_report import LoopReport, Settings
-from trainer.report.run_folder import describe_run
+from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

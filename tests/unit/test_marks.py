@@ -15,7 +15,7 @@ import torch
 from trainer.checkpoint.disk.durable import write_file
 from trainer.cluster.world import World
 from trainer.data.loader import InMemory, ShardedLoader
-from trainer.report.run_folder import RunFolder
+from trainer.report.run_record import RunFolder
 from trainer.strategies.base import Synchronizer
 from trainer.strategies.single import SingleStrategy
 from trainer.watch import marks

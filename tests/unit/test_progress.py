@@ -15,8 +15,8 @@ import pytest
 from tests.screen import Screen
 from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, ProgressEvent, World
+from trainer.report.display import BottomLine
 from trainer.report.progress import Progress
-from trainer.report.terminal import Terminal
 
 RATE = "learning rate 0.1, then constant"
 
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run on one."""
-    monkeypatch.setattr("trainer.report.display.open_terminal", lambda: None)
+    monkeypatch.setattr("trainer.report.display.find_bottom_line", lambda: None)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def terminal(no_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     screen = Screen(100, 12)
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", screen.lines, screen.columns, 0, 0))
     os.set_blocking(ours, False)
-    monkeypatch.setattr(Terminal, "in_foreground", lambda self: True)
-    monkeypatch.setattr("trainer.report.display.open_terminal", lambda: Terminal(os.dup(theirs), os.getpid()))
+    monkeypatch.setattr(BottomLine, "in_foreground", lambda self: True)
+    monkeypatch.setattr("trainer.report.display.find_bottom_line", lambda: BottomLine(os.dup(theirs), os.getpid()))
 
     def seen() -> Screen:
         with suppress(BlockingIOError):

@@ -97,7 +97,7 @@ def test_there_is_one_line_per_epoch_with_its_validation(tmp_path: Path) -> None
 def test_steps_have_a_line_each_with_the_seconds_since_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.report.run_folder.time.monotonic", itertools.count(1000.0, 60.0).__next__)
+    monkeypatch.setattr("trainer.report.run_record.time.monotonic", itertools.count(1000.0, 60.0).__next__)
     leave_record(RunRecord(tmp_path), context_on())
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert lines == [
@@ -107,7 +107,7 @@ def test_steps_have_a_line_each_with_the_seconds_since_the_start(
 
 
 def test_the_summary_is_of_the_last_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.report.run_folder.time.monotonic", itertools.count(1000.0, 60.0).__next__)
+    monkeypatch.setattr("trainer.report.run_record.time.monotonic", itertools.count(1000.0, 60.0).__next__)
     leave_record(RunRecord(tmp_path), context_on())
     summary = content(tmp_path / "summary.json")
     assert summary["epochs"] == 2

@@ -16,7 +16,7 @@ import pytest
 import wheels
 from console import SetupError
 
-from trainer.report import run_folder
+from trainer.report import run_record
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVOD = "horovod-0.28.1-cp312-cp312-linux_x86_64.whl"
@@ -24,7 +24,7 @@ HOROVOD = "horovod-0.28.1-cp312-cp312-linux_x86_64.whl"
 
 def test_a_run_records_the_version_under_the_distributions_name() -> None:
     name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    assert name in run_folder._PACKAGES
+    assert name in run_record._PACKAGES
 
 
 def test_nobody_is_told_to_install_another_project() -> None:

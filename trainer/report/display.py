@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import stat
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from trainer.cluster.output import print_line
-from trainer.report.bottom_line import BottomLine
-from trainer.report.terminal import open_terminal
+
+_MIN_COLUMNS, _MIN_LINES = 20, 4
+# These pass their ranks' standard error on to their own. Any other reader of it, a script that collects output say,
+# keeps it from the terminal.
+_FORWARDING = frozenset({"horovodrun", "mpirun", "mpiexec", "orterun", "prterun"})
+
+# Control sequences of every terminal since the VT100: save and restore the cursor, the region that scrolls.
+_SAVE, _RESTORE, _WHOLE_SCREEN, _ERASE = "\x1b7", "\x1b8", "\x1b[r", "\x1b[2K"
+_LINE_DOWN, _LINE_UP = "\x1bD", "\x1b[A"
+_GIVE_BACK = f"{_SAVE}{_WHOLE_SCREEN}\x1b[999;1H{_ERASE}{_RESTORE}"
+
+# Gives the line back when this process has ended without doing so, also by SIGKILL: its end closes the pipe.
+# Through a link to its own output, which then blocks where ours does not.
+_WATCH = f"trap '' HUP INT QUIT TERM; read done || printf '{_GIVE_BACK}' > /proc/self/fd/1".replace("\x1b", "\\033")
 
 
 class Display:
@@ -26,8 +45,7 @@ class Display:
         self._every_s = every_s
         self._next_line = time.monotonic() + every_s
         disabled = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
-        terminal = None if disabled else open_terminal()
-        self._bar = BottomLine(terminal) if terminal is not None else None
+        self._bar = None if disabled else find_bottom_line()
 
     def show(self, head: str, done: int, samples: int | None, details: Sequence[str]) -> None:
         """Show that `done` of `samples` are trained on; of a stream nobody may know how many there are."""
@@ -63,3 +81,159 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class BottomLine:
+    """One line of text at the bottom of a terminal, while other output scrolls above it.
+
+    The launcher writes to the same terminal when it likes, with lines of all ranks. A bar on the line of the cursor
+    would be torn apart by them, and they by it.
+
+    Args:
+        descriptor: of the terminal, which is closed with this object. It must not block, so that a terminal which was
+            halted with Ctrl-S halts no training.
+        process: through which the shell sees this job: the launcher, or this one.
+    """
+
+    def __init__(self, descriptor: int, process: int) -> None:
+        self._descriptor, self._process = descriptor, process
+        self._size = (0, 0)
+        self._watcher: subprocess.Popen[bytes] | None = None
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def draw(self, text: Callable[[int], str]) -> bool:
+        """Draw a line; return whether there was a place for it.
+
+        Args:
+            text: makes it for a number of columns, which it may fill.
+        """
+        size = columns, lines = self._terminal_size()
+        if columns < _MIN_COLUMNS or lines < _MIN_LINES or not self.in_foreground():
+            self.clear()
+            return False
+        if self._watcher is None:
+            try:
+                self._watcher = self._start_watcher()
+            except OSError:  # no shell here, or no process more
+                return False
+        head = ""
+        if size != self._size:  # leave the bottom line out of what scrolls, and a free line to print on above it
+            head = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_LINE_DOWN}{_LINE_UP}{_SAVE}\x1b[1;{lines - 1}r{_RESTORE}"
+        if self._write(f"{head}{_SAVE}\x1b[{lines};1H{_ERASE}{text(columns - 1)}{_RESTORE}"):
+            self._size = size
+        return True
+
+    def clear(self) -> None:
+        """Give the line back to the terminal."""
+        watcher, self._watcher, self._size = self._watcher, None, (0, 0)
+        if watcher is None:
+            return
+        if self._write(_GIVE_BACK):
+            watcher.communicate(b"done\n")
+        elif watcher.stdin is not None:  # the watcher does it when the terminal goes on
+            watcher.stdin.close()
+
+    def in_foreground(self) -> bool:
+        """Return whether the job is what the terminal shows now; one in the background leaves it to the shell."""
+        with suppress(OSError):
+            process = _read_process(self._process)
+            return process.group == process.foreground
+        return False
+
+    def _terminal_size(self) -> tuple[int, int]:
+        """Return the columns and the lines; 0 of both where the terminal has none, or has gone."""
+        with suppress(OSError):
+            return os.get_terminal_size(self._descriptor)
+        return 0, 0
+
+    def _start_watcher(self) -> subprocess.Popen[bytes]:
+        # In a session of its own, so that what ends this process's group leaves it.
+        return subprocess.Popen(
+            ["sh", "-c", _WATCH],
+            stdin=subprocess.PIPE,
+            stdout=self._descriptor,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _write(self, text: str) -> bool:
+        """Write all of a text, or nothing where the terminal takes nothing now."""
+        # mpirun's ranks are in the background of its terminal. After `stty tostop` a write would stop this one.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+        try:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLOUT)
+            if (self._descriptor, select.POLLOUT) in poll.poll(0):
+                os.write(self._descriptor, text.encode(errors="replace"))
+                return True
+        except OSError:  # the terminal has gone
+            pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return False
+
+
+def find_bottom_line() -> BottomLine | None:
+    """Open the terminal at the end of this process's standard error, or return None where it ends elsewhere.
+
+    mpirun and horovodrun give their ranks pipes, and pass on what they read. So a pipe is followed to the launcher
+    that reads it, and from there to that one's standard error, as long as these are this process's ancestors: on
+    another host, or behind `2> log` and `2>&1 | tee log`, there is no terminal.
+    """
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    with suppress(OSError, ValueError):  # no /proc, or a process of another user's
+        holder = os.getpid()
+        while stat.S_ISFIFO((pipe := Path(f"/proc/{holder}/fd/2").stat()).st_mode):
+            ancestors = _upward(_read_process(holder).parent)
+            holder = next(process for process in ancestors if _forwards(process) and _has_open(process, pipe))
+        if stat.S_ISCHR(pipe.st_mode):
+            # torchrun gives its ranks its own terminal, but sessions of their own, which the shell does not know.
+            seen_by_shell = next(part for part in _upward(holder) if _read_process(part).terminal == pipe.st_rdev)
+            # Through the link, as the path may name another device where the process is in a container.
+            flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+            return BottomLine(os.open(f"/proc/{holder}/fd/2", flags), seen_by_shell)
+    return None
+
+
+class _Process(NamedTuple):
+    parent: int
+    group: int
+    terminal: int
+    """Device number of its controlling terminal; 0 without one."""
+    foreground: int
+    """Process group in the foreground of that terminal."""
+
+
+def _read_process(process: int) -> _Process:
+    # The second field, a name in parentheses, may hold anything. See proc_pid_stat(5).
+    fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return _Process(int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
+
+
+def _upward(process: int) -> Iterator[int]:
+    """Yield a process, its parent and so on.
+
+    Raises:
+        ValueError: at the end, instead of ending, so that a search which finds nothing is one.
+    """
+    while process > 0:
+        yield process
+        process = _read_process(process).parent
+    raise ValueError("no such process")
+
+
+def _forwards(process: int) -> bool:
+    # The program, or the script that Python runs.
+    command = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:2]
+    return any(Path(part).name in _FORWARDING for part in command)
+
+
+def _has_open(process: int, file: os.stat_result) -> bool:
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # closed in the meantime
+            if os.path.samestat(entry.stat(), file):
+                return True
+    return False

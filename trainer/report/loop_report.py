@@ -7,37 +7,23 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.cluster.world import World
+from trainer.data.base import Loader
 from trainer.errors import ConfigError
 from trainer.report.display import Display, clock
-from trainer.report.run_folder import RunFolder, describe_optimizer, describe_run, open_on_root
+from trainer.report.run_record import RunFolder, describe_optimizer, describe_run, open_on_root
 
 Settings = Mapping[str, Any] | Namespace
 """What a script was called with, as a mapping or as argparse returns it."""
 
 _INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
-
-
-class _Loader(Protocol):
-    """A loader, as far as it is watched."""
-
-    training: bool
-    unit: str
-    epoch: int
-    taken: int
-    start: int
-
-    def samples_after(self, steps: int) -> int: ...
-    @property
-    def epoch_samples(self) -> int | None: ...
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 class LoopReport:
@@ -72,10 +58,14 @@ class LoopReport:
             self._folder.close()
 
         def make() -> RunFolder:
-            optimizers = {"optimizers": [describe_optimizer(one) for one in self.optimizers]}
-            own = vars(settings) if isinstance(settings, Namespace) else settings or {}
-            facts = {"settings": dict(own), **self._settings, **optimizers, **describe_run(self._world)}
-            facts["checkpoints"] = checkpoints
+            script = vars(settings) if isinstance(settings, Namespace) else settings or {}
+            facts = {
+                "settings": dict(script),
+                **self._settings,
+                "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
+                **describe_run(self._world),
+                "checkpoints": checkpoints,
+            }
             return RunFolder(folder, facts, tensorboard=tensorboard, goes_on=bool(checkpoints))
 
         path, self._folder = open_on_root(self._world, broadcast_object, make)
@@ -110,7 +100,7 @@ class LoopReport:
         self._epochs, self._began = epochs, 0.0
         return iterate(epochs)
 
-    def watch(self, loader: _Loader) -> Iterator[Any]:
+    def watch(self, loader: Loader) -> Iterator[Any]:
         """See `Run.progress`."""
         self._has_use = True
         return self._watch(loader) if self._world.is_root else iter(loader)
@@ -120,7 +110,7 @@ class LoopReport:
         if self._folder is not None:
             self._folder.close()
 
-    def _watch(self, loader: _Loader) -> Iterator[Any]:
+    def _watch(self, loader: Loader) -> Iterator[Any]:
         display = self._display = self._display or Display(_LINE_EVERY_S)
         started = time.monotonic()
         samples, before = loader.epoch_samples, loader.start
@@ -143,13 +133,13 @@ class LoopReport:
         finally:  # also where the loop was left early
             display.clear()
 
-    def _name(self, loader: _Loader) -> str:
+    def _name(self, loader: Loader) -> str:
         if not loader.training:
             return "evaluation"
         of_all = f"/{self._epochs.stop}" if self._epochs is not None and self._counts(loader) else ""
         return f"epoch {loader.epoch}{of_all}"
 
-    def _left(self, loader: _Loader, done: int, samples: int, rate: float, now: float) -> float:
+    def _left(self, loader: Loader, done: int, samples: int, rate: float, now: float) -> float:
         """Return the seconds that are left: of all epochs where they are counted."""
         epochs = self._epochs
         if epochs is None or not self._counts(loader):
@@ -158,7 +148,7 @@ class LoopReport:
         trained = (loader.epoch - 1) * samples + done
         return (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
 
-    def _counts(self, loader: _Loader) -> bool:
+    def _counts(self, loader: Loader) -> bool:
         """Return whether this pass is one of the loop's epochs."""
         epochs = self._epochs
         return loader.training and epochs is not None and loader.epoch in range(epochs.start + 1, epochs.stop + 1)

