@@ -18,12 +18,10 @@ from tests.unit.ranks_as_threads import Threads
 from trainer import TrainerError, World
 from trainer.config import RunConfig
 from trainer.strategies import buckets
-from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
-from trainer.strategies.buckets import make_buckets
-from trainer.strategies.compress.flat import Transport
+from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer, make_buckets
+from trainer.strategies.compress.flat import Transport, WholeSynchronizer
 from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer
 from trainer.strategies.gradients import GradientSynchronizer
 
 

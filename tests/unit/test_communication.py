@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies.base import NamedParameters, Synchronizer
-from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
+from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer
 from trainer.strategies.compress.communication import make_synchronizer
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.collate import Counted
+from trainer.data.batches import Counted
 from trainer.errors import ConfigError, TrainerError
 from trainer.profiling.step_timer import TimedPlan, step_timer
 from trainer.watch.marks import note_phase

@@ -1,4 +1,4 @@
-"""The mean of many tensors over all ranks, in one message."""
+"""The mean of many tensors over all ranks, in one message; and gradient synchronization in one piece by it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from trainer.strategies.base import NamedParameters
+from trainer.strategies.gradients import GradientSynchronizer, assign_means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +85,33 @@ def _means(messages: Sequence[_Message], shapes: Sequence[torch.Size], ranks: in
         pieces = message.flat.div_(ranks).split([shapes[place].numel() for place in message.places])
         means.update((place, piece.view(shapes[place])) for place, piece in zip(message.places, pieces, strict=True))
     return [means[place] for place in range(len(shapes))]
+
+
+class WholeSynchronizer(GradientSynchronizer):
+    """Makes the gradients the mean over all ranks in one message for each type of number.
+
+    Args:
+        parameters: those whose gradients are all-reduced.
+    """
+
+    def __init__(self, parameters: NamedParameters, transport: Transport) -> None:
+        super().__init__(parameters)
+        self._transport = transport
+        self.updates = 0
+        """Backward passes whose gradients were all-reduced."""
+
+    def _complete(self) -> None:
+        self._average()
+        self.updates += 1
+
+    def _average(self) -> None:
+        gradients = self.gradients()
+        counts = self._replace_by_mean(gradients)
+        assign_means(self.parameters, gradients, lambda place: bool(counts[place]))
+
+    def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Write the means over the gradients; return a number for each, not 0 where any rank has one."""
+        *means, counts = mean_of_all([*gradients, self.has_gradients()], self._transport, "whole")
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean)
+        return counts

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.strategies.base import NamedParameters
-from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all, start_mean
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer
+from trainer.strategies.compress.flat import Transport, WholeSynchronizer, exact_type, mean_of_all, start_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.strategies.base import NamedParameters
-from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer
+from trainer.strategies.compress.flat import Transport, WholeSynchronizer, exact_type, mean_of_all
 
 _LEAST_SAVING = 2.0
 """A gradient whose factors are not smaller by this factor is sent as it is; PyTorch's hook has the same default."""

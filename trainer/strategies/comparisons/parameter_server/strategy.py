@@ -30,7 +30,7 @@ from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.bucketed import BucketedStrategy
+from trainer.strategies.buckets import BucketedStrategy
 from trainer.strategies.comparisons.parameter_server.tls import Certificates, read_certificates
 from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from trainer.tuning import tune

@@ -1,18 +1,70 @@
-"""Batches of any kind: moved to a rank's device, pinned on the way there, and counted."""
+"""Batches of any kind, as torch's DataLoader makes them: counted, pinned and moved; and the workers that make them."""
 
 from __future__ import annotations
 
 import copy
+import signal
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, default_collate, default_convert
+
+from trainer.data.shard_plan import mix_seeds
+from trainer.watch.marks import loading
+
+
+@dataclass(slots=True)
+class Counted:
+    """A batch and its samples; None where nothing in a ready batch tells them."""
+
+    count: int | None
+    batch: Any
+
+    def pin_memory(self) -> Counted:
+        """What DataLoader calls; its own pinning fails at classes that it cannot make anew."""
+        return Counted(self.count, pin(self.batch))
+
+
+def collate(samples: Any, own: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
+    """Collate samples, or convert a ready batch, and count them, which a batch of any kind does not tell.
+
+    Args:
+        own: the user's `collate_fn`; None for torch's.
+    """
+    batch = (own or (default_convert if is_ready else default_collate))(samples)
+    return Counted(count_samples(batch) if is_ready else len(samples), batch)
+
+
+def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
+    """Return the batches of an epoch, whose workers draw random numbers from the seeds. Starts the workers."""
+    data_loader.generator.manual_seed(mix_seeds(*seeds))
+    with usr2_blocked():
+        batches = iter(data_loader)
+    return loading(batches)
+
+
+@contextmanager
+def usr2_blocked() -> Iterator[None]:
+    """Context in which this thread starts processes that SIGUSR2 does not reach, however they are started.
+
+    Slurm sends it to all processes of a rank, and the rank would fail without its workers before it has saved. A
+    process that is forked could ignore it from its first line on. One that is spawned begins with the default action,
+    which ends it, but with the blocked signals of the thread that has started it. This process gets a signal that
+    comes meanwhile afterwards.
+    """
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 def move(value: Any, device: torch.device) -> Any:
