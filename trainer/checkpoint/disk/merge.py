@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.committed import Committed, find, load, newest
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, find, load, newest
 from trainer.checkpoint.disk.durable import write_file
-from trainer.checkpoint.disk.manifest import MANIFEST
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.checkpoint.run.settings import describe_differences, is_rate, kind_differences, kind_of, settings_of
 from trainer.checkpoint.run.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
-from trainer.loop.loss_scaler import LossScaler
 from trainer.loop.lr_schedule import LearningRate
+from trainer.loop.updates import Updates
 from trainer.models.memory_format import align_state
 from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
-from trainer.strategies.base import Synchronizer
-
-
-class Prepared(Protocol):
-    """What was prepared for training. `Updates` is it."""
-
-    @property
-    def models(self) -> Mapping[nn.Module, Synchronizer]: ...
-    @property
-    def optimizers(self) -> Collection[Optimizer]: ...
-    @property
-    def scaler(self) -> LossScaler | None: ...
-    def has_trained(self) -> bool:
-        """Return whether there was a backward pass."""
-
-    def is_between_updates(self) -> bool:
-        """Return whether an optimizer has stepped on what the last backward pass has left."""
-
-    def finish_step(self) -> None:
-        """Complete what a step leaves for the next backward pass."""
 
 
 @dataclass
@@ -46,7 +26,7 @@ class Contents:
     rank's own, those of the rank that writes are kept.
     """
 
-    prepared: Prepared
+    prepared: Updates
     """Models and optimizers; what is prepared later counts as well."""
     objects: Mapping[str, Any]
     """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""

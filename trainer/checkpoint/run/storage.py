@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.disk.commit import Committed, find, load, newest, prune, receive, remove_partial, send
+from trainer.checkpoint.disk.commit import prune, receive, remove_partial
+from trainer.checkpoint.disk.committed import Committed, find, load, newest, send
 from trainer.checkpoint.disk.lock import FolderLock
 from trainer.checkpoint.disk.state_files import part_name
 from trainer.cluster.network import host_id
