@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
@@ -43,11 +43,11 @@ def measure_low_rank(shapes: Sequence[Sequence[int]], threads: int, device: str)
     ]
     sent: list[int] = []
 
-    def send(flat: Tensor, _: str) -> Tensor:
+    def send(flat: Tensor, _: str) -> Callable[[], object]:
         sent.append(flat.nbytes)
-        return flat
+        return lambda: None
 
-    strategy: Any = SimpleNamespace(world=World(), send_gradients=send)  # all that is asked of one
+    strategy: Any = SimpleNamespace(world=World(), start_gradients=send)  # all that is asked of one
     synchronizer = PowerSGDSynchronizer(parameters, strategy, rank=RANK)
     own_threads = torch.get_num_threads()
     torch.set_num_threads(threads)

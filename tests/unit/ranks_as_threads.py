@@ -41,7 +41,6 @@ class Threads:
             return flat.copy_(total)
 
         return SimpleNamespace(
-            send_gradients=send,
             start_gradients=lambda flat, name: partial(send, flat, name),
             all_reduce=lambda tensor: send(tensor, "other"),
             world=World(rank=rank, size=self.ranks),

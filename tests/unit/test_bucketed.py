@@ -326,9 +326,7 @@ def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientS
     def add(flat: Tensor, _: str) -> Tensor:  # both parameters have a gradient on the other rank
         return flat.add_(1.0 + len(kept))
 
-    strategy = SimpleNamespace(
-        send_gradients=add, start_gradients=lambda flat, name: lambda: add(flat, name), world=World(size=2)
-    )
+    strategy = SimpleNamespace(start_gradients=lambda flat, name: lambda: add(flat, name), world=World(size=2))
     synchronizer = make([reached, absent], strategy)
     kept: list[tuple[Tensor, Tensor]] = []
     for slope in (2.0, 40.0):

@@ -76,10 +76,10 @@ def move(value: Any, device: torch.device) -> Any:
     is, and so does what cannot be copied.
     """
 
-    def moved(one: Any) -> Any:
-        if isinstance(one, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
-            return one.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
-        return one.to(device) if _has(one, "to") else None
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
+            return part.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
+        return part.to(device) if _has(part, "to") else None
 
     return _Change(moved).of(value)
 
@@ -87,10 +87,10 @@ def move(value: Any, device: torch.device) -> Any:
 def pin(value: Any) -> Any:
     """Return `value` with every tensor in it in pinned memory, gone through as by `move`."""
 
-    def pinned(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            return one.pin_memory() if one.device.type == "cpu" and one.layout is torch.strided else one
-        return one.pin_memory() if _has(one, "pin_memory") else None
+    def pinned(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.pin_memory() if part.device.type == "cpu" and part.layout is torch.strided else part
+        return part.pin_memory() if _has(part, "pin_memory") else None
 
     return _Change(pinned).of(value)
 
@@ -100,18 +100,18 @@ def count_samples(value: Any) -> int | None:
 
     A packed sequence has as many samples as sequences.
     """
-    found: list[int] = []
+    counts: list[int] = []
 
-    def look(one: Any) -> Any:
-        if isinstance(one, PackedSequence):
-            found.append(int(one.batch_sizes[0]))
-            return one
-        if isinstance(one, Tensor) and one.dim():
-            found.append(one.size(0))
-        return one if found else None
+    def look(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            counts.append(int(part.batch_sizes[0]))
+            return part
+        if isinstance(part, Tensor) and part.dim():
+            counts.append(part.size(0))
+        return part if counts else None
 
     _Change(look).of(value)
-    return found[0] if found else None
+    return counts[0] if counts else None
 
 
 class _Change:
@@ -174,13 +174,13 @@ def _parts(value: Any) -> dict[Any, Any]:
         return dict(value)
     if isinstance(value, tuple | list | deque):
         return dict(enumerate(value))
-    own = [one.name for one in fields(value)] if is_dataclass(value) else []
-    return {name: getattr(value, name) for name in own if hasattr(value, name)} | _vars_of(value)
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | _vars_of(value)
 
 
 def _put(value: Any, key: Any, part: Any) -> None:
     """Set a part past what the class itself would do with it: refuse to be changed, or convert it."""
-    kind: Any = next((one for one in (dict, list, deque) if isinstance(value, one)), None)
+    kind: Any = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
     (kind.__setitem__ if kind else object.__setattr__)(value, key, part)
 
 

@@ -151,7 +151,6 @@ class ShardedLoader(Loader):
 
     @property
     def must_agree(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
         return {
             "samples of the dataset": self.dataset_length,
             f"{self.unit} of an epoch": self.plan.samples,
@@ -235,8 +234,8 @@ class ShardedLoader(Loader):
             yield from self._cut(self.dataset, epoch.keys, places)
             return
         keys = [epoch.keys[place] for place in places]
-        lists = [one.tolist() if isinstance(one, Tensor) else one for one in keys]
-        self._places.batches = [one[0] for one in lists] if self._is_ready else lists
+        lists = [batch.tolist() if isinstance(batch, Tensor) else batch for batch in keys]
+        self._places.batches = [batch[0] for batch in lists] if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
             yield Counted(loaded.count, move(loaded.batch, self.world.device))
 

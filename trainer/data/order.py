@@ -125,16 +125,16 @@ class EpochOrder:
         return Epoch(torch.arange(self._dataset_length))
 
     def _draw(self, sampler: Iterable[Any], epoch: int, plain: Callable[[Any], Any]) -> list[Any]:
-        found = [plain(one) for one in draw(sampler, epoch=epoch, seed=self._seed)]
+        drawn = [plain(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]
         if self._group is not None:
-            found = self._group.broadcast(found)
-        self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(found).encode())], self._expected, None
+            drawn = self._group.broadcast(drawn)
+        self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None
         if expected is not None and expected[0] == epoch and expected != self.drawn:
             raise ConfigError(
                 f"{type(sampler).__name__} has drawn something else for epoch {epoch} (from 0) than in the run that is "
                 "to go on; what it draws has to depend on nothing but set_epoch and the random generators it holds"
             )
-        return found
+        return drawn
 
 
 def _key(index: Any) -> Any:
@@ -157,8 +157,8 @@ def _compact(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _length_of(sampler: Any) -> int:
-    for one in samplers_in(sampler):
-        if isinstance(one, DistributedSampler) and one.num_replicas != 1:
+    for inner in samplers_in(sampler):
+        if isinstance(inner, DistributedSampler) and inner.num_replicas != 1:
             raise ConfigError(
                 "a loader divides what is drawn among the ranks itself; leave DistributedSampler out, or give it "
                 "num_replicas=1, rank=0"
@@ -178,24 +178,25 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     """
     mixed = mix_seeds(seed, epoch)
     with _seeded(mixed):
-        for number, one in enumerate(samplers_in(sampler)):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
-            for held in _held_by(one).values():
+        for number, inner in enumerate(samplers_in(sampler)):
+            if callable(getattr(inner, "set_epoch", None)):
+                inner.set_epoch(epoch)
+            for held in _held_by(inner).values():
                 _seed(held, (mixed + number) % 2**63)
         return list(sampler)
 
 
 def samplers_in(sampler: Any) -> list[Any]:
     """Return a sampler and those that it draws from, at any depth."""
-    found: list[Any] = []
+    samplers: list[Any] = []
     waiting = [sampler]
     while waiting:
-        one = waiting.pop(0)
-        if not any(one is other for other in found):
-            found.append(one)
-            waiting += [held for name, held in _held_by(one).items() if name in _NAMES or isinstance(held, Sampler)]
-    return found
+        following = waiting.pop(0)
+        if not any(following is other for other in samplers):
+            samplers.append(following)
+            held = _held_by(following)
+            waiting += [value for name, value in held.items() if name in _NAMES or isinstance(value, Sampler)]
+    return samplers
 
 
 _NAMES = ("sampler", "batch_sampler")

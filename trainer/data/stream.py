@@ -120,7 +120,6 @@ class StreamLoader(Loader):
 
     @property
     def must_agree(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
         return {f"{self.unit} per step": self.step_size, "drop_last": self.drop_last}
 
     def __len__(self) -> int:

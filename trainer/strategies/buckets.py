@@ -153,23 +153,18 @@ class BucketedStrategy(Strategy):
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         on_cpu = flat.cpu()
-        if self._background is None:
+        if self._may_overlap():  # one thread for all messages keeps their order
+            wait_for_sum: Callable[[], object] = self._exchange_thread().submit(self.sum_gradients, on_cpu).result
+        else:
             self.sum_gradients(on_cpu)
-        else:  # which may be sending now; messages keep their order
-            self._background.submit(self.sum_gradients, on_cpu).result()
-        return flat if on_cpu is flat else flat.copy_(on_cpu)
+            wait_for_sum = _nothing
 
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
-        if not self._may_overlap():
-            return super().start_gradients(flat, name)
-        on_cpu = flat.cpu()
-        sent = self._exchange_thread().submit(self.sum_gradients, on_cpu)
-
-        def wait() -> Tensor:
-            sent.result()
-            return flat if on_cpu is flat else flat.copy_(on_cpu)
+        def wait() -> None:
+            wait_for_sum()
+            if on_cpu is not flat:
+                flat.copy_(on_cpu)
 
         return wait
 

@@ -97,7 +97,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             if not is_sharded(tensor):
                 tensor.data = tensor.data.to(self.world.device)
         with torch.no_grad():
-            self.broadcast_tensors(one.data for one in part.parameters() if not is_sharded(one))
+            self.broadcast_tensors(parameter.data for parameter in part.parameters() if not is_sharded(parameter))
 
     def _mesh(self, over: str | int) -> DeviceMesh:
         if over not in self._meshes:
@@ -120,7 +120,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if over == "host":
             hosts = self.all_gather_object(self.world.host)
             counts = Counter(hosts)
-            runs = sum(one != other for one, other in pairwise(hosts)) + 1
+            runs = sum(host != following for host, following in pairwise(hosts)) + 1
             if len(set(counts.values())) > 1 or runs > len(counts):
                 raise ConfigError(
                     "fsdp's shard_over is 'host', which takes as many ranks on each host, next to one another; the "
@@ -148,11 +148,11 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{type(optimizer).__name__} does not work on sharded parameters; strategy 'fsdp' takes optimizers "
                 "that treat each number by itself, such as AdamW and SGD"
             )
-        held = [one for group in optimizer.param_groups for one in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(map(is_sharded, held)):
             broadcast_optimizer_state(self, optimizer)
         for group in optimizer.param_groups:
-            group["params"] = [self.current(one) for one in group["params"]]
+            group["params"] = [self.current(parameter) for parameter in group["params"]]
         for old in held:
             new = self.current(old)
             if new is not old and old in optimizer.state:
@@ -227,13 +227,13 @@ class FSDPSynchronizer(Synchronizer):
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
         self._owned = {
-            one: _owned_parameters(cast(nn.Module, one), f"{name}." if name else "")
-            for name, one in model.named_modules()
-            if isinstance(one, FSDPModule)
+            part: _owned_parameters(cast(nn.Module, part), f"{name}." if name else "")
+            for name, part in model.named_modules()
+            if isinstance(part, FSDPModule)
         }
         """The parts that are gathered one at a time, in the model's order, with their parameters."""
         passes.known = list(self._owned)
-        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._is_local = self._is_running = self._is_in_pass = False
         # Names of parameters that a backward pass has reached since the last step.
         self._reached: set[str] = set()
@@ -243,7 +243,7 @@ class FSDPSynchronizer(Synchronizer):
         # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
-            *(cast(nn.Module, one).register_forward_pre_hook(_calls(self._on_part, one)) for one in self._owned),
+            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._owned),
         ]
         self._root.set_requires_gradient_sync(True)
         # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
@@ -269,7 +269,7 @@ class FSDPSynchronizer(Synchronizer):
         self._is_in_pass = self._is_running = False
         self._mark = None
         if self._is_local and self._trained:
-            smallest = min(self._trained.values(), key=lambda one: one.numel())
+            smallest = min(self._trained.values(), key=lambda parameter: parameter.numel())
             gradient = smallest.grad if smallest.grad is not None else torch.zeros_like(smallest)
             smallest.grad = gradient
             self._mark = (smallest, gradient, gradient._version)
@@ -280,7 +280,7 @@ class FSDPSynchronizer(Synchronizer):
                 "the last backward pass before a step ran within no_sync, and strategy 'fsdp' sums gradients in a "
                 "backward pass only; leave no_sync for the last one"
             )
-        absent = [(name, one) for name, one in self._trained.items() if name not in self._reached]
+        absent = [(name, parameter) for name, parameter in self._trained.items() if name not in self._reached]
         if self._reached and absent:
             raise TrainerError(_without_gradient(absent))
         self._reached.clear()
@@ -340,8 +340,8 @@ def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     weak = weakref.WeakMethod(method)
 
     def hook(*rest: Any) -> Any:
-        found = weak()
-        return found(*first, *rest) if found is not None else None
+        bound = weak()
+        return bound(*first, *rest) if bound is not None else None
 
     return hook
 
@@ -371,7 +371,7 @@ def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Modul
         return _repeated(model)
     blocks: list[nn.Module] = []
     _collect(model, frozenset(names), blocks)
-    valid = {type(one).__name__ for one in model.modules() if one is not model}
+    valid = {type(module).__name__ for module in model.modules() if module is not model}
     if missing := sorted(set(names) - valid):
         raise ConfigError(
             f"fsdp's blocks has {missing[0]!r}; valid are the model's classes, {', '.join(sorted(valid))}"
@@ -399,7 +399,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
         if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1:
             blocks.append(child)
         else:
-            blocks += [one for one in _repeated(child) if one not in blocks]
+            blocks += [block for block in _repeated(child) if block not in blocks]
     return blocks
 
 
@@ -413,7 +413,7 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
     if config.checkpoint_activations:
         if not blocks:
             raise ConfigError("fsdp's checkpoint_activations computes blocks again, and there are none; name blocks")
-        if any(isinstance(one, _BatchNorm) for block in blocks for one in block.modules()):
+        if any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules()):
             raise ConfigError(
                 "fsdp's checkpoint_activations computes blocks again, and a BatchNorm in one would count each batch "
                 "twice; leave it out, or name blocks without BatchNorm"

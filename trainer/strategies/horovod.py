@@ -113,19 +113,14 @@ class HorovodStrategy(Strategy):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
 
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
-        reduced: Tensor = self._hvd.allreduce_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
-        return reduced
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
         handle = self._hvd.allreduce_async_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
         self._started.add(handle)
 
-        def wait() -> Tensor:
+        def wait() -> None:
             self._started.discard(handle)
-            reduced: Tensor = self._hvd.synchronize(handle)
-            return reduced
+            self._hvd.synchronize(handle)
 
         return wait
 

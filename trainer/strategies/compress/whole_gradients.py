@@ -39,10 +39,7 @@ class WholeSynchronizer(GradientSynchronizer):
             tensors: of the same shapes and types on every rank; they stay as they are.
             name: of the messages.
         """
-        messages = self._messages(tensors, name)
-        for message in messages:
-            self._strategy.send_gradients(message.flat, message.name)
-        return self._means(messages, [tensor.shape for tensor in tensors])
+        return self.start_mean(tensors, name)()
 
     def start_mean(self, tensors: Sequence[Tensor], name: str) -> Callable[[], list[Tensor]]:
         """Begin what `mean_of_all` does, with the tensors' values of now; return what waits for the means."""

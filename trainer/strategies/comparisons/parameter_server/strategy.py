@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, cast
@@ -31,13 +31,15 @@ from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.buckets import BucketedStrategy
-from trainer.strategies.comparisons.parameter_server.tls import Certificates, read_certificates
 from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
 _SERVER = Path(__file__).resolve().with_name("server.py")
 _CLOSE_TIMEOUT_S = 5.0
+TLS_FOLDER = "TRAINER_TLS"
+# Ranks connect to addresses, which certificates made in advance do not name. All carry this name instead.
+TLS_NAME = "parameter-server.trainer"
 
 
 class ParameterServerStrategy(BucketedStrategy):
@@ -126,6 +128,46 @@ def _sum(streams: list[Stream], flat: Tensor) -> None:
     # The answer to a chunk comes when all ranks have sent theirs, so what is overwritten here has been sent.
     for number, chunk in enumerate(chunks):
         chunk[:] = np.frombuffer(streams[number % len(streams)].pull(), chunk.dtype)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM texts of one host. Servers and ranks both show a certificate, and take those of this authority only."""
+
+    authority: str
+    certificate: str
+    key: str
+
+    def channel(self, grpc: Any, endpoint: str, options: tuple[tuple[str, Any], ...]) -> Any:
+        """Return a channel over which nobody else reads."""
+        credentials = grpc.ssl_channel_credentials(
+            self.authority.encode(), self.key.encode(), self.certificate.encode()
+        )
+        return grpc.secure_channel(
+            endpoint, credentials, options=(*options, ("grpc.ssl_target_name_override", TLS_NAME))
+        )
+
+
+def read_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | None:
+    """Return what is in the folder that TRAINER_TLS names; None without it.
+
+    Raises:
+        ConfigError: a file is missing, or is no PEM file.
+    """
+    if not environ.get(TLS_FOLDER):
+        return None
+    texts = []
+    for name in ("authority.pem", "certificate.pem", "key.pem"):
+        file = Path(environ[TLS_FOLDER], name)
+        try:
+            texts.append(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{TLS_FOLDER}: cannot read {file}: {getattr(error, 'strerror', 'no PEM file')}"
+            ) from None
+        if not texts[-1].startswith("-----BEGIN "):
+            raise ConfigError(f"{TLS_FOLDER}: {file} is no PEM file")
+    return Certificates(*texts)
 
 
 class Stream:
