@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def check_writable(path: Path) -> None:
 def what_is_no_folder(path: Path) -> str:
     """Return which part of a folder's path cannot be one, and why, in words; "" where nothing is in the way."""
     with suppress(OSError):
-        part = next((one for one in (path, *path.parents) if one.is_symlink() or one.exists()), path)
+        part = next((part for part in (path, *path.parents) if part.is_symlink() or part.exists()), path)
         if part.is_symlink() and not part.is_dir():
             return f"{part} is a link to {part.readlink()}, which is no folder; make that one, or name another folder"
         if part.exists() and not part.is_dir():
@@ -41,14 +42,7 @@ def what_is_no_folder(path: Path) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+    _write_beside(path, lambda partial: partial.write_text(text))
 
 
 def save_atomically(path: Path, value: Any) -> None:
@@ -59,16 +53,23 @@ def save_atomically(path: Path, value: Any) -> None:
     """
     import torch  # here, because commands that need no PyTorch import this module
 
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(value, partial)
-        partial.replace(path)
+        _write_beside(path, lambda partial: torch.save(value, partial))
     except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            partial.unlink()
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise TrainerError(f"{path} cannot be written: {reason}") from None
+
+
+def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    except (OSError, RuntimeError):  # the latter is how `torch.save` tells of a file that cannot be written
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _is_refused_write(error: BaseException) -> bool:

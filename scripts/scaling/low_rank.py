@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.compress.flat import Transport
+from trainer.cluster.world import World
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 RANK = 8
@@ -42,14 +43,12 @@ def measure_low_rank(shapes: Sequence[Sequence[int]], threads: int, device: str)
     ]
     sent: list[int] = []
 
-    def send(flat: Tensor, _: str) -> Tensor:
+    def send(flat: Tensor, _: str) -> Callable[[], object]:
         sent.append(flat.nbytes)
-        return flat
+        return lambda: None
 
-    transport = Transport(
-        send=send, start=lambda flat, name: partial(send, flat, name), all_reduce=lambda tensor: tensor, ranks=1
-    )
-    synchronizer = PowerSGDSynchronizer(parameters, transport, rank=RANK)
+    strategy: Any = SimpleNamespace(world=World(), start_gradients=send)  # all that is asked of one
+    synchronizer = PowerSGDSynchronizer(parameters, strategy, rank=RANK)
     own_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from trainer.strategies import horovod_broadcast
+from trainer.strategies import horovod
 from trainer.strategies.base import Strategy
 
 
@@ -48,7 +48,7 @@ def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -
 
 def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> None:
     rank, size = strategy.world.rank, strategy.world.size
-    with mock.patch.object(horovod_broadcast, "PIECE_BYTES", 64):
+    with mock.patch.object(horovod, "_PIECE_BYTES", 64):
         check_every_tensor_becomes_rank_0s(strategy)
         long = torch.arange(1000.0, device=strategy.world.device) + rank
         strategy.broadcast_tensors([long])
@@ -60,7 +60,7 @@ def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> N
 
 def check_values_of_any_size_are_gathered(strategy: Strategy) -> None:
     rank, size = strategy.world.rank, strategy.world.size
-    with mock.patch.object(horovod_broadcast, "_SMALL_BYTES", 64):
+    with mock.patch.object(horovod, "_SMALL_BYTES", 64):
         for lengths in ([0] * size, range(30, 70), [10, *[500] * size], [500, *[10] * size]):
             expected = [["x"] * length for length in lengths][:size]
             assert strategy.all_gather_object(expected[rank]) == expected

@@ -11,7 +11,8 @@ import pytest
 
 from tests.distributed.checks_checkpoints import shared_folder
 from trainer import TrainerError
-from trainer.checkpoint.disk.commit import commit, find, load, name_of
+from trainer.checkpoint.disk.commit import commit
+from trainer.checkpoint.disk.committed import find, load, name_of
 from trainer.checkpoint.run.storage import Storage
 from trainer.strategies.base import Strategy
 

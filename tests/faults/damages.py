@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint.disk.manifest import MANIFEST
+from trainer.checkpoint.disk.committed import MANIFEST
 
 
 def _flip(file: Path, random: random.Random) -> Path:

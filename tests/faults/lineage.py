@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.manifest import order_of
+from trainer.checkpoint.disk.committed import order_of
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ import torch
 from tests.faults.content import FILES, checkpoint_name, is_saved, save
 from tests.faults.damages import DAMAGES
 from tests.faults.faulty_disk import Action, Fault, FaultyDisk, build
-from trainer.checkpoint.disk.commit import find, load, newest, prune, remove_partial
+from trainer.checkpoint.disk.commit import prune, remove_partial
+from trainer.checkpoint.disk.committed import find, load, newest
 from trainer.errors import DataError, TrainerError
 
 _ROOT = Path(__file__).resolve().parents[2]

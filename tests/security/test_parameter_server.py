@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from trainer import World
+from trainer.cluster.identity import prove
 from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream
-from trainer.strategies.comparisons.parameter_server.wire import METHOD, prove
+from trainer.strategies.comparisons.parameter_server.wire import METHOD, encode
 
 TOKEN = os.urandom(32).hex()
 STRANGERS = 500
@@ -45,10 +46,15 @@ def exchange(ranks: list[Stream]) -> bool:
 
 def intrude(server: ServerProcess, number: int) -> grpc.StatusCode:
     facts = (number % 2, "gradients", "h")
-    proofs = ("", TOKEN[:-1], prove("a guess", server.endpoint, *facts), prove(TOKEN, "another:1", *facts))
-    metadata = (("authorization", proofs[number % 4]), ("rank", str(facts[0])), ("channel", facts[1]), ("host", "h"))
+    proofs = (
+        b"",
+        TOKEN[:-1].encode(),
+        prove("a guess", "parameter server", server.endpoint, *facts),
+        prove(TOKEN, "parameter server", "another:1", *facts),
+    )
+    metadata = (("proof-bin", proofs[number % 4]), ("rank", str(facts[0])), ("channel", facts[1]), ("host", "h"))
     with grpc.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        answers = channel.stream_stream(METHOD)(iter([b"\x0a\x07float64\x12\x08" + bytes(8)] * 3), metadata=metadata)
+        answers = channel.stream_stream(METHOD)(iter([encode("float64", bytes(8))] * 3), metadata=metadata)
         with pytest.raises(grpc.RpcError):
             next(answers)
         code: grpc.StatusCode = answers.code()
@@ -65,8 +71,8 @@ def test_strangers_are_refused_in_a_burst(server: ServerProcess, ranks: list[Str
 
 def test_a_recorded_proof_opens_no_second_stream(server: ServerProcess, ranks: list[Stream]) -> None:
     assert exchange(ranks)
-    proof = prove(TOKEN, server.endpoint, 1, "gradients", "h")
-    metadata = (("authorization", proof), ("rank", "1"), ("channel", "gradients"), ("host", "h"))
+    proof = prove(TOKEN, "parameter server", server.endpoint, 1, "gradients", "h")
+    metadata = (("proof-bin", proof), ("rank", "1"), ("channel", "gradients"), ("host", "h"))
     with grpc.insecure_channel(server.endpoint) as channel:
         answers = channel.stream_stream(METHOD)(iter(()), metadata=metadata)
         with pytest.raises(grpc.RpcError):

@@ -11,8 +11,13 @@ import pytest
 
 from tests.distributed.harness import ROOT
 from trainer import ConfigError, TrainerError, World
-from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream
-from trainer.strategies.comparisons.parameter_server.tls import NAME, Certificates, read_certificates
+from trainer.strategies.comparisons.parameter_server.strategy import (
+    TLS_NAME,
+    Certificates,
+    ServerProcess,
+    Stream,
+    read_certificates,
+)
 
 pytestmark = pytest.mark.needs("openssl")
 TOKEN = os.urandom(32).hex()
@@ -23,7 +28,7 @@ def make(folder: Path) -> Certificates:
     folder.mkdir()
     page = (ROOT / "docs" / "security.md").read_text()
     script = next(block for block in page.split("```text\n") if block.startswith("openssl")).split("```")[0]
-    assert f"DNS:{NAME} " in script
+    assert f"DNS:{TLS_NAME} " in script
     subprocess.run(["sh", "-ec", script], cwd=folder, check=True, capture_output=True, timeout=60)
     found = read_certificates({"TRAINER_TLS": str(folder)})
     assert found is not None

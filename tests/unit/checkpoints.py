@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from trainer.checkpoint.disk.commit import commit, name_of
+from trainer.checkpoint.disk.commit import commit
+from trainer.checkpoint.disk.committed import name_of
 
 NAME = name_of(1, 2, 300)
 FILES = {"weights.pt": b"w" * 3_000_000, "loader.json": b"{}", "empty": b""}

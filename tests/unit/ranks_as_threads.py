@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainer.strategies.compress.flat import Transport
+from trainer import World
+from trainer.strategies.base import Strategy
 
 _ResultT = TypeVar("_ResultT")
 _TIMEOUT_S = 20.0
@@ -26,27 +28,26 @@ class Threads:
         self._given: list[Tensor] = [torch.empty(0)] * ranks
         self._barrier = threading.Barrier(ranks, timeout=_TIMEOUT_S)
 
-    def transport(self, rank: int) -> Transport:
+    def strategy(self, rank: int) -> Any:
         """Return what a rank sends by."""
 
         def send(flat: Tensor, name: str) -> Tensor:
             if rank == 0:
-                self.messages.append((name, flat.numel()))
+                self.messages.append((name.rpartition(".")[0] or name, flat.numel()))  # without the model's number
             self._given[rank] = flat.clone()
             self._barrier.wait()
             total = torch.stack(self._given).sum(0)
             self._barrier.wait()
             return flat.copy_(total)
 
-        return Transport(
-            send=send,
-            start=lambda flat, name: partial(send, flat, name),
+        return SimpleNamespace(
+            start_gradients=lambda flat, name: partial(send, flat, name),
             all_reduce=lambda tensor: send(tensor, "other"),
-            ranks=self.ranks,
+            world=World(rank=rank, size=self.ranks),
         )
 
-    def run(self, job: Callable[[int, Transport], _ResultT]) -> list[_ResultT]:
+    def run(self, job: Callable[[int, Strategy], _ResultT]) -> list[_ResultT]:
         """Return what the job returns on each rank."""
         with ThreadPoolExecutor(self.ranks) as pool:
-            started = [pool.submit(job, rank, self.transport(rank)) for rank in range(self.ranks)]
+            started = [pool.submit(job, rank, self.strategy(rank)) for rank in range(self.ranks)]
             return [one.result() for one in started]

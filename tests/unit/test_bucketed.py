@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,9 @@ from tests.unit.ranks_as_threads import Threads
 from trainer import TrainerError, World
 from trainer.config import RunConfig
 from trainer.strategies import buckets
-from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
-from trainer.strategies.buckets import make_buckets
-from trainer.strategies.compress.flat import Transport
-from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer.strategies.base import Strategy
+from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer, make_buckets
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
 from trainer.strategies.gradients import GradientSynchronizer
@@ -224,17 +224,17 @@ def test_a_parameter_that_is_prepared_again_is_watched_once() -> None:
     assert [flat.tolist() for flat in sent] == [[1.0], [1.0]]
 
 
-def buckets_of(held: Sequence[nn.Parameter], transport: Transport) -> GradientSynchronizer:
+def buckets_of(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
     def begin(flat: Tensor) -> Callable[[], object]:
-        return transport.start(flat, "bucket")
+        return strategy.start_gradients(flat, "bucket")
 
-    return BucketSynchronizer(named(held), make_buckets(held), begin, transport.ranks)
+    return BucketSynchronizer(named(held), make_buckets(held), begin, strategy.world.size)
 
 
-KINDS: dict[str, Callable[[Sequence[nn.Parameter], Transport], GradientSynchronizer]] = {
+KINDS: dict[str, Callable[[Sequence[nn.Parameter], Strategy], GradientSynchronizer]] = {
     "buckets": buckets_of,
-    "whole": lambda held, transport: WholeSynchronizer(named(held), transport),
-    "powersgd": lambda held, transport: PowerSGDSynchronizer(named(held), transport, rank=9, least_saving=0.0),
+    "whole": lambda held, strategy: WholeSynchronizer(named(held), strategy),
+    "powersgd": lambda held, strategy: PowerSGDSynchronizer(named(held), strategy, rank=9, least_saving=0.0),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -243,9 +243,9 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_who_has_no_gradient_gets_the_others_mean_and_none_where_no_rank_has_one(
     make: Callable[..., GradientSynchronizer],
 ) -> None:
-    def job(rank: int, transport: Transport) -> list[list[list[float] | None]]:
+    def job(rank: int, strategy: Strategy) -> list[list[list[float] | None]]:
         held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(3)]
-        synchronizer, found = make(held, transport), []
+        synchronizer, found = make(held, strategy), []
         for reached in ((0, 1), (1, 0)):  # by rank; nobody reaches the third one
             for parameter in held:
                 parameter.grad = None
@@ -269,10 +269,10 @@ def test_a_gradient_of_zeros_is_one_on_all_ranks(
 ) -> None:
     """Weight decay and momentum move a parameter that has one, and none that has none."""
 
-    def job(rank: int, transport: Transport) -> Tensor | None:
+    def job(rank: int, strategy: Strategy) -> Tensor | None:
         held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
         slope = slopes[rank]
-        with one_pass(make(held, transport)):
+        with one_pass(make(held, strategy)):
             backward((held[0], 1.0), *([(held[1], slope)] if slope is not None else []))
         return held[1].grad
 
@@ -283,9 +283,9 @@ def test_a_gradient_of_zeros_is_one_on_all_ranks(
 
 @every_kind
 def test_a_rank_without_a_backward_pass_gets_the_others_mean(make: Callable[..., GradientSynchronizer]) -> None:
-    def job(rank: int, transport: Transport) -> list[list[float] | None]:
+    def job(rank: int, strategy: Strategy) -> list[list[float] | None]:
         held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
-        synchronizer = make(held, transport)
+        synchronizer = make(held, strategy)
         if rank == 0:
             synchronizer.before_backward()
             backward((held[0], 4.0))
@@ -300,9 +300,9 @@ def test_a_rank_without_a_backward_pass_gets_the_others_mean(make: Callable[...,
 
 @every_kind
 def test_a_hook_of_the_users_that_was_registered_afterwards_counts(make: Callable[..., GradientSynchronizer]) -> None:
-    def job(rank: int, transport: Transport) -> list[list[float] | None]:
+    def job(rank: int, strategy: Strategy) -> list[list[float] | None]:
         held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
-        synchronizer = make(held, transport)
+        synchronizer = make(held, strategy)
         for parameter in held:
             parameter.register_post_accumulate_grad_hook(double)
         with one_pass(synchronizer):
@@ -326,10 +326,8 @@ def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientS
     def add(flat: Tensor, _: str) -> Tensor:  # both parameters have a gradient on the other rank
         return flat.add_(1.0 + len(kept))
 
-    transport = Transport(
-        send=add, start=lambda flat, name: lambda: add(flat, name), all_reduce=lambda tensor: tensor, ranks=2
-    )
-    synchronizer = make([reached, absent], transport)
+    strategy = SimpleNamespace(start_gradients=lambda flat, name: lambda: add(flat, name), world=World(size=2))
+    synchronizer = make([reached, absent], strategy)
     kept: list[tuple[Tensor, Tensor]] = []
     for slope in (2.0, 40.0):
         reached.grad = absent.grad = None
@@ -342,8 +340,10 @@ def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientS
     assert not any(torch.equal(kept[place][1], kept[place + 2][1]) for place in range(2))
 
 
-def local(held: Sequence[nn.Parameter], transport: Transport) -> GradientSynchronizer:
-    return LocalSynchronizer(named(held), transport, Rounds(every=2, overlap=True, outer=Outer(lr=0.7, momentum=0.9)))
+def local(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
+    return LocalSynchronizer(
+        named(held), strategy, RunConfig(sync_every=2, full_updates=0, sync_overlap=True, outer_lr=0.7)
+    )
 
 
 KINDS_AND_LOCAL = {**KINDS, "local": local}
@@ -352,7 +352,7 @@ KINDS_AND_LOCAL = {**KINDS, "local": local}
 @pytest.mark.parametrize("make", KINDS_AND_LOCAL.values(), ids=KINDS_AND_LOCAL)
 def test_a_synchronizer_goes_with_its_parameters(make: Callable[..., GradientSynchronizer]) -> None:
     held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
-    synchronizer = make(held, Threads(1).transport(0))
+    synchronizer = make(held, Threads(1).strategy(0))
     with one_pass(synchronizer):
         backward((held[0], 1.0), (held[1], 2.0))
     weak: list[Callable[[], object]] = [weakref.ref(synchronizer), *map(weakref.ref, held)]

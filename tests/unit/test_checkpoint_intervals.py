@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer import ConfigError, parse_interval
-from trainer.checkpoint.run.flags import FlagReduction
+from trainer.checkpoint.run.checkpoints import FlagReduction
 from trainer.cluster.world import World
 from trainer.strategies.single import SingleStrategy
 
@@ -27,7 +27,7 @@ def test_other_intervals_are_refused(text: str) -> None:
 
 def test_agreements_come_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("trainer.checkpoint.run.flags.time.monotonic", lambda: now)
+    monkeypatch.setattr("trainer.checkpoint.run.checkpoints.time.monotonic", lambda: now)
     ranks = FlagReduction(SingleStrategy(World()), 0)
     agreed = []
     for update in range(1, 400):

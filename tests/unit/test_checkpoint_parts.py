@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import NAME, names
-from trainer.checkpoint.disk.commit import begin, commit, contribute, find, load
-from trainer.checkpoint.disk.manifest import name_of
+from trainer.checkpoint.disk.commit import OthersFailedError, begin, commit, contribute
+from trainer.checkpoint.disk.committed import find, load, name_of
 from trainer.checkpoint.disk.merge import merge
 from trainer.checkpoint.disk.state_files import STATE, part_name, read_state
-from trainer.checkpoint.disk.together import OthersFailedError
 from trainer.cli import main
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.models.sharded import Part, Scattered, shard_as

@@ -255,7 +255,7 @@ def test_the_best_is_the_one_before_until_the_next_is_committed(
         seen.append((checkpoints.best_path, args[1]))
         return commit(*args, **options)
 
-    monkeypatch.setattr("trainer.checkpoint.run.writer.commit", watched)
+    monkeypatch.setattr("trainer.checkpoint.run.saver.commit", watched)
     run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="max", keep=1)
     loader = run.loader(numbered(6), 2)
     for epoch in run.epochs(3):

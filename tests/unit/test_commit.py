@@ -14,9 +14,9 @@ import torch
 
 from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
 from trainer.checkpoint.disk import durable
-from trainer.checkpoint.disk.commit import commit, find, load, name_of, newest, prune, remove_partial
+from trainer.checkpoint.disk.commit import commit, prune, remove_partial
+from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest, order_of
 from trainer.checkpoint.disk.durable import FileEntry
-from trainer.checkpoint.disk.manifest import Manifest, order_of
 from trainer.errors import DataError, TrainerError
 
 

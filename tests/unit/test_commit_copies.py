@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import NAME, names, never, save, writers
-from trainer.checkpoint.disk.commit import commit, newest, receive, send
+from trainer.checkpoint.disk.commit import commit, receive
+from trainer.checkpoint.disk.committed import Manifest, newest, send
 from trainer.checkpoint.disk.durable import FileEntry
-from trainer.checkpoint.disk.manifest import Manifest
 from trainer.errors import DataError
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.unit.checkpoints import FILES, NAME, failing_at, names, save, writers
-from trainer.checkpoint.disk.commit import commit, find, prune
+from trainer.checkpoint.disk.commit import commit, prune
+from trainer.checkpoint.disk.committed import find
 from trainer.errors import TrainerError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies.base import NamedParameters, Synchronizer
-from trainer.strategies.bucketed import BucketedStrategy, BucketSynchronizer
+from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer
 from trainer.strategies.compress.communication import make_synchronizer
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
@@ -30,9 +31,9 @@ class TwoAlike(BucketedStrategy):
     def sum_values(self, flat: Tensor) -> None:
         self.sum_gradients(flat)
 
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         self.sent.append(name)
-        return super().send_gradients(flat, name)
+        return super().start_gradients(flat, name)
 
     def broadcast_tensors(self, tensors: Any) -> None:
         return

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 
 from examples.transformer import SIZES, Transformer
 from trainer import ConfigError, FsdpConfig, RunConfig
-from trainer.strategies.fsdp_blocks import check_model, find_blocks
+from trainer.strategies.fsdp import check_model, find_blocks
 
 
 def names_of(model: nn.Module, blocks: str | tuple[str, ...]) -> list[str]:

@@ -55,7 +55,7 @@ def test_a_message_that_is_sent_back_is_refused(links: tuple[Link, Link]) -> Non
 
 def test_a_length_that_is_never_reached_is_refused(links: tuple[Link, Link]) -> None:
     hub, other = links
-    other.socket.send(wire._HEAD.pack(wire._MOST_BYTES, bytes(32)))
+    other.socket.send(wire._HEAD.pack(wire._MOST_BYTES) + bytes(32))
     with pytest.raises(RefusedError, match=f"a message of {wire._MOST_BYTES} bytes"):
         list(hub.receive())
 

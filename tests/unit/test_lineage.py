@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.lineage import Start, problems, read
-from trainer.checkpoint.disk.manifest import name_of
+from trainer.checkpoint.disk.committed import name_of
 
 EPOCHS, SAMPLES, UPDATES = 2, 4, 4
 """Two updates an epoch, and one sample for each of the two ranks in an update."""

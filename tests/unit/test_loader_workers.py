@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.data.batches import usr2_blocked
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
-from trainer.data.workers import usr2_blocked
 
 
 class Signalled(Dataset[int]):
@@ -39,7 +39,7 @@ class SignalledStream(IterableDataset[int]):
 def test_a_process_is_not_ended_by_the_signal_however_it_is_started(method: str) -> None:
     # In a process of its own, with which the server of forkserver ends.
     script = (
-        "import multiprocessing, signal, sys; from trainer.data.workers import usr2_blocked;"
+        "import multiprocessing, signal, sys; from trainer.data.batches import usr2_blocked;"
         f"process = multiprocessing.get_context({method!r})"
         ".Process(target=signal.raise_signal, args=(signal.SIGUSR2,));"
         "blocked = usr2_blocked(); blocked.__enter__(); process.start(); blocked.__exit__(None, None, None);"

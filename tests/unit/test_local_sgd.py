@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.strategies.compress.flat import Transport
-from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer import RunConfig, World
+from trainer.strategies.base import Strategy
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 
 RANKS = 2
 DIRECTIONS = torch.tensor([[1.0, -2.0, 0.5], [0.5, 3.0, -1.0]], dtype=torch.float64)
@@ -30,12 +32,27 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return value
 
 
+class Outer(NamedTuple):
+    """An outer optimizer."""
+
+    lr: float
+    momentum: float
+
+
+def rounds(*, every: int, full_updates: int = 0, overlap: bool = False, outer: Outer | None = None) -> RunConfig:
+    """Return the settings of rounds of local updates."""
+    lr, momentum = outer or (None, 0.0)
+    return RunConfig(
+        sync_every=every, full_updates=full_updates, sync_overlap=overlap, outer_lr=lr, outer_momentum=momentum
+    )
+
+
 class Rank:
     """One rank's training, as `Updates` does it."""
 
-    def __init__(self, rank: int, transport: Transport, optimizer: Any = None, **options: Any) -> None:
+    def __init__(self, rank: int, strategy: Strategy, optimizer: Any = None, **options: Any) -> None:
         self.rank, self.model, self.steps = rank, network(), 0
-        self.synchronizer = LocalSynchronizer(list(self.model.named_parameters()), transport, Rounds(**options))
+        self.synchronizer = LocalSynchronizer(list(self.model.named_parameters()), strategy, rounds(**options))
         self.optimizer = (optimizer or sgd)(self.model)
 
     def train(self, steps: int, *, without_backward: bool = False) -> None:
@@ -107,8 +124,8 @@ def end_round(models: list[nn.Module], anchor: nn.Module, outside: torch.optim.O
 @pytest.mark.parametrize(("every", "full"), [(1, 0), (3, 0), (4, 2), (5, 13)])
 @pytest.mark.parametrize("steps", [11, 12])
 def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: int, steps: int) -> None:
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(rank, transport, every=every, full_updates=full, outer=outer)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(rank, strategy, every=every, full_updates=full, outer=outer)
         one.train(steps)
         return one.weights()
 
@@ -166,11 +183,18 @@ class ByHand:
         return [nn.utils.parameters_to_vector(model.parameters()).detach().clone() for model in self.models]
 
 
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
-@pytest.mark.parametrize(("every", "steps"), [(1, 5), (3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12)])
+@pytest.mark.parametrize(
+    ("outer", "every", "steps"),
+    [
+        *((Outer(lr=0.7, momentum=0.9), *pair) for pair in ((1, 5), (3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12))),
+        *(
+            (None, *pair) for pair in ((3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12))
+        ),  # with 1, nothing averages weights
+    ],
+)
 def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every: int, steps: int) -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, transport, every=every, overlap=True, outer=outer)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, strategy, every=every, overlap=True, outer=outer)
         one.train(steps)
         before = one.weights()
         one.synchronizer.settle()
@@ -199,8 +223,8 @@ def test_an_overlapped_average_is_begun_at_the_end_of_its_round_and_awaited_at_t
 
         return wait
 
-    transport = Transport(send=lambda flat, _: flat, start=start, all_reduce=lambda tensor: tensor, ranks=1)
-    one = Rank(0, transport, every=2, overlap=True)
+    strategy: Any = SimpleNamespace(start_gradients=start, world=World())
+    one = Rank(0, strategy, every=2, overlap=True)
     one.train(5)
     assert events == ["begun after 1", "awaited after 3", "begun after 3"]
     before = one.weights()
@@ -213,8 +237,8 @@ def test_an_overlapped_average_is_begun_at_the_end_of_its_round_and_awaited_at_t
 @pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
 @pytest.mark.parametrize("writers", [(0, 1), (1,)])
 def test_what_somebody_writes_into_weights_that_were_sent_stays(outer: Outer | None, writers: tuple[int]) -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, transport, every=3, overlap=True, outer=outer)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, strategy, every=3, overlap=True, outer=outer)
         one.train(3)
         sent = one.weights()
         if rank in writers:
@@ -241,7 +265,7 @@ def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None
 
 def test_nothing_is_sent_within_a_round() -> None:
     threads = Threads(RANKS)
-    threads.run(lambda rank, transport: Rank(rank, transport, every=5, full_updates=2).train(11))
+    threads.run(lambda rank, strategy: Rank(rank, strategy, every=5, full_updates=2).train(11))
     assert [name for name, _ in threads.messages] == ["whole.float64"] * 2 + ["weights.float64"]
 
 
@@ -250,8 +274,8 @@ def test_nothing_is_sent_within_a_round() -> None:
 def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(full: int, outer: Outer | None) -> None:
     threads = Threads(RANKS)
 
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(rank, transport, every=2, full_updates=full, outer=outer)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(rank, strategy, every=2, full_updates=full, outer=outer)
         for steps, without in ((1, True), (3, False), (2, True)):
             one.train(steps, without_backward=without and rank == 1)
         return one.weights()
@@ -266,8 +290,8 @@ def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(fu
 def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weights(outer: Outer | None) -> None:
     threads = Threads(RANKS)
 
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(rank, transport, every=2, full_updates=1, outer=outer)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(rank, strategy, every=2, full_updates=1, outer=outer)
         optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in one.model.parameters()]
         for step in range(5):
             one.steps = step
@@ -290,8 +314,8 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
 
 @pytest.mark.parametrize("full", [0, 3])
 def test_a_parameter_that_no_rank_reaches_stays_as_it_was_and_gets_no_gradient(full: int) -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor | None, Tensor, Tensor]:
-        one = Rank(rank, transport, every=1, full_updates=full)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor | None, Tensor, Tensor]:
+        one = Rank(rank, strategy, every=1, full_updates=full)
         weight, bias = one.model.parameters()
         before = bias.detach().clone()
         one.synchronizer.before_backward()

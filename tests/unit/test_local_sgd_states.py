@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from tests.unit.test_local_sgd import RANKS, Rank
-from trainer.strategies.compress.flat import Transport
-from trainer.strategies.compress.local_sgd import Outer
+from tests.unit.test_local_sgd import RANKS, Outer, Rank
+from trainer.strategies.base import Strategy
 
 
 def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once() -> None:
     threads = Threads(RANKS)
 
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        one = Rank(rank, transport, every=4)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
+        one = Rank(rank, strategy, every=4)
         one.train(6)
         before = one.weights()
         one.synchronizer.settle([one.optimizer])
@@ -37,8 +36,8 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
 
 
 def test_settling_averages_the_states_of_its_own_model_only() -> None:
-    def job(rank: int, transport: Transport) -> float:
-        one, other = Rank(rank, transport, every=2), nn.Linear(1, 1)
+    def job(rank: int, strategy: Strategy) -> float:
+        one, other = Rank(rank, strategy, every=2), nn.Linear(1, 1)
         both = torch.optim.SGD([*one.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
         other.weight.grad = torch.full((1, 1), float(rank))
         both.step()
@@ -52,13 +51,13 @@ def test_settling_averages_the_states_of_its_own_model_only() -> None:
 def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> None:
     outer = Outer(lr=0.7, momentum=0.9)
 
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
         options = {"every": 3, "full_updates": 2, "outer": outer}
-        one = Rank(rank, transport, **options)
+        one = Rank(rank, strategy, **options)
         one.train(7)
         one.synchronizer.settle([one.optimizer])
         kept = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict(), one.synchronizer.state_dict()))
-        other = Rank(rank, transport, **options)
+        other = Rank(rank, strategy, **options)
         other.model.load_state_dict(kept[0])
         other.optimizer.load_state_dict(kept[1])
         other.synchronizer.load_state_dict(kept[2])
@@ -72,8 +71,8 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> Non
 
 
 def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
         one.train(1)
         with torch.no_grad():
             for parameter in one.model.parameters():
@@ -89,12 +88,12 @@ def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_wei
 
 @pytest.mark.parametrize("found", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
 def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(found: dict[str, Tensor]) -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        one = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
         one.train(1)
         state = one.synchronizer.state_dict()
         anchors, velocities = ({"bias": state[kind]["bias"].clone(), **found} for kind in ("anchors", "velocities"))
-        other = Rank(rank, transport, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        other = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
         next(other.model.parameters()).data.add_(5)
         loaded = other.weights()
         other.synchronizer.load_state_dict({**state, "anchors": anchors, "velocities": velocities})
@@ -106,8 +105,8 @@ def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights
 
 
 def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, int, str]:
-        one = Rank(rank, transport, every=2)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, int, str]:
+        one = Rank(rank, strategy, every=2)
         one.train(1)
         state = one.optimizer.state[next(one.model.parameters())]
         state.update(counts=torch.full((2, 3), rank), history=torch.zeros(rank + 1), note="text")
@@ -124,8 +123,8 @@ def standing(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_anchors_are_kept_from_the_first_round_on() -> None:
-    def job(rank: int, transport: Transport) -> list[bool]:
-        one = Rank(rank, transport, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
+    def job(rank: int, strategy: Strategy) -> list[bool]:
+        one = Rank(rank, strategy, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
         kept = []
         for _ in range(3):
             one.train(1)

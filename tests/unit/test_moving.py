@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from trainer.data.batches import count_samples, move, pin
 from trainer.data.loader import ShardedLoader
-from trainer.data.moving import count_samples, move, pin
 
 META = torch.device("meta")
 X = torch.ones(3, 2)

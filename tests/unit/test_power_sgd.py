@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.strategies.compress.flat import Transport
+from trainer.strategies.base import Strategy
 from trainer.strategies.compress.power_sgd import Factors, PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
@@ -30,10 +30,10 @@ class Parameters(nn.Module):
 class Rank:
     """One rank's model, and what makes its gradients the mean."""
 
-    def __init__(self, transport: Transport, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(self, strategy: Strategy, model: nn.Module | None = None, **options: Any) -> None:
         self.model = model or Parameters()
         options = {"rank": 2, "least_saving": 0.0, **options}
-        self.synchronizer = PowerSGDSynchronizer(list(self.model.named_parameters()), transport, **options)
+        self.synchronizer = PowerSGDSynchronizer(list(self.model.named_parameters()), strategy, **options)
 
     def update(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what an optimizer would apply of these local gradients; without any, there is no backward pass."""
@@ -70,8 +70,8 @@ def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
-    def job(rank: int, transport: Transport) -> list[dict[str, Tensor]]:
-        one = Rank(transport, rank=100)
+    def job(rank: int, strategy: Strategy) -> list[dict[str, Tensor]]:
+        one = Rank(strategy, rank=100)
         return [one.update(gradients(rank, step)) for step in range(3)]
 
     threads = Threads(ranks)
@@ -83,8 +83,8 @@ def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
 
 
 def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
-    def job(rank: int, transport: Transport, order: torch.memory_format) -> list[Tensor]:
-        one = Rank(transport, Parameters().to(memory_format=order))
+    def job(rank: int, strategy: Strategy, order: torch.memory_format) -> list[Tensor]:
+        one = Rank(strategy, Parameters().to(memory_format=order))
         return [one.update(gradients(rank, step))["kernel"] for step in range(3)]
 
     orders = torch.contiguous_format, torch.channels_last
@@ -94,8 +94,8 @@ def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
 
 
 def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
-    def job(rank: int, transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        one = Rank(transport)
+    def job(rank: int, strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        one = Rank(strategy)
         applied = [one.update(gradients(rank, step)) for step in range(5)]
         total = {name: torch.stack([one[name] for one in applied]).sum(0) for name in SHAPES}
         return total, one.errors()
@@ -113,8 +113,8 @@ def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
     given = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
     given = given[:, :4] @ torch.diag(torch.tensor([8.0, 4.0, 0.2, 0.1], dtype=torch.float64)) @ given[:9, :4].T
 
-    def job(rank: int, transport: Transport) -> list[float]:
-        one = Rank(transport)
+    def job(rank: int, strategy: Strategy) -> list[float]:
+        one = Rank(strategy)
         found = []
         for _ in range(6):
             applied = one.update({**gradients(rank, 0), "matrix": given})["matrix"]
@@ -130,8 +130,8 @@ def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
 def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_right_ones_in_another() -> None:
     threads = Threads(2)
 
-    def job(rank: int, transport: Transport) -> None:
-        one = Rank(transport, full_updates=1)
+    def job(rank: int, strategy: Strategy) -> None:
+        one = Rank(strategy, full_updates=1)
         one.update(gradients(rank, 0))
         one.update(gradients(rank, 1))
 
@@ -144,8 +144,8 @@ def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_rig
 
 
 def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
-    def job(rank: int, transport: Transport) -> tuple[list[dict[str, Tensor]], float]:
-        one = Rank(transport, full_updates=2)
+    def job(rank: int, strategy: Strategy) -> tuple[list[dict[str, Tensor]], float]:
+        one = Rank(strategy, full_updates=2)
         found = [one.update(gradients(rank, step)) for step in range(2)]
         return found, float(one.errors()["matrix"].norm())
 
@@ -157,16 +157,16 @@ def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
 
 def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
     threads = Threads(1)
-    threads.run(lambda rank, transport: Rank(transport, least_saving=2.0).update(gradients(rank, 0)))
+    threads.run(lambda rank, strategy: Rank(strategy, least_saving=2.0).update(gradients(rank, 0)))
     # (12 + 9) · 2 · 2 < 12 · 9 and (6 + 36) · 2 · 2 < 6 · 36 hold; with 3 in place of the last 2, neither does.
     assert threads.messages[0][1] == 2 * (12 + 6) + 13 + FLAGS
-    threads.run(lambda rank, transport: Rank(transport, least_saving=3.0).update(gradients(rank, 0)))
+    threads.run(lambda rank, strategy: Rank(strategy, least_saving=3.0).update(gradients(rank, 0)))
     assert threads.messages[-1] == ("left.float64", 12 * 9 + 6 * 36 + 13 + FLAGS)
 
 
 def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy)
         for step in range(2):
             one.update({name: 0 * one for name, one in gradients(rank, step).items()})
         return one.update(gradients(rank, 7))["matrix"]
@@ -176,8 +176,8 @@ def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
 
 
 def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards() -> None:
-    def job(rank: int, transport: Transport) -> tuple[Tensor, Tensor]:
-        one = Rank(transport, rank=100)
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        one = Rank(strategy, rank=100)
         given = gradients(rank, 0)
         if rank == 1:
             given["matrix"][3, 3] = torch.inf
@@ -190,8 +190,8 @@ def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards()
 
 
 def test_what_was_left_out_waits_while_no_rank_has_a_gradient() -> None:
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy)
         first = one.update(gradients(rank, 0))["matrix"]
         without = {name: gradient for name, gradient in gradients(rank, 1).items() if name != "matrix"}
         assert "matrix" not in one.update(without)
@@ -203,8 +203,8 @@ def test_what_was_left_out_waits_while_no_rank_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_another_number_of_ranks_goes_on_from_the_state(ranks: int) -> None:
-    def begin(rank: int, transport: Transport) -> dict[str, Any]:
-        one = Rank(transport, full_updates=1)
+    def begin(rank: int, strategy: Strategy) -> dict[str, Any]:
+        one = Rank(strategy, full_updates=1)
         for step in range(3):
             one.update(gradients(rank, step))
         return one.synchronizer.state_dict()
@@ -213,8 +213,8 @@ def test_another_number_of_ranks_goes_on_from_the_state(ranks: int) -> None:
     assert states[0]["updates"] == 3
     assert all(torch.equal(states[0]["errors"][name], states[1]["errors"][name]) for name in ("matrix", "kernel"))
 
-    def go_on(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport, full_updates=1)
+    def go_on(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy, full_updates=1)
         one.synchronizer.load_state_dict(states[0])
         return one.update(means(2, 3))["matrix"]  # the same mean, however many ranks
 
@@ -230,13 +230,13 @@ def update_after(state: dict[str, Any]) -> Tensor:
 
 
 def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
-    def job(rank: int, transport: Transport) -> int:
-        one = Rank(transport, rank=3)
+    def job(rank: int, strategy: Strategy) -> int:
+        one = Rank(strategy, rank=3)
         before = one.factors().right.clone()
         for other in ({}, {"kind": "local", "updates": 5}):
             one.synchronizer.load_state_dict(other)
             assert one.synchronizer.updates == 0
-        state = Rank(transport, rank=2).synchronizer.state_dict()
+        state = Rank(strategy, rank=2).synchronizer.state_dict()
         del state["errors"]["kernel"], state["factors"]["kernel"]  # frozen at that time
         state["errors"]["matrix"] += 1
         one.synchronizer.load_state_dict(state)
@@ -249,8 +249,8 @@ def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
 def test_gradients_in_16_bits_are_approximated_in_32() -> None:
     threads = Threads(2)
 
-    def job(rank: int, transport: Transport) -> torch.dtype:
-        one = Rank(transport, Parameters(torch.bfloat16))
+    def job(rank: int, strategy: Strategy) -> torch.dtype:
+        one = Rank(strategy, Parameters(torch.bfloat16))
         return one.update(gradients(rank, 0, torch.bfloat16))["matrix"].dtype
 
     assert threads.run(job) == [torch.bfloat16] * 2

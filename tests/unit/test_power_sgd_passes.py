@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from tests.unit.test_power_sgd import Parameters, Rank, close, gradients, means
-from trainer.strategies.compress.flat import Transport
+from trainer.strategies.base import Strategy
 
 
 def test_ranks_begin_with_the_same_factors_and_parameters_with_their_own() -> None:
-    def job(rank: int, transport: Transport) -> list[Tensor]:
-        one = Rank(transport, nn.Sequential(*(nn.Linear(9, 12, bias=False) for _ in range(2))))
+    def job(rank: int, strategy: Strategy) -> list[Tensor]:
+        one = Rank(strategy, nn.Sequential(*(nn.Linear(9, 12, bias=False) for _ in range(2))))
         return [one.factors(place).right for place in range(2)]
 
     (first, second), of_the_other_rank = Threads(2).run(job)
@@ -23,16 +23,16 @@ def test_ranks_begin_with_the_same_factors_and_parameters_with_their_own() -> No
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 def test_the_size_of_gradients_does_not_matter(size: float) -> None:
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport, Parameters(torch.float32))
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy, Parameters(torch.float32))
         found = []
         for step in range(3):
             given = {name: size * gradient for name, gradient in gradients(rank, step, torch.float32).items()}
             found.append(one.update(given)["matrix"].double() / size)
         return torch.stack(found)
 
-    def expected(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport)
+    def expected(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy)
         found = [one.update(to_double(gradients(rank, step, torch.float32))) for step in range(3)]
         return torch.stack([applied["matrix"] for applied in found])
 
@@ -45,8 +45,8 @@ def to_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_rank_without_a_backward_pass_sends_zeros() -> None:
-    def job(rank: int, transport: Transport) -> Tensor:
-        one = Rank(transport, rank=100)
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        one = Rank(strategy, rank=100)
         one.update(gradients(rank, 0))
         return one.update(gradients(rank, 1) if rank == 0 else {})["matrix"]
 
@@ -60,13 +60,13 @@ def test_a_parameter_without_elements_is_sent_whole() -> None:
             super().__init__()
             self.none = nn.Parameter(torch.empty(0, 3))
 
-    (found,) = Threads(1).run(lambda _, transport: Rank(transport, Empty()).update({"none": torch.empty(0, 3)}))
+    (found,) = Threads(1).run(lambda _, strategy: Rank(strategy, Empty()).update({"none": torch.empty(0, 3)}))
     assert found["none"].shape == (0, 3)
 
 
 def test_gradients_may_be_changed_between_the_passes_of_an_update() -> None:
-    def job(rank: int, transport: Transport) -> dict[str, Tensor]:
-        one = Rank(transport, rank=100)
+    def job(rank: int, strategy: Strategy) -> dict[str, Tensor]:
+        one = Rank(strategy, rank=100)
         one.synchronizer.keep_local(True)
         one.synchronizer.before_backward()
         for name, parameter in one.model.named_parameters():

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.run.random_state import random_state, set_random_state
-from trainer.checkpoint.run.snapshot import Buffers, count_bytes
+from trainer.checkpoint.run.snapshot import Buffers, count_bytes, random_state, set_random_state
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint.disk.commit import Committed, commit, name_of
+from trainer.checkpoint.disk.commit import commit
+from trainer.checkpoint.disk.committed import Committed, name_of
 from trainer.checkpoint.run import storage
 from trainer.checkpoint.run.storage import Storage
 

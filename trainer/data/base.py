@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.collate import Counted
+from trainer.data.batches import Counted
 from trainer.errors import ConfigError, TrainerError
 from trainer.profiling.step_timer import TimedPlan, step_timer
 from trainer.watch.marks import note_phase
@@ -252,13 +252,13 @@ class Loader(ABC):
 
 
 def _weigh_batch(weigh_by: Callable[[Any], Tensor | float], step: Step) -> float:
-    found = weigh_by(step.batch)
+    weight = weigh_by(step.batch)
     try:
-        count = float(found)
+        count = float(weight)
     except (TypeError, ValueError, RuntimeError):
         count = math.nan
     if not 0 <= count < math.inf:
-        raise TrainerError(f"weigh_by has returned {found!r} for a batch; it takes a number that is at least 0")
+        raise TrainerError(f"weigh_by has returned {weight!r} for a batch; it takes a number that is at least 0")
     return count
 
 
@@ -300,8 +300,15 @@ def check_sizes(
     return not given
 
 
-OPTIONS = ("collate_fn", "multiprocessing_context", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
-           "worker_init_fn")  # fmt: skip
+OPTIONS = (
+    "collate_fn",
+    "multiprocessing_context",
+    "persistent_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
 """Those of torch's DataLoader that a loader hands on."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,13 +13,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes, is_stream
-from trainer.data.collate import Collating, Counted
-from trainer.data.moving import move
+from trainer.data.batches import Counted, batches_of, collate, move
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
-from trainer.data.shard_plan import ShardPlan, mix_seeds
-from trainer.data.workers import usr2_blocked
+from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
-from trainer.watch.marks import loading
 from trainer.watch.status import report_phase
 
 Batch = tuple[Any, Any]
@@ -154,7 +151,6 @@ class ShardedLoader(Loader):
 
     @property
     def must_agree(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
         return {
             "samples of the dataset": self.dataset_length,
             f"{self.unit} of an epoch": self.plan.samples,
@@ -238,13 +234,9 @@ class ShardedLoader(Loader):
             yield from self._cut(self.dataset, epoch.keys, places)
             return
         keys = [epoch.keys[place] for place in places]
-        lists = [one.tolist() if isinstance(one, Tensor) else one for one in keys]
-        self._places.batches = [one[0] for one in lists] if self._is_ready else lists
-        generator = self._data_loader.generator
-        generator.manual_seed(mix_seeds(self.seed, self.epoch, self.world.rank))
-        with usr2_blocked():  # which starts the workers
-            batches = iter(self._data_loader)
-        for loaded in loading(batches):
+        lists = [batch.tolist() if isinstance(batch, Tensor) else batch for batch in keys]
+        self._places.batches = [batch[0] for batch in lists] if self._is_ready else lists
+        for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
             yield Counted(loaded.count, move(loaded.batch, self.world.device))
 
     def _cut(self, dataset: InMemory, keys: Tensor | list[Any], places: Sequence[slice]) -> Iterator[Counted]:
@@ -265,7 +257,7 @@ class ShardedLoader(Loader):
     def _data_loader(self) -> DataLoader[Any]:
         """One for all epochs, so that persistent workers persist."""
         options = {"pin_memory": self.world.device.type == "cuda", **self._options}
-        options["collate_fn"] = Collating(options.get("collate_fn"), is_ready=self._is_ready)
+        options["collate_fn"] = partial(collate, own=options.get("collate_fn"), is_ready=self._is_ready)
         which = {"sampler": self._places, "batch_size": None} if self._is_ready else {"batch_sampler": self._places}
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         return DataLoader(

@@ -1,21 +1,26 @@
-"""The order in which an epoch takes a dataset's samples, or batches, the same on every rank."""
+"""The order in which an epoch takes a dataset's samples, or batches, the same on every rank.
+
+What a sampler draws is the same whatever was drawn before, so that an epoch's order can be drawn again.
+"""
 
 from __future__ import annotations
 
 import operator
+import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from trainer.data.base import Group
-from trainer.data.draws import draw, samplers_in
-from trainer.data.shard_plan import permutation
+from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.errors import ConfigError
 
 Drawn = Sampler[int] | Iterable[int]
@@ -120,16 +125,16 @@ class EpochOrder:
         return Epoch(torch.arange(self._dataset_length))
 
     def _draw(self, sampler: Iterable[Any], epoch: int, plain: Callable[[Any], Any]) -> list[Any]:
-        found = [plain(one) for one in draw(sampler, epoch=epoch, seed=self._seed)]
+        drawn = [plain(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]
         if self._group is not None:
-            found = self._group.broadcast(found)
-        self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(found).encode())], self._expected, None
+            drawn = self._group.broadcast(drawn)
+        self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None
         if expected is not None and expected[0] == epoch and expected != self.drawn:
             raise ConfigError(
                 f"{type(sampler).__name__} has drawn something else for epoch {epoch} (from 0) than in the run that is "
                 "to go on; what it draws has to depend on nothing but set_epoch and the random generators it holds"
             )
-        return found
+        return drawn
 
 
 def _key(index: Any) -> Any:
@@ -152,8 +157,8 @@ def _compact(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _length_of(sampler: Any) -> int:
-    for one in samplers_in(sampler):
-        if isinstance(one, DistributedSampler) and one.num_replicas != 1:
+    for inner in samplers_in(sampler):
+        if isinstance(inner, DistributedSampler) and inner.num_replicas != 1:
             raise ConfigError(
                 "a loader divides what is drawn among the ranks itself; leave DistributedSampler out, or give it "
                 "num_replicas=1, rank=0"
@@ -162,3 +167,64 @@ def _length_of(sampler: Any) -> int:
         return len(sampler)
     except (TypeError, NotImplementedError):
         raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps") from None
+
+
+def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
+    """Return what a sampler, or a batch sampler, draws in an epoch.
+
+    Its random numbers come from `seed` and `epoch`, be they those of a generator that it or a sampler within it holds,
+    or Python's, NumPy's and PyTorch's own; what others draw of these stays the same. `set_epoch` is called where a
+    sampler has one.
+    """
+    mixed = mix_seeds(seed, epoch)
+    with _seeded(mixed):
+        for number, inner in enumerate(samplers_in(sampler)):
+            if callable(getattr(inner, "set_epoch", None)):
+                inner.set_epoch(epoch)
+            for held in _held_by(inner).values():
+                _seed(held, (mixed + number) % 2**63)
+        return list(sampler)
+
+
+def samplers_in(sampler: Any) -> list[Any]:
+    """Return a sampler and those that it draws from, at any depth."""
+    samplers: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        following = waiting.pop(0)
+        if not any(following is other for other in samplers):
+            samplers.append(following)
+            held = _held_by(following)
+            waiting += [value for name, value in held.items() if name in _NAMES or isinstance(value, Sampler)]
+    return samplers
+
+
+_NAMES = ("sampler", "batch_sampler")
+
+
+def _held_by(sampler: Any) -> dict[str, Any]:
+    return getattr(sampler, "__dict__", {})
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, random.Random | np.random.RandomState):
+        generator.seed(seed % 2**32)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Give a context in which Python's, NumPy's and PyTorch's generators begin with a seed."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

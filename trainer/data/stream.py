@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,12 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes
-from trainer.data.collate import Collating
-from trainer.data.moving import move
-from trainer.data.shard_plan import mix_seeds
-from trainer.data.workers import usr2_blocked
+from trainer.data.batches import batches_of, collate, move
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.marks import loading
 from trainer.watch.status import report_phase
 
 
@@ -101,7 +98,7 @@ class StreamLoader(Loader):
     def _make_batches(self, batch_size: int, options: dict[str, Any]) -> DataLoader[Any]:
         if hasattr(self.dataset, "set_epoch"):
             options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
-        options["collate_fn"] = Collating(options.get("collate_fn"), is_ready=self._is_ready)
+        options["collate_fn"] = partial(collate, own=options.get("collate_fn"), is_ready=self._is_ready)
         return DataLoader(
             self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
             batch_size=None if self._is_ready else batch_size,
@@ -123,7 +120,6 @@ class StreamLoader(Loader):
 
     @property
     def must_agree(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
         return {f"{self.unit} per step": self.step_size, "drop_last": self.drop_last}
 
     def __len__(self) -> int:
@@ -196,12 +192,10 @@ class StreamLoader(Loader):
     def _draw(self) -> Iterator[tuple[int, Any]]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        self._batches.generator.manual_seed(mix_seeds(self._seed, self.epoch, self.world.rank))
+        batches = batches_of(self._batches, self._seed, self.epoch, self.world.rank)
         self.epoch += 1
         drawn = 0
-        with usr2_blocked():  # which starts the workers
-            batches = iter(self._batches)
-        for loaded in loading(batches):
+        for loaded in batches:
             count = self._count_of(loaded)
             drawn += self._units(count)
             yield count, loaded.batch

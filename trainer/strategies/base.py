@@ -160,24 +160,22 @@ class Strategy(ABC):
         with waits(BATCH_NORM, tensor.numel(), counts=True):
             return self.all_reduce(tensor)
 
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
+        """Begin to sum `flat`, which stands for gradients, over all ranks, in place; return what waits for the sum.
+
+        Other methods may be called meanwhile.
+
+        Args:
+            flat: one-dimensional and contiguous, on the world's device. It stays as it is until then.
+            name: the same for each message of its kind, and of no other; it is sent once at a time.
+        """
+        self.all_reduce(flat)
+        return lambda: None
+
     def send_gradients(self, flat: Tensor, name: str) -> Tensor:
-        """Sum `flat`, which stands for gradients, over all ranks, in place; return it.
-
-        Args:
-            flat: one-dimensional and contiguous, on the world's device.
-            name: the same for each message of its kind, and of no other.
-        """
-        return self.all_reduce(flat)
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
-        """Begin what `send_gradients` does; return what waits for the sum. Other methods may be called meanwhile.
-
-        Args:
-            flat: stays as it is until then.
-            name: likewise; it is sent once at a time.
-        """
-        total = self.send_gradients(flat, name)
-        return lambda: total
+        """Do what `start_gradients` does, and wait for the sum; return it."""
+        self.start_gradients(flat, name)()
+        return flat
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:

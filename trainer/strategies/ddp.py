@@ -17,7 +17,7 @@ from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Synchronizer
-from trainer.strategies.bucketed import BucketSynchronizer, buckets_for
+from trainer.strategies.buckets import BucketSynchronizer, buckets_for
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 

@@ -6,26 +6,28 @@ al., "PyTorch FSDP" (2023).
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.cluster.world import World
-from trainer.config import RunConfig
+from trainer.config import FsdpConfig, RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import is_sharded, shard_values
-from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state
-from trainer.strategies.fsdp_blocks import check_model, find_blocks
-from trainer.strategies.fsdp_synchronizer import EvaluationPasses, FSDPSynchronizer
+from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state, check_dense, foreign_pass
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,7 +97,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             if not is_sharded(tensor):
                 tensor.data = tensor.data.to(self.world.device)
         with torch.no_grad():
-            self.broadcast_tensors(one.data for one in part.parameters() if not is_sharded(one))
+            self.broadcast_tensors(parameter.data for parameter in part.parameters() if not is_sharded(parameter))
 
     def _mesh(self, over: str | int) -> DeviceMesh:
         if over not in self._meshes:
@@ -118,7 +120,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if over == "host":
             hosts = self.all_gather_object(self.world.host)
             counts = Counter(hosts)
-            runs = sum(one != other for one, other in pairwise(hosts)) + 1
+            runs = sum(host != following for host, following in pairwise(hosts)) + 1
             if len(set(counts.values())) > 1 or runs > len(counts):
                 raise ConfigError(
                     "fsdp's shard_over is 'host', which takes as many ranks on each host, next to one another; the "
@@ -146,11 +148,11 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{type(optimizer).__name__} does not work on sharded parameters; strategy 'fsdp' takes optimizers "
                 "that treat each number by itself, such as AdamW and SGD"
             )
-        held = [one for group in optimizer.param_groups for one in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(map(is_sharded, held)):
             broadcast_optimizer_state(self, optimizer)
         for group in optimizer.param_groups:
-            group["params"] = [self.current(one) for one in group["params"]]
+            group["params"] = [self.current(parameter) for parameter in group["params"]]
         for old in held:
             new = self.current(old)
             if new is not old and old in optimizer.state:
@@ -178,3 +180,279 @@ def _check_settings(config: RunConfig, world: World) -> None:
         )
     if config.fsdp.cpu_offload and world.device.type != "cuda":
         raise ConfigError("fsdp's cpu_offload keeps parameters off a GPU, and the device is the CPU; leave it out")
+
+
+class EvaluationPasses:
+    """The forward passes of an evaluation's step, so that a rank without samples can take part in their gathering."""
+
+    def __init__(self) -> None:
+        self.known: list[FSDPModule] = []
+        """Parts of the model that was prepared last, in its order: one pass of it, where no step was seen."""
+        self._seen: list[FSDPModule] = []
+        self._is_in_step = False
+
+    def begin_step(self) -> None:
+        """Note the passes that follow, of all models in the order of their calls."""
+        self._seen, self._is_in_step = [], True
+
+    def add(self, part: FSDPModule) -> None:
+        """Note a pass of a part. One of a training ends the evaluation."""
+        self._is_in_step = self._is_in_step and not torch.is_grad_enabled()
+        if self._is_in_step:
+            self._seen.append(part)
+
+    def repeat(self) -> None:
+        """Gather what the other ranks do in the evaluation's last step, in which this one has no samples."""
+        for part in self._seen if self._is_in_step else self.known:
+            part.unshard()
+            part.reshard()
+        self._is_in_step = False
+
+
+class FSDPSynchronizer(Synchronizer):
+    """`fully_shard`, whose backward pass leaves on each rank its part of the mean gradient.
+
+    A backward pass within `keep_local` leaves whole gradients of this rank, which nobody can read, and which the next
+    one adds to. One parameter then has a gradient of zeros, so that it is seen whether somebody drops them.
+
+    Args:
+        model: as `fully_shard` has left it.
+        passes: told of each forward pass of a part.
+        sums_elsewhere: whether such gradients are added up in another type than the parameters'.
+    """
+
+    def __init__(self, model: nn.Module, passes: EvaluationPasses, *, sums_elsewhere: bool) -> None:
+        super().__init__()
+        self._passes = passes
+        self._sums_elsewhere = sums_elsewhere
+        self._root = cast(FSDPModule, model)
+        self._owned = {
+            part: _owned_parameters(cast(nn.Module, part), f"{name}." if name else "")
+            for name, part in model.named_modules()
+            if isinstance(part, FSDPModule)
+        }
+        """The parts that are gathered one at a time, in the model's order, with their parameters."""
+        passes.known = list(self._owned)
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._is_local = self._is_running = self._is_in_pass = False
+        # Names of parameters that a backward pass has reached since the last step.
+        self._reached: set[str] = set()
+        self._mark: tuple[nn.Parameter, Tensor, int] | None = None
+        # Whole parameters by id, which the modules have within a pass only.
+        self._watched: dict[int, nn.Parameter] = {}
+        # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
+            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._owned),
+        ]
+        self._root.set_requires_gradient_sync(True)
+        # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
+        self._root.set_reduce_scatter_unused_params(True)
+
+    def keep_local(self, local: bool) -> None:
+        self._is_local = local
+        self._root.set_requires_gradient_sync(not local)
+
+    def retire(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def before_backward(self) -> None:
+        self._is_in_pass = True
+        if self._mark_is_gone():
+            raise TrainerError(
+                "gradients of passes within no_sync were dropped between a forward and its backward pass; call "
+                "zero_grad before the forward pass"
+            )
+
+    def after_backward(self) -> None:
+        self._is_in_pass = self._is_running = False
+        self._mark = None
+        if self._is_local and self._trained:
+            smallest = min(self._trained.values(), key=lambda parameter: parameter.numel())
+            gradient = smallest.grad if smallest.grad is not None else torch.zeros_like(smallest)
+            smallest.grad = gradient
+            self._mark = (smallest, gradient, gradient._version)
+
+    def before_step(self) -> None:
+        if self._mark is not None and not self._mark_is_gone():
+            raise TrainerError(
+                "the last backward pass before a step ran within no_sync, and strategy 'fsdp' sums gradients in a "
+                "backward pass only; leave no_sync for the last one"
+            )
+        absent = [(name, parameter) for name, parameter in self._trained.items() if name not in self._reached]
+        if self._reached and absent:
+            raise TrainerError(_without_gradient(absent))
+        self._reached.clear()
+
+    def _mark_is_gone(self) -> bool:
+        if self._mark is None:
+            return False
+        parameter, gradient, version = self._mark
+        return parameter.grad is not gradient or gradient._version != version
+
+    def _before_forward(self, *_: Any) -> None:
+        # What an error in a pass has left, or gradients of this rank that zero_grad does not reach.
+        if not self._is_running and not self._mark_is_gone():
+            return
+        if self._mark is not None and self._sums_elsewhere:
+            raise TrainerError(
+                "gradients of passes within no_sync were dropped, or a pass after them has failed, which "
+                "parameter_dtype and reduce_dtype do not allow for; step after each update, or leave these settings out"
+            )
+        if self._mark is not None:
+            self._mark[0].grad = None  # so that an update that goes on is told of it
+        for parameter in self._watched.values():
+            parameter.grad = None
+        self._is_running, self._mark = False, None
+        self._reached.clear()
+        self._root.reset_iter_state()
+
+    def _on_part(self, part: FSDPModule, *_: Any) -> None:
+        """Watch the gradients of a part's whole parameters, which its modules have within a pass only."""
+        self._passes.add(part)
+        if not torch.is_grad_enabled():
+            return
+        for path, module, name in self._owned[part]:
+            parameter = getattr(module, name)
+            if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
+                self._watched[id(parameter)] = parameter
+                self._handles.append(parameter.register_hook(_calls(self._on_parameter_gradient, path)))
+
+    def _on_parameter_gradient(self, path: str, gradient: Tensor) -> Tensor | None:
+        if not self._is_in_pass:
+            raise foreign_pass()
+        self._is_running = True
+        self._reached.add(path)
+        return torch.zeros_like(gradient) if self.is_weightless else None
+
+
+def _owned_parameters(part: nn.Module, prefix: str) -> list[tuple[str, nn.Module, str]]:
+    """Return the parameters that are gathered with a part: path in the model, module, and name in the module."""
+    owned = [(f"{prefix}{name}", part, name) for name, _ in part.named_parameters(recurse=False)]
+    for name, child in part.named_children():
+        owned += [] if isinstance(child, FSDPModule) else _owned_parameters(child, f"{prefix}{name}.")
+    return owned
+
+
+def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Return a hook that calls a method as long as its object lives: a model must not keep its synchronizer alive."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(*rest: Any) -> Any:
+        bound = weak()
+        return bound(*first, *rest) if bound is not None else None
+
+    return hook
+
+
+def _without_gradient(absent: NamedParameters) -> str:
+    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return (
+        f"parameter {absent[0][0]}{others} got no gradient from backward, and strategy 'fsdp' needs one of every "
+        "parameter in each step; freeze what is not trained (requires_grad_(False)) and call run.prepare afterwards, "
+        "or take another strategy"
+    )
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Module]:
+    """Return the blocks of a model, in the model's order; none of them is part of another one.
+
+    Args:
+        names: see `FsdpConfig.blocks`.
+
+    Raises:
+        ConfigError: no module has a class of that name, or its class is called by nobody.
+    """
+    if names == "auto":
+        return _repeated(model)
+    blocks: list[nn.Module] = []
+    _collect(model, frozenset(names), blocks)
+    valid = {type(module).__name__ for module in model.modules() if module is not model}
+    if missing := sorted(set(names) - valid):
+        raise ConfigError(
+            f"fsdp's blocks has {missing[0]!r}; valid are the model's classes, {', '.join(sorted(valid))}"
+        )
+    for block in blocks:
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(f"fsdp's blocks has {type(block).__name__!r}, which has no forward; name what it holds")
+    return blocks
+
+
+def _collect(module: nn.Module, names: frozenset[str], blocks: list[nn.Module]) -> None:
+    for child in module.children():
+        if type(child).__name__ in names:
+            blocks += [child] if child not in blocks else []
+        else:
+            _collect(child, names, blocks)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """Return those children of containers that have a sibling of their class, and parameters."""
+    children = list(module.children())
+    kinds = Counter(type(child) for child in children if _has_parameters(child) and not isinstance(child, _CONTAINERS))
+    blocks: list[nn.Module] = []
+    for child in children:
+        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1:
+            blocks.append(child)
+        else:
+            blocks += [block for block in _repeated(child) if block not in blocks]
+    return blocks
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig) -> None:
+    """Raise `ConfigError` for a model that cannot be sharded, or cannot be with these settings."""
+    check_dense(model, "strategy 'fsdp' exchanges")
+    if config.checkpoint_activations:
+        if not blocks:
+            raise ConfigError("fsdp's checkpoint_activations computes blocks again, and there are none; name blocks")
+        if any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules()):
+            raise ConfigError(
+                "fsdp's checkpoint_activations computes blocks again, and a BatchNorm in one would count each batch "
+                "twice; leave it out, or name blocks without BatchNorm"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(f"parameter {name} is a scalar, which strategy 'fsdp' cannot shard; give it shape (1,)")
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"parameter {name} is not contiguous, and strategy 'fsdp' cuts rows; leave out to(memory_format=…) and "
+                "take channels_last of the batches"
+            )
+        if parameter.is_meta:
+            raise ConfigError(f"parameter {name} is on the meta device, and has no values; make the model on the CPU")
+    _check_groups(model, blocks)
+
+
+def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Check that each parameter is of one group, a block or the rest, and that a group's have one type."""
+    owner: dict[nn.Parameter, str] = {}
+    names = {module: name for name, module in model.named_modules()}
+    groups = [(names[block], block.modules()) for block in blocks]
+    for group, modules in (*groups, ("the rest of the model", _outside(model, frozenset(blocks)))):
+        kinds = set()
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if owner.setdefault(parameter, group) != group:
+                    raise ConfigError(
+                        f"parameter {name} of {group} is one of {owner[parameter]} as well, and both are gathered at "
+                        "different times; name other blocks, or blocks=() for one group"
+                    )
+                kinds.add(str(parameter.dtype).removeprefix("torch."))
+        if len(kinds) > 1:
+            raise ConfigError(f"parameters of {group} are {' and '.join(sorted(kinds))}; a block's have one type")
+
+
+def _outside(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that are reached without a block, also those that are part of one elsewhere."""
+    yield module
+    for child in module.children():
+        if child not in blocks:
+            yield from _outside(child, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -16,8 +17,6 @@ from trainer.cluster.environment import user_set
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies import horovod_broadcast
-from trainer.strategies.adasum import AdasumSynchronizer
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
 from trainer.strategies.buckets import BUCKET_BYTES, divide
 from trainer.strategies.gradients import GradientSynchronizer, assign_means
@@ -26,6 +25,9 @@ from trainer.watch.failure import at_exit
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod cannot all-reduce, and what is sent in their place."""
+_PIECE_BYTES = 2**30
+"""The most in one message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
+_SMALL_BYTES = 2**16
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 
@@ -111,19 +113,14 @@ class HorovodStrategy(Strategy):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
 
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
-        reduced: Tensor = self._hvd.allreduce_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
-        return reduced
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
         handle = self._hvd.allreduce_async_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
         self._started.add(handle)
 
-        def wait() -> Tensor:
+        def wait() -> None:
             self._started.discard(handle)
-            reduced: Tensor = self._hvd.synchronize(handle)
-            return reduced
+            self._hvd.synchronize(handle)
 
         return wait
 
@@ -132,13 +129,49 @@ class HorovodStrategy(Strategy):
         return tensor
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        horovod_broadcast.broadcast_tensors(self._hvd, tensors)
+        self._broadcast(tensors, 0)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return horovod_broadcast.broadcast_object(self._hvd, value, root)
+        is_root = self.world.rank == root
+        data = _pickled(value) if is_root else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        self._broadcast([length], root)
+        if not is_root:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast([data], root)
+        return value if is_root else _unpickled(data)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return horovod_broadcast.all_gather_object(self._hvd, value)
+        data = _pickled(value)
+        length = torch.tensor([len(data)]).view(torch.uint8)
+        # One all-gather is enough where no value is large.
+        small = self._hvd.allgather(torch.cat([length, data[:_SMALL_BYTES]]), name="trainer.objects")
+        lengths, parts = [], []
+        while len(small):
+            lengths.append(int.from_bytes(small[: len(length)].numpy().tobytes(), sys.byteorder))
+            parts.append(small[len(length) :][: min(lengths[-1], _SMALL_BYTES)])
+            small = small[len(length) + len(parts[-1]) :]
+        if sum(lengths) > _PIECE_BYTES:
+            return super().all_gather_object(value)
+        if max(lengths) > _SMALL_BYTES:
+            parts = self._hvd.allgather(data, name="trainer.large_objects").split(lengths)
+        return [_unpickled(part) for part in parts]
+
+    def _broadcast(self, tensors: Iterable[Tensor], root: int) -> None:
+        """Overwrite each of `tensors` with rank `root`'s, in place, in pieces of at most `_PIECE_BYTES`."""
+        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
+        pairs = [(tensor, tensor.contiguous()) for tensor in tensors]
+        # All are submitted before the first is waited for, so that Horovod negotiates them together.
+        handles = [
+            self._hvd.broadcast_async_(piece, root_rank=root, name=f"trainer.tensor.{number}.{part}")
+            for number, (_, whole) in enumerate(pairs)
+            for part, piece in enumerate(whole.view(-1).view(torch.uint8).split(_PIECE_BYTES))
+        ]
+        for handle in handles:
+            self._hvd.synchronize(handle)
+        for tensor, whole in pairs:
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
 
     def barrier(self) -> None:
         self._hvd.barrier()
@@ -303,3 +336,40 @@ def _import_horovod() -> Any:
             "`python scripts/install/build_horovod.py`"
         )
     return hvd
+
+
+class AdasumSynchronizer(GradientSynchronizer):
+    """Adasum (Maleki et al. 2020): each rank takes a step of its own, and the steps are combined, not the gradients."""
+
+    def __init__(self, hvd: Any, parameters: NamedParameters, compression: Any) -> None:
+        super().__init__(parameters)
+        self._hvd, self._compression = hvd, compression
+        self._before: list[Tensor] = []
+
+    def _complete(self) -> None:
+        """Leave each rank its own gradients, with which it takes a step of its own."""
+
+    def before_step(self) -> None:
+        self._before = [parameter.detach().clone() for parameter in self.parameters if parameter is not None]
+
+    def after_step(self) -> None:
+        if not self._before:  # a step within a step, of a class that calls its parent's
+            return
+        parameters = [parameter for parameter in self.parameters if parameter is not None]
+        started = []
+        for name, parameter, before in zip(self.names, parameters, self._before, strict=True):
+            delta, context = self._compression.compress(parameter.detach() - before)
+            started.append((self._hvd.allreduce_async_(delta, name=name, op=self._hvd.Adasum), context))
+        for parameter, before, (handle, context) in zip(parameters, self._before, started, strict=True):
+            combined = self._compression.decompress(self._hvd.synchronize(handle), context)
+            with torch.no_grad():
+                parameter.copy_(before.add_(combined))
+        self._before = []
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().data)  # noqa: S301 (inside the job only)

@@ -63,13 +63,8 @@ class ProcessGroupStrategy(Strategy):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return in_place(dist.all_reduce, tensor)
 
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], Tensor]:
-        work = dist.all_reduce(flat, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return flat
-
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
+        wait: Callable[[], object] = dist.all_reduce(flat, async_op=True).wait
         return wait
 
     def broadcast(self, tensor: Tensor) -> Tensor:

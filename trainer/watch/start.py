@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.cluster.environment import HANG_TIMEOUT
+from trainer.cluster.identity import token_of
 from trainer.cluster.network import address_toward, host_id
-from trainer.cluster.secret import token_of
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.watch.limits import START_S

@@ -1,13 +1,12 @@
 """Messages between the watchers of a job, each proven by the job's token: whoever does not know it is not heard.
 
-The hub begins a connection with a random number, and the other watcher answers with one of its own and an HMAC-SHA256
-over both. A message is its length, an HMAC over its direction, its number and its bytes, and then JSON.
+The hub begins a connection with a random number, and the other watcher answers with one of its own and a proof of
+both. A message is its length, and JSON that is sealed as the next one in its direction.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import os
 import secrets
@@ -19,10 +18,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from trainer.cluster.identity import PROOF_BYTES, is_proof, prove, seal, unseal
+
 TIMEOUT_S = 10.0
 """For the hello; and for the other side to acknowledge what it was sent."""
-_NONCE = _PROOF = 32
-_HEAD = struct.Struct("!I32s")
+_NONCE = 32
+_HELLO = _NONCE + PROOF_BYTES
+_HEAD = struct.Struct("!I")
 _MOST_BYTES = 16 * 1024 * 1024
 _MOST_WAITING = 64 * 1024 * 1024
 
@@ -43,7 +45,7 @@ class Link:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TIMEOUT_S * 1000))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self._token, self._is_hub = connection, token.encode(), is_hub
+        self.socket, self._token, self._is_hub = connection, token, is_hub
         self._key, self._own = b"", secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
         self._sent = self._received = 0
@@ -76,8 +78,8 @@ class Link:
         """
         if not self.is_proven:
             return
-        data = json.dumps(message).encode()
-        self._out += _HEAD.pack(len(data), self._mac(self._is_hub, self._sent, data)) + data
+        sealed = seal(self._key, json.dumps(message).encode(), "message", self._is_hub, self._sent)
+        self._out += _HEAD.pack(len(sealed)) + sealed
         self._sent += 1
         if len(self._out) > _MOST_WAITING:
             raise RefusedError("it takes no more messages")
@@ -111,8 +113,8 @@ class Link:
         is_over = False
         broken: OSError | None = None
         try:
-            while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _NONCE + _PROOF):
-                chunk = self.socket.recv(65536 if self.is_proven else _NONCE + _PROOF - len(self._in))
+            while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _HELLO):
+                chunk = self.socket.recv(65536 if self.is_proven else _HELLO - len(self._in))
                 self._in += chunk
                 is_over = not chunk
         except BlockingIOError:
@@ -128,38 +130,35 @@ class Link:
             raise RefusedError("it has ended the connection")
 
     def _read_hello(self) -> None:
-        if len(self._in) < (_NONCE + _PROOF if self._is_hub else _NONCE):
+        if len(self._in) < (_HELLO if self._is_hub else _NONCE):
             return
         other = bytes(self._in[:_NONCE])
         hub, spoke = (self._own, other) if self._is_hub else (other, self._own)
-        proof = hmac.digest(self._token, b"watcher" + hub + spoke, "sha256")
-        if self._is_hub and not hmac.compare_digest(proof, bytes(self._in[_NONCE : _NONCE + _PROOF])):
+        if self._is_hub and not is_proof(bytes(self._in[_NONCE:_HELLO]), self._token, "watcher", hub, spoke):
             raise RefusedError("it does not know the job's token")
         if not self._is_hub:
-            self._out += self._own + proof
-        del self._in[: _NONCE + _PROOF if self._is_hub else _NONCE]
-        self._key = hmac.digest(self._token, b"messages" + hub + spoke, "sha256")
+            self._out += self._own + prove(self._token, "watcher", hub, spoke)
+        del self._in[: _HELLO if self._is_hub else _NONCE]
+        self._key = prove(self._token, "messages", hub, spoke)
         self.flush()
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while self.is_proven and len(self._in) >= _HEAD.size:
-            length, mac = _HEAD.unpack_from(self._in)
+            (length,) = _HEAD.unpack_from(self._in)
             if length > _MOST_BYTES - _HEAD.size:
                 raise RefusedError(f"a message of {length} bytes")
             if len(self._in) < _HEAD.size + length:
                 return
-            data = bytes(self._in[_HEAD.size : _HEAD.size + length])
+            sealed = bytes(self._in[_HEAD.size : _HEAD.size + length])
             del self._in[: _HEAD.size + length]
-            if not hmac.compare_digest(mac, self._mac(not self._is_hub, self._received, data)):
+            data = unseal(self._key, sealed, "message", not self._is_hub, self._received)
+            if data is None:
                 raise RefusedError("a message that no watcher of this job has sent")
             self._received += 1
             self.heard_at = time.monotonic()
             message = json.loads(data)
             if isinstance(message, dict):
                 yield message
-
-    def _mac(self, from_hub: bool, number: int, data: bytes) -> bytes:
-        return hmac.digest(self._key, b"%d %d\n" % (from_hub, number) + data, "sha256")
 
 
 def serve(address: str) -> socket.socket:

@@ -4,6 +4,11 @@ A checkpoint is written into a hidden folder beside its place: the files first, 
 hashes. When all of it is on the disk, the folder is renamed, so no reader sees half a checkpoint. The newest valid
 checkpoint is found by looking at what is there. A folder of checkpoints has one writer at a time, and any number of
 readers. What the files hold is not known here.
+
+In a sharded commit, several ranks that see one folder write the files of one checkpoint. The rank that commits makes
+the hidden folder. There each other rank writes a file, and gives it a name with its size and hash once it is on the
+disk. The first one waits for these names. Ranks exchange nothing else, so this works beside the training, and where no
+collective is possible. A rank that cannot write its file takes the hidden folder away, which works on a full disk, too.
 """
 
 from __future__ import annotations
@@ -12,36 +17,35 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.checkpoint.disk.committed import Committed, describe, find, load, newest, send
-from trainer.checkpoint.disk.durable import make_folder, sync_folder, write_file
-from trainer.checkpoint.disk.manifest import MANIFEST, Manifest, check_file_names, name_of, order_of
-from trainer.checkpoint.disk.together import OthersFailedError, announce, collect, stops_with_others
+from trainer.checkpoint.disk.committed import (
+    MANIFEST,
+    Committed,
+    Manifest,
+    check_file_names,
+    describe,
+    find,
+    load,
+    order_of,
+)
+from trainer.checkpoint.disk.durable import FileEntry, make_folder, sync_folder, write_file
 from trainer.errors import DataError, TrainerError
-
-__all__ = [
-    "Committed",
-    "begin",
-    "commit",
-    "contribute",
-    "find",
-    "load",
-    "name_of",
-    "newest",
-    "prune",
-    "receive",
-    "remove_partial",
-    "send",
-]
 
 # A rank that writes waits for others as long as nothing new comes from them.
 TIMEOUT_S = 600.0
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>partial|removed)")
+_ANNOUNCED = re.compile(r"(?P<file>.+)\.(?P<size>\d+)\.(?P<sha256>[0-9a-f]{64})")
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.005, 0.25
+
+
+class OthersFailedError(TrainerError):
+    """A checkpoint was not written because of another rank, which has the reason."""
 
 
 def commit(
@@ -74,7 +78,7 @@ def commit(
     """
     check_file_names(files)
     with _committing(folder, name, is_begun=is_begun) as place:
-        with stops_with_others() if others else nullcontext():
+        with _stops_with_others() if others else nullcontext():
             entries = {file: write_file(place / file, write) for file, write in files.items()}
         if others:
             entries |= collect(place, others, timeout_s)
@@ -281,3 +285,76 @@ def _delete(path: Path) -> None:
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _stops_with_others() -> Iterator[None]:
+    """Raise `OthersFailedError` where another rank has taken the folder away that this one writes into."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise OthersFailedError("another rank could not write its part") from None
+
+
+def announce(place: Path, file: str, write: Callable[[BinaryIO], object], appears_within_s: float) -> None:
+    """Write a file into the hidden folder that another rank makes, for its `collect`.
+
+    Args:
+        place: the hidden folder.
+        appears_within_s: 0 where it is there by now.
+
+    Raises:
+        OthersFailedError: the folder is not there, or goes away.
+        OSError: the file cannot be written; `filename` is set.
+        Exception: whatever else `write` raises.
+    """
+    for waited_s in _naps():
+        # Listing the folder around it asks a network file system's server; its clients remember what is not there.
+        if waited_s >= appears_within_s or (place.parent.is_dir() and place in place.parent.iterdir()):
+            break
+    with _stops_with_others():
+        entry = write_file(place / f"{file}.partial", write)
+        (place / f"{file}.partial").rename(place / f"{file}.{entry.size}.{entry.sha256}")
+
+
+def collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str, FileEntry]:
+    """Return the entries of files that other ranks announce, under their own names in the folder.
+
+    Args:
+        timeout_s: without a new byte in the folder.
+
+    Raises:
+        OthersFailedError: a rank has taken the folder away, or nothing more comes.
+        OSError: the folder cannot be read.
+    """
+    entries: dict[str, FileEntry] = {}
+    bytes_before, since_s = -1, 0.0
+    for waited_s in _naps():
+        try:
+            listed = list(place.iterdir())
+            bytes_now = sum(path.stat().st_size for path in listed)
+        except FileNotFoundError:
+            if place.exists():
+                continue  # a file was renamed between the two calls
+            raise OthersFailedError("another rank could not write its part") from None
+        for path in listed:
+            if (match := _ANNOUNCED.fullmatch(path.name)) and match["file"] in files:
+                path.rename(place / match["file"])
+                entries[match["file"]] = FileEntry(size=int(match["size"]), sha256=match["sha256"])
+        if len(entries) == len(files):
+            return entries
+        if bytes_now != bytes_before:
+            bytes_before, since_s = bytes_now, waited_s
+        elif waited_s - since_s > timeout_s:
+            missing = ", ".join(sorted(set(files) - set(entries)))
+            raise OthersFailedError(f"other ranks have not written {missing} within {timeout_s:g} s")
+    raise AssertionError  # naps do not end
+
+
+def _naps() -> Iterator[float]:
+    """Yield the seconds since the first call, with longer and longer naps between."""
+    started, nap = time.monotonic(), _SHORTEST_NAP_S
+    while True:
+        yield time.monotonic() - started
+        time.sleep(nap)
+        nap = min(nap * 1.5, _LONGEST_NAP_S)

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,6 @@ class FolderLock:
         self._descriptor = -1
         self.is_held = False
         """Whether this process is the one that writes into the folder."""
-
-    @staticmethod
-    def new_job() -> str:
-        """Return a name for a job."""
-        return uuid.uuid4().hex
 
     def acquire(self) -> str:
         """Take the lock, unless another rank of this job has it; return what keeps this job from it, or "".

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.committed import Committed, find, load, newest
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, find, load, newest
 from trainer.checkpoint.disk.durable import write_file
-from trainer.checkpoint.disk.manifest import MANIFEST
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 
@@ -48,8 +47,8 @@ def merge(checkpoint: Path, file: Path) -> int:
 
     if file.exists():
         raise ConfigError(f"{file} is there already; name another file, or remove it")
-    found = _find(checkpoint)
-    state = shard_as(read_state(found.path), None)
+    committed = _find(checkpoint)
+    state = shard_as(read_state(committed.path), None)
     beside = file.with_name(f".{file.name}.partial")
     try:
         beside.unlink(missing_ok=True)
@@ -60,8 +59,8 @@ def merge(checkpoint: Path, file: Path) -> int:
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-    parts = sum(name.startswith("part-") for name in found.files)
-    print_line(f"{file}: {entry.size:,} bytes, of {parts or 'no'} parts of {found.path.name}")
+    parts = sum(name.startswith("part-") for name in committed.files)
+    print_line(f"{file}: {entry.size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
     return 0
 
 
@@ -72,6 +71,6 @@ def _find(path: Path) -> Committed:
         except TrainerError as error:
             raise ConfigError(str(error)) from None
     problems: list[str] = []
-    if not find(path) or not (one := newest(path, problems.append)):
+    if not find(path) or not (committed := newest(path, problems.append)):
         raise ConfigError("; ".join(problems) or f"{path} is no checkpoint, and there is none in it")
-    return one
+    return committed

@@ -58,11 +58,11 @@ def _scatter(value: Any, path: TensorPath, parts: Sequence[SavedParts]) -> Any:
     if isinstance(value, Tensor):
         return _scatter_tensor(value, path, parts)
     if isinstance(value, dict):
-        for key, one in value.items():  # in place: a module's state has an attribute of its own
-            value[key] = _scatter(one, (*path, key), parts)
+        for key, inner in value.items():  # in place: a module's state has an attribute of its own
+            value[key] = _scatter(inner, (*path, key), parts)
         return value
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(_scatter(one, (*path, number), parts) for number, one in enumerate(value))
+        return type(value)(_scatter(inner, (*path, number), parts) for number, inner in enumerate(value))
     return value
 
 
@@ -71,8 +71,8 @@ def _scatter_tensor(value: Tensor, path: TensorPath, parts: Sequence[SavedParts]
         return value.clone()
     if not value.is_meta:
         return Scattered(value.shape, value.dtype, [Part((0,) * value.dim(), value)])
-    own = [Part(tuple(one["offset"]), one["values"]) for each in parts if (one := each.get(path)) is not None]
-    if (found := sum(one.values.numel() for one in own)) != value.numel():
+    pieces = [Part(tuple(part[path]["offset"]), part[path]["values"]) for part in parts if path in part]
+    if (count := sum(piece.values.numel() for piece in pieces)) != value.numel():
         name = ".".join(map(str, path))
-        raise DataError(f"{found:,} of the {value.numel():,} values of {name} are in its files")
-    return Scattered(value.shape, value.dtype, own)
+        raise DataError(f"{count:,} of the {value.numel():,} values of {name} are in its files")
+    return Scattered(value.shape, value.dtype, pieces)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.commit import find
-from trainer.checkpoint.disk.manifest import order_of
-from trainer.checkpoint.disk.together import OthersFailedError
+import torch
+
+from trainer.checkpoint.disk.commit import OthersFailedError
+from trainer.checkpoint.disk.committed import find, order_of
 from trainer.checkpoint.run.contents import Contents
-from trainer.checkpoint.run.flags import FlagReduction
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import EXIT_CODE, Preemption
-from trainer.checkpoint.run.random_state import random_state, set_random_state
 from trainer.checkpoint.run.saver import Saver
 from trainer.checkpoint.run.settings import describe_ends, explain
+from trainer.checkpoint.run.snapshot import random_state, set_random_state
 from trainer.checkpoint.run.start import find_start
 from trainer.checkpoint.run.storage import Storage
 from trainer.cluster.output import print_line
@@ -31,6 +31,8 @@ from trainer.watch.failure import explain_failures
 from trainer.watch.status import PREEMPTED, report_end, report_phase
 
 _DEFAULT_EVERY_S = 600.0
+_REDUCE_EVERY_S = 0.5
+_REDUCE_WITHIN_UPDATES = 128
 
 
 class Checkpoints:
@@ -105,7 +107,7 @@ class Checkpoints:
     @property
     def writes_s(self) -> list[float]:
         """Seconds that each commit took beside the training, on a rank that writes."""
-        return self._saver.writer.seconds
+        return self._saver.seconds
 
     def rate(self, score: float) -> None:
         """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.
@@ -326,3 +328,32 @@ class Checkpoints:
     def _save_alone(self) -> bool:
         """Save without the other ranks where no update is to come; return whether this process may end."""
         return self._positions.first is None and self._saver.commit_standby(self.updates)
+
+
+class FlagReduction:
+    """Adds up the ranks' flags about twice a second, as an all-reduce after each update would cost too much.
+
+    Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that their
+    calls match.
+    """
+
+    def __init__(self, strategy: Strategy, update: int) -> None:
+        self._strategy = strategy
+        self._at, self._next, self._then = update, update + 1, time.monotonic()
+
+    def is_due(self, update: int) -> bool:
+        """Return whether `add_up` has to be called after this update, the same on every rank."""
+        return update >= self._next
+
+    def add_up(self, update: int, flags: Sequence[bool]) -> list[int]:
+        """Return on how many ranks each flag is set. Collective."""
+        world, now = self._strategy.world, time.monotonic()
+        # Without an update in between, the time tells nothing of theirs.
+        each = (now - self._then) / (update - self._at) if update > self._at else _REDUCE_EVERY_S
+        until_next = min(max(int(_REDUCE_EVERY_S / max(each, 1e-6)), 1), _REDUCE_WITHIN_UPDATES)
+        own = [*map(float, flags), until_next if world.is_root else 0.0]
+        if world.size > 1:
+            own = self._strategy.all_reduce(torch.tensor(own, dtype=torch.float64, device=world.device)).tolist()
+        *counts, until_next = map(round, own)
+        self._at, self._next, self._then = update, update + until_next, now
+        return counts

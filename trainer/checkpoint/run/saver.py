@@ -1,20 +1,25 @@
-"""Saver: takes snapshots of a rank's state, and has them committed on the ranks that write."""
+"""Saver: takes snapshots of a rank's state, and commits them in a thread beside the training, one at a time."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.manifest import name_of
-from trainer.checkpoint.disk.state_files import STATE
+import torch
+
+from trainer.checkpoint.disk.commit import TIMEOUT_S, begin, commit, contribute, prune
+from trainer.checkpoint.disk.committed import Order, find, name_of
+from trainer.checkpoint.disk.state_files import STATE, read_state
 from trainer.checkpoint.run.snapshot import Buffers
 from trainer.checkpoint.run.storage import Storage
-from trainer.checkpoint.run.writer import Writer, missing_bytes
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.errors import TrainerError
@@ -27,25 +32,38 @@ _OVERHEAD_BYTES = 1 << 20
 class Saver:
     """One rank's part of saving. A rank that writes no file only keeps count.
 
+    The newest `keep` checkpoints stay in the folder, and those that were damaged at the start do not count among them;
+    the best one and the one that the run was started from stay as well.
+
     Args:
         attempt: number of this start of the training.
         facts: put into each manifest.
     """
 
     def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
-        kept = [] if config.resume in ("auto", "none") else [storage.folder / Path(config.resume).name]
-        others = [name for name in storage.parts if name != storage.own_part] if storage.is_writer else []
-        self.writer = Writer(storage.folder, config.keep, storage.damaged, kept, others)
         self.saved: tuple[int, int] | None = None
         """Epoch and update where the run was saved last."""
         self.best: tuple[float, str] | None = None
         """The best score, and the name of the checkpoint that has it."""
+        self.error: TrainerError | None = None
+        """Why this rank could not write the last checkpoint."""
+        self.seconds: list[float] = []
+        """Time of each commit, beside the training."""
         self._config, self._storage, self._attempt, self._facts = config, storage, attempt, facts
+        self._folder = storage.folder
+        self._named = [] if config.resume in ("auto", "none") else [self._folder / Path(config.resume).name]
+        self._others = [name for name in storage.parts if name != storage.own_part] if storage.is_writer else []
         self._buffers, self._standby_buffers = (Buffers(keeps_parts=bool(storage.parts)) for _ in range(2))
         self._standby: dict[str, Any] | None = None
-        self._full: TrainerError | None = None
         self._best_before: tuple[float, str] | None = None
         self._start = 0
+        self._written: Order | None = None
+        """The newest that this rank has committed, or written its part of."""
+        self._has_checked = False
+        # One thread for all: a new one for each snapshot would keep the training waiting until it runs. Python waits
+        # for it, so that a script that ends lets it finish.
+        self._pool = _make_pool()
+        self._writing: Future[None] | None = None
         # A signal's thread commits the standby copy.
         self._lock = threading.Lock()
 
@@ -55,18 +73,13 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        return self.writer.is_busy
-
-    @property
-    def error(self) -> TrainerError | None:
-        """Why this rank could not write the last checkpoint."""
-        return self._full or self.writer.error
+        return self._writing is not None and not self._writing.done()
 
     def forget_error(self) -> None:
         """Count the last checkpoint as not saved."""
-        self._full = self.writer.error = self.saved = None
+        self.error = self.saved = None
         if not self._storage.is_writer:
-            self.writer.written = None  # this rank's part of it has gone with the rest
+            self._written = None  # this rank's part of it has gone with the rest
         self.best = self._best_before
 
     def is_better(self, score: float | None) -> bool:
@@ -77,7 +90,7 @@ class Saver:
 
     def best_paths(self) -> list[Path]:
         """Return where the best checkpoint is, and the one that stays the best until that is committed."""
-        return [self._storage.folder / best[1] for best in (self.best, self._best_before) if best is not None]
+        return [self._folder / best[1] for best in (self.best, self._best_before) if best is not None]
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a copy of the state for `save`; None where this rank does not write, or has saved it already.
@@ -89,20 +102,25 @@ class Saver:
         if not self._storage.writes:
             take_part(state)
             return None
-        self.writer.wait()
+        self.wait()
         return self._buffers.copy(state)
 
     def begin(self, place: tuple[int, int]) -> bool:
         """Return whether what was copied can be written, as far as this rank is to look; else there is an error."""
         if not self._storage.is_writer or place == self.saved:
             return True
-        state_bytes = self._buffers.bytes
-        if lacks := missing_bytes(self._storage.folder, state_bytes + _OVERHEAD_BYTES):
-            self._full = TrainerError(
-                f"a checkpoint of {_size(state_bytes)} does not fit into {self._storage.folder}: "
-                f"{_size(lacks)} are missing"
-            )
-        return not lacks and self.writer.begin((self._attempt, *place))
+        order, state_bytes = (self._attempt, *place), self._buffers.bytes
+        try:
+            if lacks := _missing_bytes(self._folder, state_bytes + _OVERHEAD_BYTES):
+                raise TrainerError(
+                    f"a checkpoint of {_size(state_bytes)} does not fit into {self._folder}: {_size(lacks)} are missing"
+                )
+            if self._others and self._written != order:
+                begin(self._folder, name_of(*order))
+        except TrainerError as error:
+            self.error = error
+            return False
+        return True
 
     def save(
         self,
@@ -131,17 +149,20 @@ class Saver:
         if snapshot is None or not has_begun:
             return
         with self._lock:
+            self.wait()
             facts = self._describe(snapshot, score=score, is_complete=is_complete)
-            files, best = self._files(snapshot, self._buffers), self.best[1] if self.best else None
-            self.writer.start((self._attempt, *place), files, facts, best)
+            self._writing = self._pool.submit(self._commit, self._files(snapshot, self._buffers), facts)
 
     def wait(self) -> None:
         """Return when nothing is being written."""
-        self.writer.wait()
+        writing = self._writing  # a signal's thread waits for it as well
+        if writing is not None:
+            wait([writing])
 
     def close(self) -> None:
-        """Return when nothing is being written, and no thread is left."""
-        self.writer.close()
+        """End the thread, once nothing is being written; `save` makes another one."""
+        self._pool.shutdown()
+        self._pool = _make_pool()
 
     def take_standby(self, state: Mapping[str, Any]) -> None:
         """Copy the state, so that `commit_standby` can write it later. Collective as `copy` is."""
@@ -161,17 +182,14 @@ class Saver:
         if not self._storage.writes:
             return False
         with self._lock:
-            self.writer.wait()
-            if updates in (0, self._start, self.writer.written[2] if self.writer.written else 0):
+            self.wait()
+            if updates in (0, self._start, self._written[2] if self._written else 0):
                 return self._storage.is_writer
             state = self._standby
             if state is None or state["updates"] != updates:
                 return False
             facts = self._describe(state, score=None, is_complete=False)
-            best = self.best[1] if self.best else None
-            files = self._files(state, self._standby_buffers)
-            order = (self._attempt, state["epoch"], updates)
-            self.writer.commit(order, files, facts, best, self._config.grace_s / 2)
+            self._commit(self._files(state, self._standby_buffers), facts, self._config.grace_s / 2)
         if self.error is not None and self._storage.is_writer:
             print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
         return self.error is None and self._storage.is_writer
@@ -182,10 +200,10 @@ class Saver:
             return ""
         count = self._config.keep + 1 + (self._config.best is not None)
         each = state_bytes + _OVERHEAD_BYTES
-        held = sum(file.stat().st_size for file in self._storage.folder.glob("attempt-*/*"))
-        lacks = missing_bytes(self._storage.folder, each * count - held)
+        held = sum(file.stat().st_size for file in self._folder.glob("attempt-*/*"))
+        lacks = _missing_bytes(self._folder, each * count - held)
         return (
-            f"{count} checkpoints of {_size(each)} do not fit into {self._storage.folder}: "
+            f"{count} checkpoints of {_size(each)} do not fit into {self._folder}: "
             f"{_size(lacks)} are missing; lower keep, or name another folder"
             if lacks
             else ""
@@ -195,6 +213,53 @@ class Saver:
         """Return what this rank writes of a snapshot."""
         whole = {STATE: snapshot} if self._storage.is_writer else {}
         return {**whole, self._storage.own_part: buffers.parts} if self._storage.own_part else whole
+
+    def _commit(self, files: Mapping[str, Any], facts: Mapping[str, Any], alone_s: float = 0.0) -> None:
+        """Commit a snapshot, or write this rank's part of it; `error` says whether that went well.
+
+        Args:
+            files: what is written to each file, in PyTorch's own format. Without `STATE`, another rank commits it.
+            facts: put into the manifest.
+            alone_s: seconds to wait for other ranks' files, where these ranks have not agreed to save.
+        """
+        order = (self._attempt, facts["epoch"], facts["updates"])
+        if self._written == order:
+            return  # saved again, because another host could not write it
+        started = time.monotonic()
+        try:
+            self._write(name_of(*order), files, facts, alone_s)
+            self._written, self.error = order, None
+            if STATE in files:
+                self._prune(facts["best"])
+        except TrainerError as error:
+            self.error = error
+        except Exception as error:  # such as a MemoryError: nobody else would be told of it
+            self.error = TrainerError(f"the checkpoint cannot be written: {type(error).__name__}: {error}")
+        self.seconds.append(time.monotonic() - started)
+
+    def _write(self, name: str, files: Mapping[str, Any], facts: Mapping[str, Any], alone_s: float) -> None:
+        writes = {file: partial(torch.save, content) for file, content in files.items()}
+        if STATE not in files:
+            for file, write in writes.items():
+                contribute(self._folder, name, file, write, begins_within_s=alone_s)
+            return
+        commit(
+            self._folder,
+            name,
+            writes,
+            facts,
+            # A checkpoint that cannot be loaded is found at the first one.
+            check=None if self._has_checked else _load_as_data,
+            is_begun=bool(self._others) and not alone_s,
+            others=self._others,
+            timeout_s=alone_s or TIMEOUT_S,
+        )
+        self._has_checked = True
+
+    def _prune(self, best: tuple[float, str] | None) -> None:
+        valid = [path for path in find(self._folder) if path not in self._storage.damaged]
+        kept = [self._folder / best[1]] if best else []
+        prune(self._folder, [*valid[: self._config.keep], *self._named, *kept])
 
     def _describe(self, state: Mapping[str, Any], *, score: float | None, is_complete: bool) -> dict[str, Any]:
         return {
@@ -208,6 +273,22 @@ class Saver:
             "resume": str(self._config.resume),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+
+
+def _make_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
+
+
+def _load_as_data(folder: Path) -> None:
+    try:
+        read_state(folder, is_mapped=True)
+    except Exception as error:
+        raise TrainerError(f"the checkpoint cannot be loaded as data ({error})") from None
+
+
+def _missing_bytes(folder: Path, needed: int) -> int:
+    """Return how many bytes the disk lacks for `needed` more; 0 where it has them."""
+    return max(0, needed - shutil.disk_usage(folder).free)
 
 
 def _size(count: float) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk.commit import Committed, find
-from trainer.checkpoint.disk.manifest import order_of
+from trainer.checkpoint.disk.committed import Committed, find, order_of
 from trainer.checkpoint.disk.state_files import read_state
 from trainer.checkpoint.run.contents import Contents
 from trainer.checkpoint.run.storage import Storage

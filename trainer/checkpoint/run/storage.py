@@ -14,11 +14,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.disk.commit import Committed, find, load, newest, prune, receive, remove_partial, send
+from trainer.checkpoint.disk.commit import prune, receive, remove_partial
+from trainer.checkpoint.disk.committed import Committed, find, load, newest, send
 from trainer.checkpoint.disk.lock import FolderLock
 from trainer.checkpoint.disk.state_files import part_name
 from trainer.cluster.network import host_id
@@ -40,7 +42,7 @@ class Storage:
 
     def __init__(self, folder: Path, strategy: Strategy, files: str = "auto") -> None:
         self.folder, self._strategy, self._world = folder, strategy, strategy.world
-        self._lock = FolderLock(folder, job=strategy.broadcast_object(FolderLock.new_job()))
+        self._lock = FolderLock(folder, job=strategy.broadcast_object(uuid.uuid4().hex))
         hosts = strategy.all_gather_object(host_id())
         self._first_of_host = hosts.index(host_id())
         is_first = self._first_of_host == self._world.rank
@@ -78,23 +80,23 @@ class Storage:
         Raises:
             TrainerError: a host cannot keep a copy; raised on every rank.
         """
-        own = None
+        here = None
         if self.is_writer:
-            found = find(self.folder)
-            own = newest(self.folder, self._warn)
-            self.damaged = found[: found.index(own.path)] if own else found
-        orders = self._strategy.all_gather_object(own.order if own else None)
-        best = max((order for order in orders if order is not None), default=None)
-        if best is None:
+            paths = find(self.folder)
+            here = newest(self.folder, self._warn)
+            self.damaged = paths[: paths.index(here.path)] if here else paths
+        orders = self._strategy.all_gather_object(here.order if here else None)
+        newest_order = max((order for order in orders if order is not None), default=None)
+        if newest_order is None:
             return None
-        owner = orders.index(best)
-        one: Committed = self._strategy.broadcast_object(own, root=owner)
-        lacks = self.is_writer and (own is None or own.files != one.files)
-        if own is not None and lacks and own.order == best:
+        owner = orders.index(newest_order)
+        chosen: Committed = self._strategy.broadcast_object(here, root=owner)
+        lacks = self.is_writer and (here is None or here.files != chosen.files)
+        if here is not None and lacks and here.order == newest_order:
             # A host that was cut off has trained these updates too, and not with the same samples on each rank.
-            prune(self.folder, [path for path in find(self.folder) if path != own.path])
-        self._send(own, owner, self.folder if lacks else None)
-        return replace(one, path=self.folder / one.path.name)
+            prune(self.folder, [path for path in find(self.folder) if path != here.path])
+        self._send(here, owner, self.folder if lacks else None)
+        return replace(chosen, path=self.folder / chosen.path.name)
 
     def at(self, path: Path) -> Committed:
         """Return the checkpoint at a path of rank 0's host, of which other hosts get a copy for this start.
@@ -102,22 +104,21 @@ class Storage:
         Raises:
             ConfigError: it is damaged, or there is none; raised on every rank.
         """
-        own, problem = None, ""
+        here, problem = None, ""
         is_first = self._first_of_host == self._world.rank
         if is_first:
             try:
-                own = load(path)
+                here = load(path)
             except TrainerError as error:
                 problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
         self._raise_together(problem if self._world.is_root else "", ConfigError)
-        files = self._strategy.broadcast_object(own.files if own else None)
+        chosen: Committed = self._strategy.broadcast_object(here)
         into = None
-        if is_first and (own is None or own.files != files):
+        if is_first and (here is None or here.files != chosen.files):
             into = self._copy = Path(tempfile.mkdtemp(prefix="trainer-checkpoint-"))
-        self._send(own, 0, into)
+        self._send(here, 0, into)
         places = self._strategy.all_gather_object(into / path.name if into else path)
-        one: Committed = self._strategy.broadcast_object(own)
-        return replace(one, path=places[self._first_of_host])
+        return replace(chosen, path=places[self._first_of_host])
 
     def signal_writer(self) -> None:
         """Send this host's writer SIGUSR2. Not collective."""
@@ -133,11 +134,11 @@ class Storage:
         """Let another job use the folder."""
         self._lock.release()
 
-    def _send(self, own: Committed | None, owner: int, into: Path | None) -> None:
+    def _send(self, here: Committed | None, owner: int, into: Path | None) -> None:
         """Send a checkpoint to the ranks that name a folder for it; every rank takes part in each chunk's broadcast."""
         if not any(self._strategy.all_gather_object(into is not None)):
             return
-        chunks = self._chunks(own if self._world.rank == owner else None, owner)
+        chunks = self._chunks(here if self._world.rank == owner else None, owner)
         problem = ""
         if into is not None:
             try:
@@ -148,15 +149,15 @@ class Storage:
             pass
         self._raise_together(problem)
 
-    def _chunks(self, own: Committed | None, owner: int) -> Iterator[bytes]:
-        source = iter(send(own.path)) if own else iter(())
+    def _chunks(self, sent: Committed | None, owner: int) -> Iterator[bytes]:
+        source = iter(send(sent.path)) if sent else iter(())
         while chunk := self._strategy.broadcast_object(next(source, b""), root=owner):
             yield chunk
 
     def _raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
-        for rank, one in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
-            if one[1]:
-                raise kind(name_rank(one[1], rank, self._world.size, one[0]))
+        for rank, (host, text) in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
+            if text:
+                raise kind(name_rank(text, rank, self._world.size, host))
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)

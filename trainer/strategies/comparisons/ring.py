@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.cluster.mpi import import_mpi
 from trainer.cluster.world import World
 from trainer.errors import TrainerError
-from trainer.strategies.bucketed import BucketedStrategy
+from trainer.strategies.buckets import BucketedStrategy
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 

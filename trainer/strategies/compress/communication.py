@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, check_dense
-from trainer.strategies.compress.flat import Transport
-from trainer.strategies.compress.local_sgd import LocalSynchronizer, Outer, Rounds
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
-
-_NUMBERS = itertools.count()
 
 
 def make_synchronizer(
@@ -34,24 +28,9 @@ def make_synchronizer(
     strategy.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
     if not parameters:
         return Synchronizer()
-    transport, full = _transport(strategy), config.full_updates
     if rank := config.powersgd_rank:
-        return PowerSGDSynchronizer(parameters, transport, rank=rank, full_updates=full)
-    outer = Outer(lr=config.outer_lr, momentum=config.outer_momentum) if config.outer_lr is not None else None
-    rounds = Rounds(every=config.sync_every, full_updates=full, overlap=config.sync_overlap, outer=outer)
-    return LocalSynchronizer(parameters, transport, rounds)
-
-
-def _transport(strategy: Strategy) -> Transport:
-    number = next(_NUMBERS)  # the messages of two models must not have the same names
-
-    def send(flat: Tensor, name: str) -> Tensor:
-        return strategy.send_gradients(flat, f"{name}.{number}")
-
-    def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
-        return strategy.start_gradients(flat, f"{name}.{number}")
-
-    return Transport(send=send, start=start, all_reduce=strategy.all_reduce, ranks=strategy.world.size)
+        return PowerSGDSynchronizer(parameters, strategy, rank=rank, full_updates=config.full_updates)
+    return LocalSynchronizer(parameters, strategy, config)
 
 
 def _check(strategy: Strategy, model: nn.Module, setting: str) -> None:

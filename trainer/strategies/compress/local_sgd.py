@@ -19,31 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.strategies.base import NamedParameters
-from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all, start_mean
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outer:
-    """The outer optimizer: SGD with Nesterov momentum (Sutskever et al. 2013), as torch.optim.SGD computes it."""
-
-    lr: float
-    momentum: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """When ranks average their weights, and how they go on from there."""
-
-    every: int
-    """Updates of a round."""
-    full_updates: int = 0
-    """The first so many updates are synchronous ones."""
-    overlap: bool = False
-    """Whether a round's weights are sent during the next one, at whose end the average is taken."""
-    outer: Outer | None = None
-    """Takes a step with the average; without one, the average itself is what the ranks go on from."""
+from trainer.config import RunConfig
+from trainer.strategies.base import NamedParameters, Strategy
+from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact_type
 
 
 @dataclass(frozen=True)
@@ -57,11 +35,18 @@ class _Sent:
 
 
 class LocalSynchronizer(WholeSynchronizer):
-    """Averages weights in place of gradients, after each round of updates that every rank takes by itself."""
+    """Averages weights in place of gradients, after each round of updates that every rank takes by itself.
 
-    def __init__(self, parameters: NamedParameters, transport: Transport, rounds: Rounds) -> None:
-        super().__init__(parameters, transport)
-        self._rounds = rounds
+    With `outer_lr`, ranks go on from a step of an outer optimizer instead of the average itself: of SGD with Nesterov
+    momentum (Sutskever et al. 2013), as torch.optim.SGD computes it.
+
+    Args:
+        config: `sync_every`, `full_updates`, `sync_overlap`, `outer_lr` and `outer_momentum` are used here.
+    """
+
+    def __init__(self, parameters: NamedParameters, strategy: Strategy, config: RunConfig) -> None:
+        super().__init__(parameters, strategy)
+        self._config = config
         self._in_round = 0
         self._states_differ = self._differs = False
         self._sent: _Sent | None = None
@@ -71,7 +56,7 @@ class LocalSynchronizer(WholeSynchronizer):
         self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
-        if rounds.outer is not None:
+        if config.outer_lr is not None:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
 
@@ -82,7 +67,7 @@ class LocalSynchronizer(WholeSynchronizer):
 
     @property
     def weights_are_equal(self) -> bool:
-        return self.updates < self._rounds.full_updates
+        return self.updates < self._config.full_updates
 
     def _complete(self) -> None:
         self._is_new = True
@@ -105,18 +90,18 @@ class LocalSynchronizer(WholeSynchronizer):
         was_synchronous, self.updates = self.weights_are_equal, self.updates + 1
         if not was_synchronous:
             self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
-            if self._in_round == self._rounds.every:
+            if self._in_round == self._config.sync_every:
                 self._end_round()
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        if not self._rounds.overlap:
+        if not self._config.sync_overlap:
             self._average_weights()
             return
         self._take_average()
         self._in_round, self._differs = 0, False
         parameters = [*self._named.values()]
-        self._sent = _Sent([*map(_copy, parameters)], start_mean(parameters, self._transport, "weights"))
+        self._sent = _Sent([*map(_copy, parameters)], self.start_mean(parameters, "weights"))
 
     def _take_average(self) -> None:
         """Go on from the average of the weights that were sent, and from what this rank has changed since."""
@@ -130,23 +115,23 @@ class LocalSynchronizer(WholeSynchronizer):
         """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
         pairs = zip(self._named.values(), sent.own, strict=True)
         changed = any(not torch.equal(parameter.to(own.dtype), own) for parameter, own in pairs)
-        return bool(self._transport.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
+        return bool(self._strategy.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
 
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
         parameters = self._named
-        means = mean_of_all([*parameters.values()], self._transport, "weights")
+        means = self.mean_of_all([*parameters.values()], "weights")
         for (name, parameter), mean in zip(parameters.items(), means, strict=True):
             parameter.copy_(self._go_on_from(name, mean))
 
     def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
-        outer = self._rounds.outer
-        if outer is None:
+        rate, momentum = self._config.outer_lr, self._config.outer_momentum
+        if rate is None:
             return mean
         anchor, velocity = self._anchors[name], self._velocities[name]
         change = anchor - mean
-        velocity.mul_(outer.momentum).add_(change)
-        return anchor.sub_(change.add_(velocity, alpha=outer.momentum), alpha=outer.lr)
+        velocity.mul_(momentum).add_(change)
+        return anchor.sub_(change.add_(velocity, alpha=momentum), alpha=rate)
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
@@ -170,7 +155,7 @@ class LocalSynchronizer(WholeSynchronizer):
             and value.is_floating_point()
             and (value.shape, value.device) == (parameter.shape, parameter.device)
         ]
-        for value, mean in zip(states, mean_of_all(states, self._transport, "states"), strict=True):
+        for value, mean in zip(states, self.mean_of_all(states, "states"), strict=True):
             value.copy_(mean)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.strategies.base import NamedParameters
-from trainer.strategies.compress.flat import Transport, exact_type, mean_of_all
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer
+from trainer.strategies.base import NamedParameters, Strategy
+from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact_type
 
 _LEAST_SAVING = 2.0
 """A gradient whose factors are not smaller by this factor is sent as it is; PyTorch's hook has the same default."""
@@ -86,13 +85,13 @@ class PowerSGDSynchronizer(WholeSynchronizer):
     def __init__(
         self,
         parameters: NamedParameters,
-        transport: Transport,
+        strategy: Strategy,
         *,
         rank: int,
         full_updates: int = 0,
         least_saving: float = _LEAST_SAVING,
     ) -> None:
-        super().__init__(parameters, transport)
+        super().__init__(parameters, strategy)
         self._full_updates = full_updates
         widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
         self._factors = {
@@ -105,7 +104,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         whole = [place for place in range(len(gradients)) if place not in self._factors]
         sent = [factors.project(gradients[place]) for place, factors in self._factors.items()]
         others = [*(gradients[place] for place in whole), self.has_gradients()]
-        *means, counts = mean_of_all([*sent, *others], self._transport, "left")
+        *means, counts = self.mean_of_all([*sent, *others], "left")
         for place, mean in zip(whole, means[len(sent) :], strict=True):
             gradients[place].copy_(mean)
         lefts = means[: len(sent)]
@@ -113,7 +112,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
             self._begin_anew(gradients)
             return counts
         sent = [one.project_back(left) for one, left in zip(self._factors.values(), lefts, strict=True)]
-        rights = mean_of_all(sent, self._transport, "right")
+        rights = self.mean_of_all(sent, "right")
         for (place, factors), right in zip(self._factors.items(), rights, strict=True):
             factors.approximate(right, gradients[place])
             if not counts[place]:  # nobody will apply it, because no rank's pass has reached this parameter
@@ -128,7 +127,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error and the factors. Every rank goes on with the mean error, as it would after a load."""
-        errors = mean_of_all([one.error for one in self._factors.values()], self._transport, "error")
+        errors = self.mean_of_all([one.error for one in self._factors.values()], "error")
         for factors, mean in zip(self._factors.values(), errors, strict=True):
             factors.error.copy_(mean)
         kept = {self.names[place]: one for place, one in self._factors.items()}

@@ -7,13 +7,12 @@ have left, or when stdin is closed, as it is when the rank that started it has e
 It is synchronous, after Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), but
 leaves the update of the weights to the ranks, whose optimizers are PyTorch's own.
 
-It runs as a script and imports neither PyTorch nor the library, which would take seconds.
+It runs as a script and imports neither PyTorch nor what does, which would take seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import os
 import sys
@@ -25,8 +24,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-# A script finds the modules in its own folder.
-from wire import METHOD, OPTIONS, decode, encode, prove  # type: ignore[import-not-found]
+# A script finds the modules in its own folder; the package's own imports PyTorch.
+from wire import METHOD, OPTIONS, decode, encode  # type: ignore[import-not-found]
+
+from trainer.cluster.identity import is_proof
 
 # For who connects and opens no stream. Those of ranks are open for as long as the job trains.
 _BOUNDS = (
@@ -115,7 +116,7 @@ class Server:
         self.over = asyncio.Event()
 
     async def exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Serve one stream; see exchange.proto."""
+        """Serve one stream; see wire.py."""
         rank, channel, queue = await self._admit(context)
         reader = asyncio.create_task(self._read(rank, channel, messages, queue))
         self._open += 1
@@ -133,11 +134,10 @@ class Server:
                 self.over.set()
 
     async def _admit(self, context: Any) -> tuple[int, Channel, asyncio.Queue[bytes | None]]:
-        told = {key: str(value) for key, value in context.invocation_metadata()}
+        told = dict(context.invocation_metadata())
         facts = (told.get(name, "") for name in ("rank", "channel", "host"))
         # Each rank and channel is admitted once, so a proof that somebody recorded is of no use.
-        right = prove(self._token, self.endpoint, *facts)
-        if not hmac.compare_digest(told.get("authorization", "").encode(), right.encode()):
+        if not is_proof(told.get("proof-bin", b""), self._token, "parameter server", self.endpoint, *facts):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: this is no rank of this job")
         rank = int(told["rank"])
         channel = self._channels.setdefault(told["channel"], Channel())

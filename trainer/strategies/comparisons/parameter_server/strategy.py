@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, cast
@@ -25,28 +25,21 @@ import torch
 from torch import Tensor
 
 from trainer.cluster.environment import set_default
+from trainer.cluster.identity import job_token, prove, seal, unseal
 from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.rendezvous import Rendezvous
-from trainer.cluster.secret import job_token
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.bucketed import BucketedStrategy
-from trainer.strategies.comparisons.parameter_server.tls import Certificates, read_certificates
-from trainer.strategies.comparisons.parameter_server.wire import (
-    CHUNK_BYTES,
-    METHOD,
-    OPTIONS,
-    decode,
-    encode,
-    prove,
-    seal,
-    unseal,
-)
+from trainer.strategies.buckets import BucketedStrategy
+from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
 _SERVER = Path(__file__).resolve().with_name("server.py")
 _CLOSE_TIMEOUT_S = 5.0
+TLS_FOLDER = "TRAINER_TLS"
+# Ranks connect to addresses, which certificates made in advance do not name. All carry this name instead.
+TLS_NAME = "parameter-server.trainer"
 
 
 class ParameterServerStrategy(BucketedStrategy):
@@ -98,13 +91,16 @@ class ParameterServerStrategy(BucketedStrategy):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         stream = self._streams["values"][0]
         self._objects += 1
-        own = seal(self._token, self._objects, root, pickle.dumps(value)) if self.world.rank == root else b""
+        facts = ("object", self._objects, root)
+        own = seal(self._token, pickle.dumps(value), *facts) if self.world.rank == root else b""
         stream.push("", memoryview(own))
-        try:
-            found = unseal(self._token, self._objects, root, stream.pull())
-        except ValueError as error:
-            raise TrainerError(f"the parameter server's answer is refused: {error}") from None
-        return pickle.loads(found)  # noqa: S301 (a rank of this job has sealed it)
+        data = unseal(self._token, bytes(stream.pull()), *facts)
+        if data is None:
+            raise TrainerError(
+                f"the parameter server's answer is refused: object {self._objects} does not come from rank {root} of "
+                "this job"
+            )
+        return pickle.loads(data)  # noqa: S301 (a rank of this job has sealed it)
 
     def barrier(self) -> None:
         self.broadcast_object(None)
@@ -134,6 +130,46 @@ def _sum(streams: list[Stream], flat: Tensor) -> None:
         chunk[:] = np.frombuffer(streams[number % len(streams)].pull(), chunk.dtype)
 
 
+@dataclass(frozen=True)
+class Certificates:
+    """PEM texts of one host. Servers and ranks both show a certificate, and take those of this authority only."""
+
+    authority: str
+    certificate: str
+    key: str
+
+    def channel(self, grpc: Any, endpoint: str, options: tuple[tuple[str, Any], ...]) -> Any:
+        """Return a channel over which nobody else reads."""
+        credentials = grpc.ssl_channel_credentials(
+            self.authority.encode(), self.key.encode(), self.certificate.encode()
+        )
+        return grpc.secure_channel(
+            endpoint, credentials, options=(*options, ("grpc.ssl_target_name_override", TLS_NAME))
+        )
+
+
+def read_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | None:
+    """Return what is in the folder that TRAINER_TLS names; None without it.
+
+    Raises:
+        ConfigError: a file is missing, or is no PEM file.
+    """
+    if not environ.get(TLS_FOLDER):
+        return None
+    texts = []
+    for name in ("authority.pem", "certificate.pem", "key.pem"):
+        file = Path(environ[TLS_FOLDER], name)
+        try:
+            texts.append(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{TLS_FOLDER}: cannot read {file}: {getattr(error, 'strerror', 'no PEM file')}"
+            ) from None
+        if not texts[-1].startswith("-----BEGIN "):
+            raise ConfigError(f"{TLS_FOLDER}: {file} is no PEM file")
+    return Certificates(*texts)
+
+
 class Stream:
     """This rank's stream to one server.
 
@@ -151,8 +187,9 @@ class Stream:
         self._outbox: SimpleQueue[tuple[str, memoryview] | None] = SimpleQueue()
         self._sender_has_ended = threading.Event()
         self.bytes_sent = 0
-        proof = prove(token, endpoint, world.rank, channel, world.host)
-        metadata = (("authorization", proof), ("rank", str(world.rank)), ("channel", channel), ("host", world.host))
+        facts = {"rank": str(world.rank), "channel": channel, "host": world.host}
+        proof = prove(token, "parameter server", endpoint, *facts.values())
+        metadata = (("proof-bin", proof), *facts.items())
         if certificates is None:
             self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
         else:
@@ -208,11 +245,16 @@ class ServerProcess:
     ) -> None:
         settings: dict[str, Any] = {"address": address, "token": token, "ranks": ranks, "timeout_s": timeout_s}
         settings["tls"] = asdict(certificates) if certificates else None
+        paths = [str(_SERVER.parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own, so that Ctrl-C reaches the ranks only; the server ends after them.
         self._process = subprocess.Popen(
-            [sys.executable, str(_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, str(_SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        )
         self._stdin, self._stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
         # Over stdin, because `ps` would show the token on a command line.
         print(json.dumps(settings), file=self._stdin, flush=True)

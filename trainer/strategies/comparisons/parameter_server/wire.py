@@ -1,13 +1,14 @@
-"""Encoding of exchange.proto's chunks, with one copy of the tensor instead of three.
+"""Messages between ranks and parameter servers: chunks of tensors, over gRPC's streams of plain bytes.
 
-protoc's classes copy a chunk into a message, the message into bytes, and back. The encoding of a message with two
-fields is simple enough to write by hand: https://protobuf.dev/programming-guides/encoding/ (tags, varints, lengths).
+There is one stream per rank and channel ("gradients", "values"), open for as long as the job trains. The n-th chunk of
+a stream belongs to the n-th chunk of every other rank's; once all have come, each rank gets the n-th answer. The call's
+metadata has the rank, the channel, the host (for messages to people) and the proof of these three and of the server's
+address and port.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import struct
 
 METHOD = "/trainer.ParameterServer/Exchange"
 CHUNK_BYTES = 1024 * 1024
@@ -26,76 +27,27 @@ OPTIONS = (
     # A site's HTTP proxy would see the gradients.
     ("grpc.enable_http_proxy", 0),
 )
-_TYPE, _DATA = b"\x0a", b"\x12"  # fields 1 and 2, each a length and that many bytes
-
-
-def prove(token: str, *facts: object) -> str:
-    """Return an HMAC-SHA256 in hexadecimal digits over facts, none of which has a newline."""
-    return hmac.new(token.encode(), "\n".join(map(str, facts)).encode(), hashlib.sha256).hexdigest()
-
-
-def seal(token: str, number: int, root: int, data: bytes) -> bytes:
-    """Return data behind an HMAC-SHA256 (32 bytes) over it, its number and the rank that sends it."""
-    return hmac.digest(token.encode(), b"object\n%d\n%d\n" % (number, root) + data, "sha256") + data
-
-
-def unseal(token: str, number: int, root: int, sealed: bytes | memoryview) -> bytes:
-    """Return the data that `seal` was given.
-
-    Raises:
-        ValueError: it was sealed with another token, as another number or by another rank, or it was changed.
-    """
-    data = bytes(sealed[32:])
-    if not hmac.compare_digest(seal(token, number, root, data), sealed):
-        raise ValueError(f"object {number} does not come from rank {root} of this job")
-    return data
+_HEAD = struct.Struct("16s")
 
 
 def encode(kind: str, data: bytes | memoryview) -> bytes:
-    """Encode a chunk.
+    """Return a chunk as a message.
 
     Args:
-        kind: NumPy's name of a type, or empty.
+        kind: NumPy's name of the elements' type: the answer is the sum over ranks. Or empty: the answer is the chunk of
+            the only rank that sent any bytes.
         data: the elements' bytes.
     """
-    head = _TYPE + _varint(len(kind)) + kind.encode() if kind else b""
-    return b"".join((head, _DATA, _varint(len(data)), data) if len(data) else (head,))
+    return b"".join((_HEAD.pack(kind.encode()), data))
 
 
 def decode(message: bytes) -> tuple[str, memoryview]:
-    """Decode a chunk into its type and its data, which is a view into `message`.
+    """Return a chunk's kind and its data, which is a view into `message`.
 
     Raises:
         ValueError: it is not a chunk.
     """
-    kind, data, at = "", memoryview(b""), 0
-    while at < len(message):
-        tag, (length, begin) = message[at : at + 1], _read_varint(message, at + 1)
-        at = begin + length
-        if tag not in (_TYPE, _DATA) or at > len(message):
-            raise ValueError(f"not a chunk: field {tag!r} of {length} bytes in a message of {len(message)}")
-        if tag == _TYPE:
-            kind = message[begin:at].decode()
-        else:
-            data = memoryview(message)[begin:at]
-    return kind, data
-
-
-def _varint(value: int) -> bytes:
-    groups = bytearray()
-    while value > 0x7F:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    groups.append(value)
-    return bytes(groups)
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at `at`, and the index behind it."""
-    value, shift = 0, 0
-    while at < len(message):
-        group = message[at]
-        at, value, shift = at + 1, value | (group & 0x7F) << shift, shift + 7
-        if group < 0x80:
-            return value, at
-    raise ValueError("not a chunk: it ends within a number")
+    kind = message[: _HEAD.size].rstrip(b"\0")
+    if len(message) < _HEAD.size or not kind.isascii():
+        raise ValueError(f"not a chunk: a message of {len(message)} bytes")
+    return kind.decode(), memoryview(message)[_HEAD.size :]

@@ -1,13 +1,15 @@
-"""The token that ranks agree on: derived from the job's secret where there is one, else handed over."""
+"""What a job's processes know, and what they prove: the token that ranks agree on, proofs, and sealed data."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
 from trainer.cluster.environment import SECRET
+from trainer.cluster.identity import is_proof, job_secret, job_token, prove, seal, unseal
 from trainer.cluster.rendezvous import Rendezvous
-from trainer.cluster.secret import job_secret, job_token
 from trainer.ops.supervise.launchers import environment_for
 
 WORLD = World()
@@ -72,3 +74,25 @@ def test_the_supervisors_secret_comes_first_and_is_new_at_every_start() -> None:
     found = [environment_for("a job")[SECRET] for _ in range(2)]
     assert found[0] != found[1]
     assert all(len(bytes.fromhex(one)) == 32 for one in found)
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=60), at=st.integers(0, 200))
+def test_data_is_taken_as_it_was_sealed(data: bytes, at: int) -> None:
+    token, facts = "5e" * 32, ("object", 3, 1)
+    sealed = seal(token, data, *facts)
+    assert unseal(token, sealed, *facts) == data
+    changed = bytearray(sealed)
+    changed[at % len(sealed)] ^= 1
+    others = (("object", 2, 1), ("object", 3, 0), ("message", 3, 1), ("object", 31), ("object3", 1))
+    assert all(unseal(token, sealed, *other) is None for other in others)
+    for other_token, other in (("6e" * 32, sealed), (token, bytes(changed)), (token, b"")):
+        assert unseal(other_token, other, *facts) is None
+
+
+def test_a_proof_holds_for_its_facts_and_no_others() -> None:
+    proof = prove("a token", "parameter server", "10.0.0.1:1", 12, "h")
+    assert is_proof(proof, b"a token", "parameter server", "10.0.0.1:1", "12", b"h")
+    for facts in (("10.0.0.1:1", 1, "2h"), ("10.0.0.1:11", 2, "h"), ("10.0.0.1:1", 12), ("10.0.0.1:1", 12, "h", "")):
+        assert not is_proof(proof, "a token", "parameter server", *facts)
+    assert not is_proof(proof[:-1], "a token", "parameter server", "10.0.0.1:1", 12, "h")

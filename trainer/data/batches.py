@@ -1,18 +1,70 @@
-"""Batches of any kind: moved to a rank's device, pinned on the way there, and counted."""
+"""Batches of any kind, as torch's DataLoader makes them: counted, pinned and moved; and the workers that make them."""
 
 from __future__ import annotations
 
 import copy
+import signal
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, default_collate, default_convert
+
+from trainer.data.shard_plan import mix_seeds
+from trainer.watch.marks import loading
+
+
+@dataclass(slots=True)
+class Counted:
+    """A batch and its samples; None where nothing in a ready batch tells them."""
+
+    count: int | None
+    batch: Any
+
+    def pin_memory(self) -> Counted:
+        """What DataLoader calls; its own pinning fails at classes that it cannot make anew."""
+        return Counted(self.count, pin(self.batch))
+
+
+def collate(samples: Any, own: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
+    """Collate samples, or convert a ready batch, and count them, which a batch of any kind does not tell.
+
+    Args:
+        own: the user's `collate_fn`; None for torch's.
+    """
+    batch = (own or (default_convert if is_ready else default_collate))(samples)
+    return Counted(count_samples(batch) if is_ready else len(samples), batch)
+
+
+def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
+    """Return the batches of an epoch, whose workers draw random numbers from the seeds. Starts the workers."""
+    data_loader.generator.manual_seed(mix_seeds(*seeds))
+    with usr2_blocked():
+        batches = iter(data_loader)
+    return loading(batches)
+
+
+@contextmanager
+def usr2_blocked() -> Iterator[None]:
+    """Context in which this thread starts processes that SIGUSR2 does not reach, however they are started.
+
+    Slurm sends it to all processes of a rank, and the rank would fail without its workers before it has saved. A
+    process that is forked could ignore it from its first line on. One that is spawned begins with the default action,
+    which ends it, but with the blocked signals of the thread that has started it. This process gets a signal that
+    comes meanwhile afterwards.
+    """
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -24,10 +76,10 @@ def move(value: Any, device: torch.device) -> Any:
     is, and so does what cannot be copied.
     """
 
-    def moved(one: Any) -> Any:
-        if isinstance(one, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
-            return one.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
-        return one.to(device) if _has(one, "to") else None
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
+            return part.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
+        return part.to(device) if _has(part, "to") else None
 
     return _Change(moved).of(value)
 
@@ -35,10 +87,10 @@ def move(value: Any, device: torch.device) -> Any:
 def pin(value: Any) -> Any:
     """Return `value` with every tensor in it in pinned memory, gone through as by `move`."""
 
-    def pinned(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            return one.pin_memory() if one.device.type == "cpu" and one.layout is torch.strided else one
-        return one.pin_memory() if _has(one, "pin_memory") else None
+    def pinned(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.pin_memory() if part.device.type == "cpu" and part.layout is torch.strided else part
+        return part.pin_memory() if _has(part, "pin_memory") else None
 
     return _Change(pinned).of(value)
 
@@ -48,18 +100,18 @@ def count_samples(value: Any) -> int | None:
 
     A packed sequence has as many samples as sequences.
     """
-    found: list[int] = []
+    counts: list[int] = []
 
-    def look(one: Any) -> Any:
-        if isinstance(one, PackedSequence):
-            found.append(int(one.batch_sizes[0]))
-            return one
-        if isinstance(one, Tensor) and one.dim():
-            found.append(one.size(0))
-        return one if found else None
+    def look(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            counts.append(int(part.batch_sizes[0]))
+            return part
+        if isinstance(part, Tensor) and part.dim():
+            counts.append(part.size(0))
+        return part if counts else None
 
     _Change(look).of(value)
-    return found[0] if found else None
+    return counts[0] if counts else None
 
 
 class _Change:
@@ -122,13 +174,13 @@ def _parts(value: Any) -> dict[Any, Any]:
         return dict(value)
     if isinstance(value, tuple | list | deque):
         return dict(enumerate(value))
-    own = [one.name for one in fields(value)] if is_dataclass(value) else []
-    return {name: getattr(value, name) for name in own if hasattr(value, name)} | _vars_of(value)
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | _vars_of(value)
 
 
 def _put(value: Any, key: Any, part: Any) -> None:
     """Set a part past what the class itself would do with it: refuse to be changed, or convert it."""
-    kind: Any = next((one for one in (dict, list, deque) if isinstance(value, one)), None)
+    kind: Any = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
     (kind.__setitem__ if kind else object.__setattr__)(value, key, part)
 
 

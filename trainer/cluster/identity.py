@@ -1,0 +1,96 @@
+"""Identity: what the processes of a job know, and how they prove it to those that they connect to.
+
+The launcher or the user may give all ranks a secret. From it, and from what each rank adds, they make tokens. A proof
+is an HMAC-SHA256 under a token over what it is for and what it is about.
+
+It imports neither PyTorch nor anything else that takes long: servers and watchers are small processes. The agents of
+`trainer doctor` prove their token in a function of their own: they are sent to hosts that need not have the library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from trainer.cluster.environment import SECRET
+from trainer.errors import ConfigError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.cluster.rendezvous import Rendezvous
+    from trainer.cluster.world import World
+
+PROOF_BYTES = 32
+# horovodrun's own comes last, because the supervisor's and the user's hold under every launcher.
+_VARIABLES = (SECRET, "HOROVOD_RENDEZVOUS_SECRET")
+_DIGITS = re.compile("[0-9a-f]{64,}")
+
+
+def job_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the secret that the launcher or the user has put into every rank's environment; "" without one.
+
+    Raises:
+        ConfigError: it can be guessed.
+    """
+    secret = next((environ[name] for name in _VARIABLES if environ.get(name)), "")
+    if secret and not _DIGITS.fullmatch(secret):
+        raise ConfigError(f"{SECRET} has {len(secret)} characters; valid are 64 random hexadecimal digits")
+    return secret
+
+
+def job_token(rendezvous: Rendezvous, world: World) -> str:
+    """Return 64 hexadecimal digits that all ranks of this job know, other ones at each call. Collective.
+
+    Where ranks have a secret, the rendezvous carries nothing from which another could learn them. Without one it
+    carries all that they are made from. Every rank adds to it, so that nobody can bring an earlier token back.
+
+    Raises:
+        ConfigError: the secret can be guessed.
+        TrainerError: what this rank has added was changed.
+    """
+    own = secrets.token_hex(32)
+    parts = rendezvous.all_gather(own)
+    if parts[world.rank] != own:
+        raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
+    return token_of(parts)
+
+
+def token_of(parts: Iterable[str]) -> str:
+    """Return 64 hexadecimal digits that follow from the job's secret and from what all ranks have added.
+
+    Raises:
+        ConfigError: the secret can be guessed.
+    """
+    return prove(job_secret(), "token", *parts).hex()
+
+
+def prove(token: str | bytes, purpose: str, *facts: object) -> bytes:
+    """Return `PROOF_BYTES` bytes that only who knows the token can make.
+
+    Args:
+        purpose: of the proof, so that it is of no use anywhere else.
+        facts: what is proven: bytes, or what has a text of its own.
+    """
+    parts = [fact if isinstance(fact, bytes) else str(fact).encode() for fact in (purpose, *facts)]
+    # Behind its length each, so that no other facts have the same bytes.
+    message = b"".join(piece for part in parts for piece in (b"%d:" % len(part), part))
+    return hmac.digest(token if isinstance(token, bytes) else token.encode(), message, "sha256")
+
+
+def is_proof(proof: bytes, token: str | bytes, purpose: str, *facts: object) -> bool:
+    """Return whether a proof is what `prove` returns for the same; the time that it takes tells nothing of it."""
+    return hmac.compare_digest(proof, prove(token, purpose, *facts))
+
+
+def seal(token: str | bytes, data: bytes, purpose: str, *facts: object) -> bytes:
+    """Return data behind a proof of it and of the facts."""
+    return prove(token, purpose, *facts, data) + data
+
+
+def unseal(token: str | bytes, sealed: bytes, purpose: str, *facts: object) -> bytes | None:
+    """Return the data that `seal` was given; None where the data, a fact or the token is another one."""
+    data = sealed[PROOF_BYTES:]
+    return data if is_proof(sealed[:PROOF_BYTES], token, purpose, *facts, data) else None
