@@ -69,6 +69,7 @@ lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
+	@$(IN_VENV) python scripts/install/gpu_dockerfile.py --check
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
 
 bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json
