@@ -222,12 +222,12 @@ ELSEWHERE = {
     "pkill horovodrun": ("tests/docker/test_bad_luck.py", 'cluster.run("a", "pkill", "horovodrun")'),
     "docker compose down -v": ("tests/docker/cluster.py", '"down", "--volumes"'),
     "python -m benchmarks.startup --data-dir /path/to/data --repeats 3": (
-        "tests/distributed/test_startup.py",
-        '"benchmarks.startup", "--repeats"',
+        "tests/distributed/test_benchmarks.py",
+        'benchmark("startup"',
     ),
     "python -m benchmarks.checkpoints --data-dir /path/to/data --repeats 3": (
-        "tests/unit/test_checkpoint_benchmark.py",
-        '"benchmarks.checkpoints", "--dataset"',
+        "tests/distributed/test_benchmarks.py",
+        'benchmark("checkpoints"',
     ),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
@@ -258,13 +258,13 @@ UNTESTED = {
     "docker push registry.example/trainer:1": "needs a registry",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
-    "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
+    "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_benchmarks.py",
     "python -m benchmarks.hangs": "takes a quarter of an hour, and needs root; tests/distributed/test_hangs.py",
     "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-security": "attacks 200 jobs; a part of it is in `make test`",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
-    'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
+    'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes minutes; tests/distributed/test_benchmarks.py",
     "make bench": "the same",
     'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
     "python benchmarks/compare.py --data-dir /path/to/data --repeats 3 --only ours ddp fabric accelerate limit "
@@ -281,12 +281,12 @@ UNTESTED = {
         "an hour; slows the network down"
     ),
     "python -m benchmarks.recipes --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 45 times; tests/unit/test_recipes.py"
+        "trains 45 times; tests/unit/test_benchmarks.py"
     ),
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 30 times; tests/unit/test_updates_to.py"
+        "trains 30 times; tests/unit/test_benchmarks.py"
     ),
-    "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_time_to.py",
+    "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
