@@ -34,6 +34,8 @@ class Run:
 
 
 # The launchers' table of README.md, where train.py runs every Python block of these pages: launcher's ranks.
+# Those of VARIANTS differ from others in the launcher alone, under which the checks of `jobs` run; they are slow.
+VARIANTS = ("horovodrun --gloo -np 2 python train.py", "mpirun -np 2 --bind-to none python train.py")
 LAUNCHED = {
     "python train.py": 1,
     "horovodrun -np 2 python train.py": 2,
@@ -68,9 +70,9 @@ HERE = {
     "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
     "--directive=InstanceType=TI.S.4XLARGE32.POST -- python train.py": Run("", ("tione", "tione --dry-run"), "tccli"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
-    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": _MNIST,
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": replace(_MNIST, is_slow=True),
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
-        replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
+        replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |", is_slow=True
     ),
     "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m --strategy fsdp": Run(
         replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |"
@@ -82,9 +84,10 @@ HERE = {
     f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS} --resume": Run(
         replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
         prints="| auto | 2 | ",
+        is_slow=True,
     ),
     "torchrun --nproc-per-node 2 benchmarks/grpc_stream.py": Run(
-        append="--megabytes 2 --rounds 2", prints="| gRPC alone, threads | "
+        append="--megabytes 2 --rounds 2", prints="| gRPC alone, threads | ", is_slow=True
     ),
     "trainer merge runs/checkpoints whole.pt": Run(
         replace=(
@@ -97,7 +100,7 @@ HERE = {
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 2 "
-    "--output none": _MNIST,
+    "--output none": replace(_MNIST, is_slow=True),
     "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=40 horovodrun -np 2 python examples/language_model.py --length 128 "
     "--bytes 400000 --epochs 1": Run(
         replace=("TRAINER_TIMING_STEPS=40", "TRAINER_TIMING_STEPS=5"),
@@ -128,7 +131,7 @@ def _scaling_of_mnist(shape: str = "2x2", *, is_slow: bool = False) -> Run:
 ON_NODE_A = {
     "python examples/mnist.py": _MNIST,
     "horovodrun -np 2 -H a:2 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": _MNIST,
+    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": replace(_MNIST, is_slow=True),
     "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
@@ -140,7 +143,7 @@ ON_NODE_A = {
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
     "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": replace(_BENCH, is_slow=True),
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
-        append="--repeats 1", prints="ranks: 2"
+        append="--repeats 1", prints="ranks: 2", is_slow=True
     ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
     "--output none": replace(_MNIST, is_slow=True),
@@ -210,7 +213,7 @@ ELSEWHERE = {
         'os.environ.get("TRAINER_UNPROTECTED_HOROVOD"',
     ),
     "make run": (".ci/run", "make run "),
-    "make test": (".ci/run", "make test ARGS="),
+    "make test": ("Makefile", ",test-fast test-jobs)"),
     "make test-fast": (".ci/run", "make test-fast\n"),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
