@@ -119,7 +119,7 @@ def test_a_loaders_arguments_are_all_in_the_table() -> None:
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted((takes - by_run) | {*OPTIONS})
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_and_paths_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     folder = (ROOT / page).parent
