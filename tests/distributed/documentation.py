@@ -48,7 +48,8 @@ UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 
 _DIGITS = "--dataset digits --epochs 1"
 _MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
-_LANGUAGE_MODEL = Run(append="--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss")
+# As tests/distributed/test_language_model.py runs them, and asks for the losses.
+_LANGUAGE_MODEL = Run("--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss", is_slow=True)
 _FSDP_CHECKPOINTS = "benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto"
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
@@ -63,7 +64,7 @@ HERE = {
     "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
-    "trainer run -np 2 python examples/mnist.py": _MNIST,
+    "trainer run -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
     **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
@@ -113,7 +114,6 @@ HERE = {
 }
 
 _TIMED = Run(append=f"{_DIGITS} --output none --batch-size 40", prints="epoch 1/1")
-_BENCH = Run(append="--max-size 1K --factor 256 --repeats 1", prints="ranks: 4 on a: 2, b: 2")
 # One strategy and one shape; a batch that leaves four ranks enough steps of the 1,500 digits.
 _SCALING = "--strategies horovod --scaling weak --shapes 2x2 --batch-size 40 --steps 3 --repeats 1"
 _SCRIPT = f"examples/mnist.py {_DIGITS} --output none"
@@ -130,18 +130,10 @@ def _scaling_of_mnist(shape: str = "2x2", *, is_slow: bool = False) -> Run:
 # On node a of the two-node cluster; `docker compose exec a` in front is left out.
 ON_NODE_A = {
     "python examples/mnist.py": _MNIST,
-    "horovodrun -np 2 -H a:2 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
     "trainer run -np 4 -H a:2,b:2 --min-np 2 python examples/mnist.py": _MNIST,
     "trainer doctor -H a:2,b:2": Run(prints="trainer doctor: ok: "),
-    "trainer doctor -H a:2,b:2 python train.py": Run(
-        replace=("train.py", "examples/mnist.py"), prints="trainer doctor: ok: "
-    ),
-    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
-    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": replace(_BENCH, is_slow=True),
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
         append="--repeats 1", prints="ranks: 2", is_slow=True
     ),
@@ -231,6 +223,23 @@ ELSEWHERE = {
     "python -m benchmarks.checkpoints --data-dir /path/to/data --repeats 3": (
         "tests/distributed/test_benchmarks.py",
         'benchmark("checkpoints"',
+    ),
+}
+# On the two-node cluster, with more asserted than that they run.
+ELSEWHERE |= {
+    "horovodrun -np 2 -H a:2 python examples/mnist.py": ("tests/docker/test_shapes.py", '"1x2": (2, "a:2")'),
+    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": ("tests/docker/test_shapes.py", '"2x1": (2, "a:1,b:1")'),
+    "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": ("tests/docker/test_shapes.py", '"2x2": (4, "a:2,b:2")'),
+    "trainer doctor -H a:2,b:2 python train.py": (
+        "tests/docker/test_doctor.py",
+        '*LOOK, "python", "examples/mnist.py"',
+    ),
+    **dict.fromkeys(
+        (
+            "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg",
+            "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M",
+        ),
+        ("tests/docker/test_strategies.py", '"--json", "runs/comm.json", "--plot", "runs/comm.png"'),
     ),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
