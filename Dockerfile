@@ -3,7 +3,7 @@
 #     docker build -t trainer:cpu .
 #     docker compose up --build -d
 #
-# Dockerfile.gpu is the same file with CUDA; tests/unit/test_images.py keeps the two in step.
+# Dockerfile.gpu is made of this file: `python scripts/install/gpu_dockerfile.py` after a change.
 ARG BASE=debian:bookworm-slim
 
 # What running and building share. Debian pins nothing here: its stable release changes for security alone, and

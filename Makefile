@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -32,14 +32,17 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --channels-last --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: setup  ## Run the tests, those with real processes included; minutes
-	@$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS)
+test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some ten minutes
+	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
 	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
 
 test-fast: setup  ## Run the tests that start no jobs, in about a minute
 	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n 4 --dist worksteal $(ARGS)
+
+test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
+	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, a hundred jobs for each published exploit; half an hour
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
@@ -69,6 +72,7 @@ lint: setup  ## Check style, types, imports between modules, and Dockerfiles
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
+	@$(IN_VENV) python scripts/install/gpu_dockerfile.py --check
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
 
 bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json

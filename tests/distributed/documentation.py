@@ -34,6 +34,8 @@ class Run:
 
 
 # The launchers' table of README.md, where train.py runs every Python block of these pages: launcher's ranks.
+# Those of VARIANTS differ from others in the launcher alone, under which the checks of `jobs` run; they are slow.
+VARIANTS = ("horovodrun --gloo -np 2 python train.py", "mpirun -np 2 --bind-to none python train.py")
 LAUNCHED = {
     "python train.py": 1,
     "horovodrun -np 2 python train.py": 2,
@@ -46,7 +48,8 @@ UNDER_SLURM = {"srun --mpi=pmix -n 2 python train.py": 2}
 
 _DIGITS = "--dataset digits --epochs 1"
 _MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
-_LANGUAGE_MODEL = Run(append="--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss")
+# As tests/distributed/test_language_model.py runs them, and asks for the losses.
+_LANGUAGE_MODEL = Run("--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss", is_slow=True)
 _FSDP_CHECKPOINTS = "benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto"
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
@@ -61,16 +64,16 @@ HERE = {
     "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
-    "trainer run -np 2 python examples/mnist.py": _MNIST,
+    "trainer run -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
     **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
     "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
     "--directive=InstanceType=TI.S.4XLARGE32.POST -- python train.py": Run("", ("tione", "tione --dry-run"), "tccli"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
-    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": _MNIST,
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": replace(_MNIST, is_slow=True),
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
-        replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |"
+        replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |", is_slow=True
     ),
     "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m --strategy fsdp": Run(
         replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |"
@@ -82,9 +85,10 @@ HERE = {
     f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS} --resume": Run(
         replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
         prints="| auto | 2 | ",
+        is_slow=True,
     ),
     "torchrun --nproc-per-node 2 benchmarks/grpc_stream.py": Run(
-        append="--megabytes 2 --rounds 2", prints="| gRPC alone, threads | "
+        append="--megabytes 2 --rounds 2", prints="| gRPC alone, threads | ", is_slow=True
     ),
     "trainer merge runs/checkpoints whole.pt": Run(
         replace=(
@@ -97,7 +101,7 @@ HERE = {
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 2 "
-    "--output none": _MNIST,
+    "--output none": replace(_MNIST, is_slow=True),
     "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=40 horovodrun -np 2 python examples/language_model.py --length 128 "
     "--bytes 400000 --epochs 1": Run(
         replace=("TRAINER_TIMING_STEPS=40", "TRAINER_TIMING_STEPS=5"),
@@ -110,7 +114,6 @@ HERE = {
 }
 
 _TIMED = Run(append=f"{_DIGITS} --output none --batch-size 40", prints="epoch 1/1")
-_BENCH = Run(append="--max-size 1K --factor 256 --repeats 1", prints="ranks: 4 on a: 2, b: 2")
 # One strategy and one shape; a batch that leaves four ranks enough steps of the 1,500 digits.
 _SCALING = "--strategies horovod --scaling weak --shapes 2x2 --batch-size 40 --steps 3 --repeats 1"
 _SCRIPT = f"examples/mnist.py {_DIGITS} --output none"
@@ -127,20 +130,12 @@ def _scaling_of_mnist(shape: str = "2x2", *, is_slow: bool = False) -> Run:
 # On node a of the two-node cluster; `docker compose exec a` in front is left out.
 ON_NODE_A = {
     "python examples/mnist.py": _MNIST,
-    "horovodrun -np 2 -H a:2 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": _MNIST,
-    "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "horovodrun --gloo -np 4 -H a:2,b:2 python examples/mnist.py": _MNIST,
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
     "trainer run -np 4 -H a:2,b:2 --min-np 2 python examples/mnist.py": _MNIST,
     "trainer doctor -H a:2,b:2": Run(prints="trainer doctor: ok: "),
-    "trainer doctor -H a:2,b:2 python train.py": Run(
-        replace=("train.py", "examples/mnist.py"), prints="trainer doctor: ok: "
-    ),
-    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg": _BENCH,
-    "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M": replace(_BENCH, is_slow=True),
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
-        append="--repeats 1", prints="ranks: 2"
+        append="--repeats 1", prints="ranks: 2", is_slow=True
     ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
     "--output none": replace(_MNIST, is_slow=True),
@@ -210,7 +205,7 @@ ELSEWHERE = {
         'os.environ.get("TRAINER_UNPROTECTED_HOROVOD"',
     ),
     "make run": (".ci/run", "make run "),
-    "make test": (".ci/run", "make test ARGS="),
+    "make test": ("Makefile", ",test-fast test-jobs)"),
     "make test-fast": (".ci/run", "make test-fast\n"),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
@@ -222,12 +217,29 @@ ELSEWHERE = {
     "pkill horovodrun": ("tests/docker/test_bad_luck.py", 'cluster.run("a", "pkill", "horovodrun")'),
     "docker compose down -v": ("tests/docker/cluster.py", '"down", "--volumes"'),
     "python -m benchmarks.startup --data-dir /path/to/data --repeats 3": (
-        "tests/distributed/test_startup.py",
-        '"benchmarks.startup", "--repeats"',
+        "tests/distributed/test_benchmarks.py",
+        'benchmark("startup"',
     ),
     "python -m benchmarks.checkpoints --data-dir /path/to/data --repeats 3": (
-        "tests/unit/test_checkpoint_benchmark.py",
-        '"benchmarks.checkpoints", "--dataset"',
+        "tests/distributed/test_benchmarks.py",
+        'benchmark("checkpoints"',
+    ),
+}
+# On the two-node cluster, with more asserted than that they run.
+ELSEWHERE |= {
+    "horovodrun -np 2 -H a:2 python examples/mnist.py": ("tests/docker/test_shapes.py", '"1x2": (2, "a:2")'),
+    "horovodrun -np 2 -H a:1,b:1 python examples/mnist.py": ("tests/docker/test_shapes.py", '"2x1": (2, "a:1,b:1")'),
+    "horovodrun -np 4 -H a:2,b:2 python examples/mnist.py": ("tests/docker/test_shapes.py", '"2x2": (4, "a:2,b:2")'),
+    "trainer doctor -H a:2,b:2 python train.py": (
+        "tests/docker/test_doctor.py",
+        '*LOOK, "python", "examples/mnist.py"',
+    ),
+    **dict.fromkeys(
+        (
+            "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json runs/comm.json --plot runs/comm.svg",
+            "horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --max-size 64M",
+        ),
+        ("tests/docker/test_strategies.py", '"--json", "runs/comm.json", "--plot", "runs/comm.png"'),
     ),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
@@ -258,13 +270,13 @@ UNTESTED = {
     "docker push registry.example/trainer:1": "needs a registry",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
-    "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_preemptions.py",
+    "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_benchmarks.py",
     "python -m benchmarks.hangs": "takes a quarter of an hour, and needs root; tests/distributed/test_hangs.py",
     "make test-docker-all": "is `make test-docker` with more of the same",
     "make test-security": "attacks 200 jobs; a part of it is in `make test`",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
-    'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes a quarter of an hour; tests/unit/test_benchmarks.py",
+    'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes minutes; tests/distributed/test_benchmarks.py",
     "make bench": "the same",
     'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
     "python benchmarks/compare.py --data-dir /path/to/data --repeats 3 --only ours ddp fabric accelerate limit "
@@ -281,12 +293,12 @@ UNTESTED = {
         "an hour; slows the network down"
     ),
     "python -m benchmarks.recipes --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 45 times; tests/unit/test_recipes.py"
+        "trains 45 times; tests/unit/test_benchmarks.py"
     ),
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 30 times; tests/unit/test_updates_to.py"
+        "trains 30 times; tests/unit/test_benchmarks.py"
     ),
-    "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_time_to.py",
+    "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
     "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "

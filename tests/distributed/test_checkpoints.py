@@ -75,7 +75,9 @@ def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path:
         assert ("lr = 0.01 from the script (checkpoint: 0.06)" in outcome.output) == (rate == "0.01")
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "horovodrun-gloo", "mpirun"])
+@pytest.mark.parametrize(
+    "launcher", ["horovodrun-mpi", "horovodrun-gloo", pytest.param("mpirun", marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launcher: str, tmp_path: Path) -> None:
     outcome = job(launcher, 2, tmp_path, "signal", 4)
     assert outcome.code == 75, outcome.output

@@ -7,12 +7,14 @@ import inspect
 import json
 import re
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, claimed, claims
+from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, VARIANTS, claimed, claims
 from tests.distributed.harness import ROOT
 from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
@@ -54,8 +56,12 @@ def test_what_something_else_runs_is_there(command: str) -> None:
     assert words in (ROOT / file).read_text()
 
 
+def commands(names: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", LAUNCHED)
+@pytest.mark.parametrize("command", commands(LAUNCHED, VARIANTS.__contains__))
 def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None:
     snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
     outcome = in_shell(tmp_path, command)
@@ -77,7 +83,7 @@ def test_columns_that_are_cut_by_hand_train_as_one_process_does(tmp_path: Path) 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", HERE)
+@pytest.mark.parametrize("command", commands(HERE, lambda command: HERE[command].is_slow))
 def test_commands_run(tmp_path: Path, command: str) -> None:
     for entry in ROOT.iterdir():  # what a command writes by default goes to the folder beside these
         if entry.name not in ("runs", ".git"):
@@ -113,7 +119,7 @@ def test_a_loaders_arguments_are_all_in_the_table() -> None:
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted((takes - by_run) | {*OPTIONS})
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_and_paths_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     folder = (ROOT / page).parent

@@ -65,6 +65,6 @@ def test_every_strategy_has_a_job_of_2_3_and_4_ranks(slow_ones_too: bool) -> Non
     of_several_ranks = set(NAMES) - {"auto", "single", "data_parallel"}
     expected = set(product(of_several_ranks, (2, 3, 4)))
     if not slow_ones_too:
-        expected -= {("ddp", 3), ("fsdp", 3), ("parameter_server", 3)}
+        expected -= {("ddp", 3), ("fsdp", 3), ("ring", 4), ("parameter_server", 2), ("parameter_server", 3)}
     assert {(job.strategy, job.ranks) for job in jobs} == expected
     assert {job.launcher for job in jobs} == {"horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun"}

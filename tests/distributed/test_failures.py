@@ -61,7 +61,7 @@ def test_a_mistake_on_one_rank_ends_the_job_without_a_traceback(launcher: str) -
     assert "job_that_fails.py" not in outcome.output.replace("job_that_fails.py FAILED", "")
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun", slow("horovodrun-gloo")])
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", slow("torchrun"), slow("horovodrun-gloo")])
 def test_a_rank_that_leaves_early_does_not_hang_the_others(launcher: str) -> None:
     run_failing(launcher, "exit")
 
@@ -81,7 +81,7 @@ def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     assert any("rank 1 on host" in line and "did not send" in line for line in our_lines(outcome)), outcome.output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-mpi", slow("horovodrun-gloo")])
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", slow("torchrun"), slow("horovodrun-gloo")])
 def test_a_forward_pass_of_one_rank_under_sync_batch_norm_is_told(launcher: str) -> None:
     outcome = run_job(launcher, 2, ["-m", "tests.distributed.job_that_normalizes"], timeout_s=BOUND_S)
     assert not outcome.timed_out, outcome.output
@@ -146,6 +146,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
     assert "Traceback" not in outcome.output
 
 
+@pytest.mark.slow  # tests/unit/test_mnist_files.py has the line, and the next test that all ranks end
 def test_mismatched_data_files_end_every_rank(tmp_path: Path) -> None:
     write_mnist(tmp_path, labels=299)
     outcome = run_job("horovodrun-gloo", 2, [*EXAMPLE, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])

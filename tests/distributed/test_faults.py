@@ -16,8 +16,10 @@ from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
-# `test_supervise` ends ranks of a training without checkpoints in these ways.
-TRIED_THERE = ("SIGSTOP to a rank", "segmentation fault", "MemoryError", "exception", "launcher killed")
+# `test_supervise` ends ranks of a training without checkpoints in these ways, or as SIGTERM does.
+TRIED_THERE = (
+    *("SIGSTOP to a rank", "segmentation fault", "MemoryError", "exception", "launcher killed", "SIGTERM to a rank"),
+)
 
 
 def pairs() -> list[Any]:

@@ -74,8 +74,10 @@ def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells
     ("strategy", "fault", "step", "called"),
     [
         ("ddp", "collective-alone", 10, "torch.distributed.barrier"),
-        pytest.param("horovod over MPI", "collective-alone", 10, "horovod.torch.allreduce"),
-        pytest.param("horovod over Gloo", "collective-alone", 10, "horovod.torch.allreduce", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "collective-alone", 10, "horovod.torch.allreduce", marks=pytest.mark.slow)
+            for name in ("horovod over MPI", "horovod over Gloo")
+        ),
     ],
 )
 def test_a_collective_that_one_rank_alone_calls_is_named_with_its_line(
@@ -89,10 +91,8 @@ def test_a_collective_that_one_rank_alone_calls_is_named_with_its_line(
     assert "network" not in trial.output.partition("trainer: hang: ")[2]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["ddp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("horovod over MPI", "horovod over Gloo"))],
-)
+@pytest.mark.slow  # waits half a minute; unit/test_hang_judge.py has the line, test_hang_hub.py that it comes once
+@pytest.mark.parametrize("strategy", ["ddp", "horovod over MPI", "horovod over Gloo"])
 def test_long_before_the_limit_it_is_said_once_who_is_waited_for(strategy: str) -> None:
     trial = run_trial(strategy, "late", 300.0, ("--step", "1"), timeout_s=170.0)
     assert trial.code == 0, trial.output

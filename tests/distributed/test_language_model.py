@@ -40,7 +40,13 @@ def plain_losses() -> list[float]:
 
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
-    [("python", 1), ("horovodrun-mpi", 2), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2)],
+    [
+        ("horovodrun-mpi", 2),
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2))
+        ),
+    ],
 )
 def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> None:
     plain = plain_losses()

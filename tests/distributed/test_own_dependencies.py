@@ -85,7 +85,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        ("python train.py {epochs}", 1),
+        pytest.param("python train.py {epochs}", 1, marks=pytest.mark.slow),
         ("python -m torch.distributed.run --nproc-per-node 2 train.py {epochs}", 2),
         pytest.param("python -m trainer run -np 2 --torchrun python train.py {epochs}", 2, marks=pytest.mark.slow),
     ],

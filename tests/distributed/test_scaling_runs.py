@@ -67,13 +67,15 @@ SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
 
 
 @pytest.mark.distributed
-def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
-    process = start(*SHORT, "--batch-size", "40", "--strategies", "ddp", "--output", str(tmp_path), *MNIST)
+@pytest.mark.parametrize("scaling", ["weak", pytest.param("weak,strong", marks=pytest.mark.slow)])
+def test_the_whole_of_it_in_a_short_form(tmp_path: Path, scaling: str) -> None:
+    options = ["--batch-size", "40", "--strategies", "ddp", "--scaling", scaling]
+    process = start(*SHORT, *options, "--output", str(tmp_path), *MNIST)
     said, progress = process.communicate(timeout=180)
     assert process.returncode == 0, said + progress
     written = json.loads((tmp_path / "scaling.json").read_text())
     names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
-    assert names == {(1, "single", "both"), (2, "ddp", "weak"), (2, "ddp", "strong")}
+    assert names == {(1, "single", "both"), *((2, "ddp", kind) for kind in scaling.split(","))}
     for row in written["rows"]:
         assert row["measured"]["samples_per_s"] > 0
         assert (row["error"] is None) == (row["strategy"] == "single")
@@ -81,7 +83,7 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
     for run in written["runs"]:
         expected = {"single": "Single", "ddp": "DDP"}
         assert run["timing"]["strategy"] == expected[run["strategy"]]
-    batches = {("1x2", 40), ("1x2", 20)}
+    batches = {("1x2", {"weak": 40, "strong": 20}[kind]) for kind in scaling.split(",")}
     assert {(run["shape"], run["batch"]) for run in written["side_by_side"]} == batches
     assert all(run["samples_per_s"] > 0 for run in written["side_by_side"])
     one_thread = {run["timing"]["threads"] for run in written["side_by_side"]} == {1}  # as on two cores

@@ -123,6 +123,7 @@ def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command:
     check_weights(tmp_path, snippets, UNDER_SLURM[command])
 
 
+@pytest.mark.slow  # test_language_model.py has it under the other launchers
 def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_under_srun(slurm: dict[str, str]) -> None:
     assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
 

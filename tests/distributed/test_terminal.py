@@ -54,7 +54,7 @@ def test_a_bar_on_the_launchers_terminal_and_whole_lines_above_it(launcher: str,
     printed(screen.text(), ranks)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_without_a_terminal_there_are_lines(launcher: str) -> None:
     outcome = run_job(launcher, 2, SCRIPT)
     assert outcome.code == 0, outcome.output

@@ -1,33 +1,50 @@
-"""Benchmarks: starting, reading and checking of runs, and that no process outlives one."""
+"""Benchmarks: a wrong result does not count, what is compared is comparable, and each report has its figures."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import struct
+import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 import psutil
 import pytest
-import torch
 
-from benchmarks import accuracy, compare, launching
-from benchmarks.common import REPORT_PREFIX
-from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, check, differing_losses, read_report, start
-from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS, mnist_folder, scaled_learning_rate
-from examples.datasets.mnist import FILES
-from tests.unit.benchmark_runs import GOOD, make_run, report
+from benchmarks import accuracy, checkpoints, launching, preemptions, recipes, results, startup, tables, updates_to
+from benchmarks.chaos_job import record_type
+from benchmarks.chaos_records import Result, Start, problems_of, read_starts, recovery_s
+from benchmarks.checkpoint_loop import Block
+from benchmarks.common import REPORT_PREFIX, Report
+from benchmarks.contestants import Run, check, differing_losses, read_report
+from benchmarks.overhead import Overhead
+from benchmarks.time_to import Training, _parse_args, read, render, write
+from benchmarks.time_to_job import Result as TimeTo
+from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS, scaled_learning_rate
+from tests.unit.job_files import stand_in
 from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
-from trainer.files import check_writable
+from trainer.errors import ConfigError, TrainerError
 from trainer.loop.lr_schedule import make_schedule
-from trainer.ops.processes import Finished
+
+GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], score=0.95, evaluated=10000)
 
 
-def finished(stdout: str) -> Finished:
-    return Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
+def make_run(contestant: str, ranks: int, number: int, seconds: float, **changes: Any) -> Run:
+    """A run of round `number` whose second epoch took so many seconds."""
+    report = replace(GOOD, seconds=[99.0, seconds], **changes)
+    return Run(contestant=contestant, ranks=ranks, round=number, command=[], report=report, problem=None)
+
+
+def make_rounds(**seconds: list[float]) -> list[Run]:
+    """Runs of `contestant_ranks=[seconds of each round]`."""
+    return [
+        make_run(key[:-2], int(key[-1]), number, value)
+        for key, values in seconds.items()
+        for number, value in enumerate(values)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,21 +57,33 @@ def finished(stdout: str) -> Finished:
         ({"seconds": [9.0]}, "did not report 2 epochs"),
     ],
 )
-def test_a_wrong_result_is_named(wrong: dict[str, object], word: str) -> None:
-    problem = check(report(**wrong), WORKLOADS[TUTORIAL], 2, 2)
+def test_a_wrong_result_is_named(wrong: dict[str, Any], word: str) -> None:
+    problem = check(replace(GOOD, **wrong), WORKLOADS[TUTORIAL], 2, 2)
     assert problem is not None
     assert problem.startswith("WRONG")
     assert word in problem
     assert check(GOOD, WORKLOADS[TUTORIAL], 2, 2) is None
 
 
-@pytest.mark.parametrize(("score", "good"), [(3.0, True), (8.0, False), (float("nan"), False)])
-def test_a_transformers_score_is_a_loss(score: float, good: bool) -> None:
+def test_a_transformers_score_is_a_loss_and_its_losses_fall() -> None:
     workload = WORKLOADS[TRANSFORMER]
-    found = report(score=score, samples=[workload.samples] * 2, evaluated=workload.test_samples)
-    problem = check(found, workload, 2, 2)
-    assert (problem is None) == good
-    assert good or problem == f"WRONG: test loss {score:.2f} bits per byte is worse than test loss 4.50 bits per byte"
+    report = replace(GOOD, score=3.0, samples=[workload.samples] * 2, evaluated=workload.test_samples)
+    assert check(report, workload, 2, 2) is None
+    worse = "WRONG: test loss 8.00 bits per byte is worse than test loss 4.50 bits per byte"
+    assert check(replace(report, score=8.0), workload, 2, 2) == worse
+    falling = "WRONG: the training losses are [1.0, nan], and do not fall"
+    assert check(replace(report, losses=[1.0, float("nan")]), workload, 2, 8) == falling
+
+
+def test_exact_contestants_must_share_their_losses() -> None:
+    ours, other = make_run("ours", 2, 0, 1.0), make_run("tuned", 2, 0, 2.0, losses=[1.0, 0.5 + 2**-53])
+    assert differing_losses([ours, replace(other, report=GOOD)]) == []
+    (difference,) = differing_losses([ours, other])
+    assert "tuned and ours on 2 ranks" in difference
+    assert differing_losses([ours, make_run("limit", 2, 0, 1.0, losses=[2.0, 1.0])]) == []
+    four = make_run("ours", 4, 0, 1.0)
+    assert differing_losses([four, make_run("ddp", 4, 0, 1.0, losses=[1.0, 0.5002])]) == []  # of sums in another order
+    assert len(differing_losses([four, make_run("ddp", 4, 0, 1.0, losses=[1.0, 0.51])])) == 1
 
 
 @pytest.mark.parametrize("network", WORKLOADS)
@@ -62,83 +91,29 @@ def test_an_epoch_is_a_whole_number_of_steps_on_up_to_eight_ranks(network: str) 
     assert WORKLOADS[network].samples % (8 * WORKLOADS[network].batch_size) == 0
 
 
-def test_the_transformers_text_is_as_long_as_an_epoch() -> None:
-    workload = WORKLOADS[TRANSFORMER]
-    train, test = workload.data(Path("unused"))
-    assert (len(train), len(test)) == (workload.samples, workload.test_samples)
-    targets = train.targets[:2]
-    logits = workload.make(seed=0)(workload.prepare(train.inputs[:2])).detach()
-    assert logits.shape == (*targets.shape, 256)
-    score = workload.score(logits.flatten(0, 1), targets.flatten()).item() / targets.numel()
-    assert score == pytest.approx(8, abs=0.5)  # bits per byte of a network that knows nothing
+def test_the_loops_learning_rate_is_the_librarys() -> None:
+    schedule = make_schedule(TrainerConfig(decay="none"), world_size=2, updates_per_epoch=300, epochs=2)
+    rates = [0.01 * schedule.factor(update) for update in range(600)]
+    assert rates == [scaled_learning_rate(update, 300, 2) for update in range(600)]
 
 
-def test_more_ranks_take_too_few_updates_for_the_score() -> None:
-    poor = {"score": 7.0, "samples": [WORKLOADS[TRANSFORMER].samples] * 2, "evaluated": 64}
-    assert check(report(**poor), WORKLOADS[TRANSFORMER], 2, 2) is not None
-    assert check(report(**poor), WORKLOADS[TRANSFORMER], 2, 8) is None
-    problem = check(report(**poor, losses=[1.0, float("nan")]), WORKLOADS[TRANSFORMER], 2, 8)
-    assert problem == "WRONG: the training losses are [1.0, nan], and do not fall"
+def test_reports_are_read_from_their_line_their_epoch_lines_and_their_record(tmp_path: Path) -> None:
+    def finished(stdout: str) -> launching.Finished:
+        return launching.Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
 
-
-def test_rounded_reports_may_be_off_by_a_percent() -> None:
-    roughly = report(samples=[60000, 59500])
-    assert check(roughly, WORKLOADS[TUTORIAL], 2, 2, rounded=True) is None
-    assert check(roughly, WORKLOADS[TUTORIAL], 2, 2) is not None
-
-
-def test_only_the_plain_example_and_the_limit_may_have_other_losses() -> None:
-    assert [name for name, one in CONTESTANTS[TUTORIAL].items() if not one.same_losses] == ["plain", "limit"]
-    assert [name for name, one in CONTESTANTS[TRANSFORMER].items() if not one.same_losses] == ["limit"]
-    assert [name for named in CONTESTANTS.values() for name, one in named.items() if one.rounded] == ["plain"]
-
-
-def test_exact_contestants_must_share_their_losses() -> None:
-    assert differing_losses([make_run("ours", 2, 0, 1.0), make_run("tuned", 2, 0, 2.0)]) == []
-    other = Run(
-        contestant="tuned", ranks=2, round=0, command=[], report=report(losses=[1.0, 0.5 + 2**-53]), problem=None
-    )
-    (difference,) = differing_losses([make_run("ours", 2, 0, 1.0), other])
-    assert "tuned and ours on 2 ranks" in difference
-    elsewhere = Run(
-        network=TRANSFORMER, contestant="tuned", ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]),
-        problem=None,
-    )  # fmt: skip
-    assert differing_losses([make_run("ours", 2, 0, 1.0), elsewhere]) == []
-    four = [make_run("ours", 4, 0, 1.0), replace(make_run("ddp", 4, 0, 1.0), report=report(losses=[1.0, 0.5002]))]
-    assert differing_losses(four) == []  # of sums in another order
-    (difference,) = differing_losses([four[0], replace(four[1], report=report(losses=[1.0, 0.51]))])
-    assert "ddp and ours on 4 ranks" in difference
-    for name in ("plain", "limit"):
-        free = Run(contestant=name, ranks=2, round=0, command=[], report=report(losses=[2.0, 1.0]), problem=None)
-        assert differing_losses([make_run("ours", 2, 0, 1.0), free]) == []
-
-
-def test_reports_are_read_from_their_line_their_record_and_their_epoch_lines(tmp_path: Path) -> None:
     line = f"noise\n{REPORT_PREFIX}{json.dumps(vars(GOOD))}\n"
     assert read_report(finished(line), None) == GOOD
-
     epochs = (
-        "epoch 1/2: loss 1.1276, validation loss 0.2337, accuracy 93.08 %, evaluated 10000/10000, "
-        "12.00 s (5,000 samples/s)\n"
-        "epoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, "
-        "4.00 s (15,000 samples/s)"
+        "epoch 1/2: loss 1.0000, validation loss 0.2, accuracy 93.08 %, evaluated 10000/10000, 9.00 s (5,000 samples/s)"
+        "\nepoch 2/2: loss 0.5000, validation loss 0.1, accuracy 95.00 %, evaluated 10000/10000, 4.00 s "
+        "(15,000 samples/s)"
     )
-    assert read_report(finished(epochs), None) == report(seconds=[12.0, 4.0], losses=[1.1276, 0.5])
-
+    assert read_report(finished(epochs), None) == replace(GOOD, samples=[45000, 60000])
     validation = {"metrics": {"accuracy": 0.95, "loss": 0.1}, "evaluated": 10000, "samples": 10000}
     entries = [{"seconds": 9.0, "train_loss": 1.0}, {"seconds": 4.0, "train_loss": 0.5}]
     lines = [json.dumps({**entry, "samples": 60000, "validation": validation}) for entry in entries]
     (tmp_path / "epochs.jsonl").write_text("\n".join(lines) + "\n")
     assert read_report(finished(""), tmp_path) == GOOD
-    assert read_report(finished(line), tmp_path / "nothing") is None  # of one that writes a record
-
-
-def test_the_loops_learning_rate_is_the_librarys() -> None:
-    config = TrainerConfig(decay="none")
-    schedule = make_schedule(config, world_size=2, updates_per_epoch=300, epochs=2)
-    rates = [0.01 * schedule.factor(update) for update in range(600)]
-    assert rates == [scaled_learning_rate(update, 300, 2) for update in range(600)]
 
 
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -150,9 +125,7 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: P
         "time.sleep(60)\n"
     )
     done = launching.run([sys.executable, "-c", script], timeout_s=3.0)
-    assert done.code is None
-    assert done.problem is not None
-    assert done.problem.startswith("killed after")
+    assert (done.problem or "").startswith("killed after")
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -164,112 +137,117 @@ def test_a_run_does_not_see_the_users_tuning(monkeypatch: pytest.MonkeyPatch) ->
     assert launching.run([sys.executable, "-c", script], timeout_s=60, threads=1).stdout == "None 1\n"
 
 
-def test_a_failed_run_says_why() -> None:
-    done = launching.run([sys.executable, "-c", "raise SystemExit('no such thing')"], timeout_s=60)
-    assert done.problem == "exit code 1: no such thing"
+def test_ratios_are_taken_round_by_round_and_the_limit_is_that_of_ranks_side_by_side() -> None:
+    # The machine was four times slower in round 1, for both: the ratio of the medians would be 3.5.
+    runs = make_rounds(ours_2=[2.0, 8.0, 2.0], plain_2=[6.0, 24.0, 7.0], limit_2=[1.0, 4.0, 1.0], limit_1=[2.0] * 3)
+    assert results.paired_ratios(runs, ("plain", 2), ("ours", 2)) == [3.0, 3.0, 3.5]
+    ours = next(row for row in results.make_rows(runs) if row.contestant == "ours")
+    assert (ours.median_s, ours.least_s, ours.most_s, ours.per_s, ours.times_ours) == (2, 2, 8, 30000, 1)
+    assert ours.percent_of_limit == results.Spread(median=50.0, low=50.0, high=50.0, rounds=3)
+    assert "50.0" in tables.render_rows([ours], "images/s")
+    (limit,) = results.make_limits(runs)
+    assert (limit.ranks, limit.side_by_side_s, limit.alone_s) == (2, 1.0, 1.0)
+    failed = replace(runs[0], problem="killed after 300 s")
+    assert results.paired_ratios([failed, *runs[3:4]], ("plain", 2), ("ours", 2)) == []
 
 
-def test_the_accuracy_table() -> None:
-    assert accuracy.read_accuracy("epoch\ntest accuracy 99.12 % (evaluated 10000/10000)\n") == (99.12, None)
-    assert accuracy.read_accuracy("nothing")[1] == "it printed no test accuracy"
-    assert accuracy.read_accuracy("test accuracy 99.12 % (evaluated 9999/10000)")[1] is not None
-    outcomes = [accuracy.Outcome(np=1, seed=seed, percent=99.0 + seed / 10, seconds=1.0) for seed in (0, 1)]
-    outcomes += [accuracy.Outcome(np=2, seed=0, percent=None, seconds=1.0, problem="exit code 1")]
-    assert [line.split() for line in accuracy.render(outcomes).splitlines()] == [
-        ["processes", "seed", "0", "seed", "1", "least"],
-        ["1", "99.00", "99.10", "99.00"],
-        ["2", "FAILED", "FAILED", "FAILED"],
-    ]
-
-
-def test_peers_that_are_not_installed_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("peers", "ours", "cores", "verdict"),
+    [
+        ({"limit_2": [3.8] * 3}, [4.0, 4.0, 4.0], 2, "met"),  # 95 %
+        ({"limit_2": [3.8] * 3}, [4.0, 4.1, 4.1], 2, "MISSED"),
+        ({"limit_2": [3.8] * 3}, [4.1, 4.1, 4.1], 1, "not judged: 2 ranks share 1 core"),
+        ({"ddp_2": [10.0] * 3}, [9.0, 10.0, 10.0], 2, "met"),
+        ({"ddp_2": [10.0] * 3}, [10.1, 10.2, 9.9], 2, "met within the noise"),  # one of three rounds disagrees
+        ({"ddp_2": [10.0] * 3}, [10.1, 10.2, 10.1], 2, "MISSED"),
+        ({"ddp_2": [10.0] * 2}, [10.1, 10.2], 2, "not judged: fewer than 3 rounds"),
+    ],
+)
+def test_ours_is_judged_by_the_limit_and_by_its_peers(
+    peers: dict[str, list[float]], ours: list[float], cores: int, verdict: str
 ) -> None:
-    monkeypatch.setattr(compare, "has_peers", lambda: False)
-    assert compare.parse_args(["--only", "ddp", "accelerate"]).only == ["ddp"]
-    assert "without accelerate, which `make bench`" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        compare.parse_args(["--only", "fabric"])
-    assert "no contestant is left" in capsys.readouterr().err
-    monkeypatch.setattr(compare, "has_peers", lambda: True)
-    everything = compare.parse_args([])
-    assert set(everything.only) == CONTESTANTS[TUTORIAL].keys()
-    assert everything.networks == list(CONTESTANTS)
-    assert compare.parse_args(["--only", "plain"]).networks == [TUTORIAL]
-    with pytest.raises(SystemExit):
-        compare.parse_args(["--only", "plain", "--networks", TRANSFORMER])
-    assert "no contestant is left" in capsys.readouterr().err
+    targets = results.make_targets(make_rounds(**peers, ours_2=ours), [], cores)
+    assert tables.render_targets(targets).splitlines()[0].endswith(f")  {verdict}")
 
 
-def test_mistakes_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.parse_args(["--epochs", "1"])
-    assert "must be at least 2, because the first one is discarded" in capsys.readouterr().err
-    with pytest.raises(TrainerError, match="MNIST is not in"):
-        mnist_folder(tmp_path)
-    with pytest.raises(TrainerError, match="cannot be written: No such file"):
-        check_writable(tmp_path / "nowhere" / "bench.json")
+def test_the_cost_of_our_layer_has_a_target_on_one_rank() -> None:
+    cheap = Overhead(ranks=1, median_us=20.0, low_us=1, high_us=30, ours_us=200, by_hand_us=190, pairs=10, steps=50)
+    targets = results.make_targets([], [cheap, replace(cheap, median_us=20.1), replace(cheap, ranks=2)], cores=2)
+    assert [(target.value, target.met) for target in targets] == [(20.0, True), (20.1, False)]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("ours", "tuned", "limit"),
-        pytest.param(("ddp", "fabric", "accelerate"), marks=pytest.mark.needs("peers")),
-        pytest.param(tuple(name for name in CONTESTANTS[TUTORIAL] if name not in ON_DDP), marks=pytest.mark.slow),
-    ],
-)
-def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """On a small MNIST of noise, all exact contestants end with the same losses to the last bit; the limit does not."""
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    for part, samples in (("train", 800), ("test", 200)):
-        images, labels = FILES[part]
-        pixels = torch.randint(256, (samples, 28, 28), generator=generator, dtype=torch.uint8)
-        digits = torch.randint(10, (samples,), generator=generator, dtype=torch.uint8)
-        (raw / f"{images}.gz").write_bytes(
-            gzip.compress(struct.pack(">4I", 0x803, samples, 28, 28) + pixels.numpy().tobytes())
-        )
-        (raw / f"{labels}.gz").write_bytes(gzip.compress(struct.pack(">2I", 0x801, samples) + digits.numpy().tobytes()))
-    plain = tmp_path / "plain"
-    compare.decompress_mnist(raw, plain)
-    settings = RunSettings(data_dir=tmp_path, plain_data_dir=plain, work_dir=tmp_path, epochs=2, timeout_s=120)
-    runs = [start(TUTORIAL, name, 2, 0, settings) for name in names]
-    for one in runs:
-        assert one.report is not None, one.problem
-        # Epoch lines round the seconds to hundredths, which tells few samples in little time only roughly.
-        rounding = (
-            1 + 800 * 0.005 / (one.report.seconds[-1] - 0.005) if CONTESTANTS[TUTORIAL][one.contestant].rounded else 0
-        )
-        assert one.report.samples[-1] == pytest.approx(800, abs=rounding)
-        assert one.report.evaluated == 200
-        assert one.problem is not None, "so few samples are not MNIST, and must not count"
-    assert differing_losses(runs) == []
-    losses = {one.contestant: one.report.losses for one in runs if one.report is not None}
-    if "limit" in names:
-        assert losses["limit"] != losses["tuned"], "the limit exchanged its gradients"
+def test_reports_have_their_figures() -> None:
+    """One row of the accuracy, the recipes, the updates, the starts and the checkpoints."""
+    assert accuracy.read_accuracy("epoch\ntest accuracy 99.12 % (evaluated 10000/10000)\n") == (99.12, None)
+    assert accuracy.read_accuracy("test accuracy 99.12 % (evaluated 9999/10000)")[1] is not None
+    assert "99.10" in accuracy.render([accuracy.Outcome(np=1, seed=0, percent=99.1, seconds=1.0)])
+    epochs = [(4.0, 0.98), (3.0, 0.99), (2.0, 0.985)]
+    lines = [json.dumps({"seconds": s, "validation": {"metrics": {"accuracy": right}}}) for s, right in epochs]
+    outcome = recipes.read_outcome("\n".join(lines))
+    assert outcome == recipes.Outcome(seconds=7.0, total_s=9.0, percent=98.5)
+    assert "| 1 of 1 | 7.0 " in recipes.render({"default": [outcome]})
+    counted = [updates_to.Outcome(updates=320, percent=98.0), updates_to.Outcome(updates=None, percent=97.5)]
+    assert "| sync_every=8 | 320 (320–320) | 97.75 (97.50–98.00) | 1 |" in updates_to.render(
+        {"sync_every=8": counted}, 98
+    )
+    printed = "startup-began: 100.5\nstartup-ready: 103.0\nstartup-ready: 102.0\nstartup-ended: 104.5\n"
+    assert startup.read_start(printed) == startup.Start(ready_s=2.5, ended_s=4.0)
+    none = Block(saver="none", round=0, seconds=2.0, stalls_s=[], writes_s=[], update_s=0.1, meanwhile_s=None)
+    ours = replace(none, saver="ours", seconds=2.5, stalls_s=[0.01], writes_s=[0.1])
+    (_, row) = checkpoints.make_rows(1, [none, ours], samples=1000)
+    assert (row.samples_per_s, row.overhead_percent) == (400, pytest.approx(25.0))
+    assert "+25.0 %" in checkpoints.table([row])
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("ours", "ddp"),
-        pytest.param(("ours", "fabric", "accelerate"), marks=[pytest.mark.needs("peers"), pytest.mark.slow]),
-        pytest.param(tuple(name for name in CONTESTANTS[TRANSFORMER] if name not in ON_DDP), marks=pytest.mark.slow),
-    ],
-)
-def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
-    settings = RunSettings(data_dir=tmp_path, plain_data_dir=tmp_path, work_dir=tmp_path, epochs=1, timeout_s=120)
-    runs = [start(TRANSFORMER, name, 2, 0, settings) for name in names]
-    workload = WORKLOADS[TRANSFORMER]
-    losses = {}
-    for one in runs:
-        assert one.report is not None, one.problem
-        assert (one.report.samples, one.report.evaluated) == ([workload.samples], workload.test_samples)
-        losses[one.contestant] = one.report.losses
-    assert differing_losses(runs) == []
-    if "limit" in names:
-        assert losses["limit"] != losses["ours"], "the limit exchanged its gradients"
+def test_times_to_a_target_are_read_as_written_and_missed_ones_are_told() -> None:
+    training = Training(link="100mbit", network="mnist", setting="sync_every=8", seed=0, target=98.0)
+    reached = TimeTo(updates=288, reached=288, seconds=1960.04, score=98.04, per_s=2119.6)
+    measured = {training: reached, replace(training, seed=1): replace(reached, reached=None)}
+    assert read(write(measured)) == measured
+    assert "| 1,960.0 | 288, not in 288 |" in render(measured)
+    with pytest.raises(TrainerError, match="has no results of"):
+        read("no JSON")
+    with pytest.raises(ConfigError, match="--only has 'isdn'; valid are unlimited, 1gbit, 100mbit, 20ms"):
+        _parse_args(["--only", "isdn"])
+
+
+def write_records(folder: Path, start: str, rank: int, at: float, updates: Sequence[tuple[int, list[int]]]) -> None:
+    """Write the chaos job's records of one of two ranks, an update every half second from `at` on."""
+    records = [(at + number / 2, update, samples) for number, (update, samples) in enumerate(updates)]
+    (folder / f"{start}-{rank}-2-2").write_bytes(numpy.array(records, record_type(2)).tobytes())
+
+
+def test_samples_that_a_killed_training_lost_or_trained_twice_are_counted(tmp_path: Path) -> None:
+    """Two epochs of two updates: the first start is killed in update 3, and its last checkpoint has 2."""
+    write_records(tmp_path, "one", 0, 100, [(1, [0, 1]), (2, [4, 5]), (3, [0, 2])])
+    write_records(tmp_path, "one", 1, 100, [(1, [2, 3]), (2, [6, -1])])
+    write_records(tmp_path, "two", 0, 120, [(3, [0, 2]), (4, [1, 3])])
+    write_records(tmp_path, "two", 1, 120, [(3, [4, 6]), (4, [5, -1])])
+    result = Result((("one", 0), ("two", 2)), accuracy=99.0, epochs=2, samples=7, updates_per_epoch=2)
+    assert problems_of(result, read_starts(tmp_path)) == []
+    assert recovery_s(103.0, read_starts(tmp_path)) == 17.0
+    write_records(tmp_path, "two", 1, 120, [(3, [4, 6]), (4, [4, -1])])
+    told = "epoch 2: 1 samples are missing, 1 were trained more than once"
+    assert problems_of(result, read_starts(tmp_path)) == [told]
+
+
+@pytest.mark.parametrize(("again", "delivered", "code"), [(9, 1, 0), (8, 1, 0), (7, 1, 1), (10, 1, 1), (9, 3, 1)])
+def test_more_than_one_update_that_a_preemption_lost_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int, delivered: int, code: int
+) -> None:
+    def start(first: int, last: int) -> Start:
+        records = numpy.array([(0.0, number, [0]) for number in range(first, last + 1)], record_type(1))
+        return Start("job", 1, (records,))
+
+    monkeypatch.setattr(preemptions, "FOLDER", tmp_path)
+    result = '{"lineage": [["job", 12]], "accuracy": 98, "epochs": 0, "samples": 1, "updates_per_epoch": 1}'
+    (tmp_path / "result.json").write_text(result)
+    assert preemptions.report([start(1, 8), start(again, 12)], delivered, 10.0, []) == code
+
+
+def test_a_signal_that_slurm_has_not_taken_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, "scontrol", "echo JobState=RUNNING Restarts=9")
+    stand_in(tmp_path, "scancel", "[ ! -e once ] && touch once")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    assert preemptions.preempt("17", 3, 0.0, random.Random(0)) == 1

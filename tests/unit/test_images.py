@@ -1,8 +1,7 @@
-"""The two Dockerfiles stay in step, and say which versions the lock has."""
+"""The Dockerfiles are made from one, and say which versions the lock has."""
 
 from __future__ import annotations
 
-import difflib
 import re
 import urllib.request
 from pathlib import Path
@@ -10,34 +9,28 @@ from pathlib import Path
 import image_packages
 import packages
 import pytest
+from gpu_dockerfile import gpu_dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("Dockerfile", "Dockerfile.gpu")
-# What a line of one file may speak of that the other has not, comments apart.
-_ON_PURPOSE = re.compile(
-    r"cuda|nccl|--gpu none|ibverbs|openssh-client|TORCH_INDEX|NVIDIA|ENV CC=|description", re.IGNORECASE
-)
 
 
-def test_the_files_differ_only_in_what_a_gpu_needs() -> None:
-    cpu, gpu = ([line for line in _lines(name) if not line.startswith("#")] for name in FILES)
-    changed = [line for line in difflib.ndiff(cpu, gpu) if line[:2] in ("- ", "+ ") and line[2:].strip()]
-    assert changed
-    assert [line for line in changed if not _ON_PURPOSE.search(line)] == []
+def test_a_dockerfile_that_a_change_for_gpus_does_not_fit_is_told() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert gpu_dockerfile(text) == (ROOT / "Dockerfile.gpu").read_text()
+    with pytest.raises(SystemExit, match=r"replaces 'ARG TORCH_INDEX=.*', which Dockerfile has 0 times, not once"):
+        gpu_dockerfile(text.replace("ARG TORCH_INDEX", "ARG INDEX"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_node_can_read_what_comes_from_a_checkout_with_a_strict_umask(name: str) -> None:
-    stage = "\n".join(_lines(name)).split(" AS node\n")[1]
+def test_the_node_can_read_what_comes_from_a_checkout_with_a_strict_umask() -> None:
+    stage = (ROOT / "Dockerfile").read_text().split(" AS node\n")[1]
     for as_root in stage.split("USER 1000\n")[:-1]:
         copied = re.findall(r"^COPY (?!--chmod=|--from=).*", as_root, re.MULTILINE)
         made_readable = as_root.rpartition(copied[-1])[2] if copied else ""
         assert not copied or "chmod -R a+rX /trainer" in made_readable, copied
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_labels_carry_the_locked_versions(name: str) -> None:
-    text = (ROOT / name).read_text()
+def test_labels_carry_the_locked_versions() -> None:
+    text = (ROOT / "Dockerfile").read_text()
     lock = (ROOT / "requirements" / "run.txt").read_text()
     horovod = (ROOT / "requirements" / "horovod.txt").read_text()
     project = (ROOT / "pyproject.toml").read_text()
@@ -50,10 +43,6 @@ def test_labels_carry_the_locked_versions(name: str) -> None:
         locked = re.search(pattern, where, re.MULTILINE)
         assert locked
         assert f"ARG {argument}={locked[1]}\n" in text
-
-
-def _lines(name: str) -> list[str]:
-    return (ROOT / name).read_text().splitlines()
 
 
 def test_split_lock_keeps_every_requirement_with_its_hashes() -> None:
