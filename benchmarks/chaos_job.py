@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import trainer
 from examples.datasets import load_dataset
-from examples.mnist import DefaultNetwork
+from examples.networks import DefaultNetwork
 from trainer.files import write_atomically
 
 _LR = 0.1

@@ -25,7 +25,7 @@ from benchmarks.checkpoint_savers import SAVERS, Saver, Setting
 from benchmarks.common import REPORT_PREFIX
 from benchmarks.workloads import BATCH_SIZE
 from examples.datasets import DATASETS, load_dataset
-from examples.mnist import NETWORKS
+from examples.networks import NETWORKS
 from trainer.data.base import Loader
 from trainer.ops.processes import INTERRUPTS, interrupt_on
 

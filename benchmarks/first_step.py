@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import runpy
 import time
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from examples import mnist
+_MNIST = Path(__file__).resolve().parents[1] / "examples/mnist.py"
 
 
 def print_time_of_first_step() -> None:
@@ -25,4 +26,4 @@ def print_time_of_first_step() -> None:
 
 if __name__ == "__main__":
     print_time_of_first_step()
-    sys.exit(mnist.main())
+    runpy.run_path(str(_MNIST), run_name="__main__")

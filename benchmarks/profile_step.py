@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import trainer
 from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from examples.datasets.mnist import normalize
-from examples.mnist import TutorialNetwork
+from examples.networks import TutorialNetwork
 
 WARM_UP_STEPS = 30
 

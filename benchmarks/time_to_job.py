@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 import trainer
 from examples.datasets import load_dataset
 from examples.datasets.text import STANDARD_LIBRARY, load_text
-from examples.mnist import LargeNetwork
+from examples.networks import LargeNetwork
 from examples.transformer import SIZES, Transformer, parameter_groups
 
 EVERY, WARM_UP = 16, 20

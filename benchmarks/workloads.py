@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from examples.datasets.mnist import find_mnist, normalize, read_mnist
 from examples.datasets.text import STANDARD_LIBRARY, load_text
-from examples.mnist import TutorialNetwork
+from examples.networks import TutorialNetwork
 from examples.transformer import SIZES, Transformer, parameter_groups
 from trainer.data.loader import InMemory
 from trainer.errors import DataError

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.errors import ConfigError, DataError, TrainerError
     from trainer.fit.trainer import Trainer
     from trainer.loop.metrics import accuracy
+    from trainer.options import add_options, from_options
     from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
     from trainer.watch.failure import report_failures
@@ -33,6 +34,7 @@ _MODULES = {
     "watch.failure": ("report_failures",),
     "cluster.world": ("World", "current_world"),
     "loop.metrics": ("accuracy",),
+    "options": ("add_options", "from_options"),
     "run": ("Run", "init"),
     "fit.trainer": ("Trainer",),
 }
@@ -60,7 +62,9 @@ __all__ = [
     "UpdateRecord",
     "World",
     "accuracy",
+    "add_options",
     "current_world",
+    "from_options",
     "init",
     "parse_interval",
     "report_failures",

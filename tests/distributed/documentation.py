@@ -59,6 +59,9 @@ HERE = {
     "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
         append="|| test $? = 1", prints="run = trainer.init("
     ),
+    "diff -y -W 230 examples/mnist_plain.py examples/mnist.py": Run(
+        append="|| test $? = 1", prints="run = trainer.init("
+    ),
     "python examples/language_model_plain.py --no-shuffle": _LANGUAGE_MODEL,
     "horovodrun -np 2 python examples/language_model.py --no-shuffle": _LANGUAGE_MODEL,
     "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(

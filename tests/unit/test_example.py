@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from examples import mnist as example
+import examples.datasets
+import trainer
 from examples.datasets import DATASETS
-from trainer import InMemory, TrainerConfig, TrainerError
+from examples.networks import NETWORKS
+from tests.distributed.harness import ROOT
+from trainer import CheckpointConfig, InMemory, TrainerConfig, TrainerError
 from trainer.config import COMPRESSIONS, DECAYS, DEVICES, PRECISIONS, REDUCTIONS
 from trainer.strategies import NAMES as STRATEGIES
 
-SCRIPT = Path(example.__file__)
+SCRIPT = ROOT / "examples/mnist.py"
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -53,8 +56,9 @@ INVALID = {
     "--epochs 0": "epochs is 0; it must be at least 1",
     "--lr -1": "lr is -1.0; it must be finite and positive",
     "--lr nan": "lr is nan; it must be finite and positive",
+    "--tensorboard": "tensorboard needs a folder to write to, and output is 'none'",
+    "--checkpoint-every soon": "'soon' is no interval between checkpoints; valid are, for instance, 30s, 200 (updates)",
     "--momentum -1": "momentum is -1.0; it must be at least 0 and below 1",
-    "--network nope": "network is 'nope'; valid are default, tutorial",
     "--output file/run": "output folder file/run cannot be written: file is a file, and no folder",
     "--strategy nope --precision nope": "precision is 'nope'",
 }
@@ -102,23 +106,58 @@ def test_a_value_that_is_not_valid_is_one_line_and_no_traceback(refused: dict[st
     assert code == (1 if "cannot be written" in printed else 78)
 
 
-def options() -> dict[str, Any]:
-    """Every option by its name on the command line, with its default."""
-    return {f"--{name.replace('_', '-')}": value for name, value in vars(example.parse_args([])).items()}
+# Every option, with the default that its help names; "" where it has none, or is a flag.
+OPTIONS = {
+    "--epochs": "5",
+    "--batch-size": "100",
+    "--accumulate": "1",
+    "--lr": "0.05, for few samples 0.01",
+    "--momentum": "0.9",
+    "--decay": "cosine",
+    "--clip-norm": "",
+    "--seed": "0",
+    "--network": "default",
+    "--dataset": "auto",
+    "--data-dir": "data",
+    "--strategy": "auto, by launcher",
+    "--device": "auto",
+    "--precision": "fp32",
+    "--compression": "none",
+    "--sync-every": "1",
+    "--sync-overlap": "",
+    "--reduction": "average",
+    "--sync-batch-norm": "",
+    "--compile": "",
+    "--channels-last": "",
+    "--checkpoint": "",
+    "--checkpoint-every": "60s",
+    "--keep": "3",
+    "--resume": "auto",
+    "--target-accuracy": "",
+    "--output": "in runs/",
+    "--tensorboard": "",
+    "--log-every": "10.0",
+}
 
 
-def test_help_explains_every_option_with_its_default_and_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run the script in this process."""
+    monkeypatch.setattr(sys, "argv", ["mnist.py", *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_help_explains_every_option_with_its_default_and_its_choices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        example.parse_args(["--help"])
+        start(monkeypatch, "--help")
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    entries = {entry.split()[0]: " ".join(entry.split()) for entry in re.split(r"\n  (?=-)", text)[1:]}
-    assert set(options()) <= set(entries)
-    for name, default in options().items():
-        explanation = entries[name]
-        assert len(explanation.split()) > 2, f"{name} is explained"
-        if default not in (None, False):
-            assert f"(default: {default})" in explanation
+    entries = {entry.split()[0].strip(","): " ".join(entry.split()) for entry in re.split(r"\n  (?=-)", text)[1:]}
+    assert set(OPTIONS) <= set(entries)
+    for name, default in OPTIONS.items():
+        assert len(entries[name].split()) > 2, f"{name} is explained"
+        assert f"(default: {default})" in entries[name] if default else "(default" not in entries[name]
     for name, choices in (
         ("--strategy", STRATEGIES),
         ("--dataset", DATASETS),
@@ -127,21 +166,57 @@ def test_help_explains_every_option_with_its_default_and_its_choices(capsys: pyt
         ("--reduction", REDUCTIONS),
         ("--decay", DECAYS),
         ("--device", DEVICES),
-        ("--network", tuple(example.NETWORKS)),
     ):
         assert "|".join(choices) in entries[name]
+    assert "{default,tutorial,large}" in entries["--network"]
     for launcher in ("horovodrun -np 2", "torchrun --nproc-per-node 2"):
         assert launcher in text
 
 
-@pytest.mark.parametrize("arguments", [["--batch", "3"], ["--epochs", "many"], ["--nope"], ["extra"]])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--batch", "3"], "unrecognized arguments: --batch 3"),
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["--batch-size", "many"], "argument --batch-size: 'many' is not valid; valid is a whole number"),
+        (["--network", "nope"], "argument --network: invalid choice: 'nope' (choose from "),
+    ],
+)
 def test_what_is_no_option_is_refused_and_nothing_is_guessed(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        example.parse_args(arguments)
+        start(monkeypatch, *arguments)
     assert ended.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: mnist.py …"
+    assert error.startswith(f"mnist.py: error: {line}")
+
+
+class _StartedError(Exception):
+    """Ends the script where it would train."""
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the script gives to `init` and to `Trainer`, which then ends it."""
+    given: dict[str, Any] = {}
+    data, init = InMemory(torch.zeros(20, 1, 28, 28), torch.arange(20) % 10), trainer.init
+
+    def note_init(strategy: str, **settings: Any) -> trainer.Run:
+        given.update(strategy=strategy, **settings)
+        return init("single", device="cpu")
+
+    def note_trainer(*_: Any, **settings: Any) -> None:
+        given.update(settings)
+        raise _StartedError
+
+    monkeypatch.setattr(trainer, "init", note_init)
+    monkeypatch.setattr(trainer, "Trainer", note_trainer)
+    monkeypatch.setattr(examples.datasets, "load_dataset", lambda *_: (data, data))
+    return given
 
 
 @pytest.mark.parametrize(
@@ -151,6 +226,7 @@ def test_what_is_no_option_is_refused_and_nothing_is_guessed(
         ("--accumulate 3", "accumulate", 3),
         ("--precision bf16", "precision", "bf16"),
         ("--compression fp16", "compression", "fp16"),
+        ("--sync-every 4", "sync_every", 4),
         ("--reduction adasum", "reduction", "adasum"),
         ("--clip-norm 0.5", "clip_norm", 0.5),
         ("--decay none", "decay", "none"),
@@ -160,26 +236,51 @@ def test_what_is_no_option_is_refused_and_nothing_is_guessed(
         ("--compile", "compile", True),
         ("--device cpu", "device", "cpu"),
         ("--log-every 2.5", "log_every_s", 2.5),
+        ("--eval-batch-size 50", "eval_batch_size", 50),
     ],
 )
-def test_an_option_changes_its_own_setting_and_no_other(arguments: str, field: str, value: Any) -> None:
-    plain = example.make_config(example.parse_args([]))
-    config = example.make_config(example.parse_args(arguments.split()))
-    assert config == dataclasses.replace(plain, **{field: value})
-    assert config != plain
+def test_an_option_changes_its_own_setting_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], arguments: str, field: str, value: Any
+) -> None:
+    with pytest.raises(_StartedError):
+        start(monkeypatch, *arguments.split())
+    assert given["config"] == dataclasses.replace(TrainerConfig(eval_batch_size=1000), **{field: value})
 
 
-def test_the_defaults_are_the_librarys_own() -> None:
-    assert example.make_config(example.parse_args([])) == TrainerConfig(eval_batch_size=1000)
+def test_the_defaults_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    with pytest.raises(_StartedError):
+        start(monkeypatch)
+    assert given["config"] == TrainerConfig(eval_batch_size=1000)
+    assert (given["strategy"], given["output"], given["checkpoint"]) == ("auto", "auto", None)
 
 
-def test_an_evaluations_batch_is_never_smaller_than_the_trainings() -> None:
-    assert example.make_config(example.parse_args(["--batch-size", "2000"])).eval_batch_size == 2000
+def test_an_evaluations_batch_is_never_smaller_than_the_trainings(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    with pytest.raises(_StartedError):
+        start(monkeypatch, "--batch-size", "2000")
+    assert given["config"].eval_batch_size == 2000
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("default", 97_000), ("tutorial", 21_840)])
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ("", {"every_s": 60.0}),
+        ("--checkpoint-every 2epochs --keep 5", {"every_epochs": 2, "keep": 5}),
+        ("--checkpoint-every 200 --resume none", {"every_updates": 200, "resume": "none"}),
+    ],
+)
+def test_checkpoints_are_saved_where_and_when_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], arguments: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(_StartedError):
+        start(monkeypatch, "--checkpoint", "there", *arguments.split())
+    assert given["checkpoint"] == CheckpointConfig(folder="there", **settings)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("default", 97_000), ("tutorial", 21_840), ("large", 6_352_650)])
 def test_the_networks_have_the_size_and_the_outputs_that_they_claim(name: str, parameters: int) -> None:
-    model = example.NETWORKS[name]()
+    model = NETWORKS[name]()
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.005)
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
@@ -188,20 +289,19 @@ def test_the_networks_have_the_size_and_the_outputs_that_they_claim(name: str, p
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Twenty images that are all alike, each with a label of its own kind: nothing to learn from."""
     data = InMemory(torch.zeros(20, 1, 28, 28), torch.arange(20) % 10)
-    monkeypatch.setattr(example, "load_dataset", lambda *_: (data, data))
+    monkeypatch.setattr(examples.datasets, "load_dataset", lambda *_: (data, data))
     monkeypatch.chdir(tmp_path)
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["mnist.py", "--device", "cpu", "--epochs", "1", *arguments])
-    return example.main()
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    start(monkeypatch, "--device", "cpu", "--epochs", "1", *arguments)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_an_accuracy_below_the_target_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(monkeypatch, "--output", "none", "--target-accuracy", "10") == 0
+    main(monkeypatch, "--output", "none", "--target-accuracy", "10")
     with pytest.raises(TrainerError, match=r"^test accuracy 10\.00 % is below the target of 11\.0 %$"):
         main(monkeypatch, "--output", "none", "--target-accuracy", "11")
     assert capsys.readouterr().out.count("test accuracy 10.00 % (evaluated 20/20)\n") == 2
@@ -212,15 +312,9 @@ def test_an_accuracy_below_the_target_is_a_failure(
 def test_the_record_lies_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], folder: str
 ) -> None:
-    assert main(monkeypatch, "--seed", "4", *arguments) == 0
+    main(monkeypatch, "--seed", "4", *arguments)
     (settings,) = tmp_path.glob(f"{folder}/settings.json")
     assert json.loads(settings.read_text())["config"]["seed"] == 4
-
-
-def test_parsing_gives_plain_values() -> None:
-    args = example.parse_args(["--data-dir", "there", "--lr", "0.5", "--target-accuracy", "98"])
-    assert isinstance(args, argparse.Namespace)
-    assert (args.data_dir, args.lr, args.target_accuracy, args.epochs) == (Path("there"), 0.5, 98.0, 5)
 
 
 def test_a_half_known_launcher_is_one_line_and_no_traceback() -> None:
