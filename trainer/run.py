@@ -36,17 +36,22 @@ from trainer.strategies.base import Strategy
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def init(strategy: str | Strategy = "auto", **settings: Any) -> Run:
+def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Any) -> Run:
     """Join the job that this process was launched into, and return the handle on it. Collective.
 
     Args:
-        strategy: a name out of `trainer.strategies.NAMES`; "auto" chooses by launcher.
-        settings: the fields of `RunConfig`, as in `init(precision="bf16", accumulate=4)`.
+        strategy: a name out of `trainer.strategies.NAMES`, of which "auto" chooses by launcher; or a strategy.
+        config: the settings as a whole. Of a `TrainerConfig`, `Trainer(…, run=run)` takes those of the loop as well.
+        settings: the fields of `RunConfig` instead, as in `init(precision="bf16", accumulate=4)`.
 
     Raises:
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
-    return Run(strategy, settings_from(RunConfig, "init", own=("strategy",), **settings))
+    if config is None:
+        config = settings_from(RunConfig, "init", own=("strategy", "config"), **settings)
+    elif settings:
+        raise ConfigError(f"init takes config, or settings one by one; {min(settings)} was given beside config")
+    return Run(strategy, config)
 
 
 class Run(RankNames):

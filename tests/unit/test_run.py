@@ -29,10 +29,29 @@ def test_what_every_strategy_does_a_single_rank_does(check: str) -> None:
 
 
 def test_a_setting_that_there_is_not_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match="init has no setting 'precison'; valid are strategy, accumulate, precision"):
+    with pytest.raises(ConfigError, match="init has no setting 'precison'; valid are strategy, config, accumulate"):
         init("single", precison="bf16")
     with pytest.raises(ConfigError, match="precision is 'fp8'; valid are fp32, bf16, fp16"):
         init("single", precision="fp8")
+
+
+def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
+    config = TrainerConfig(batch_size=4, device="cpu", seed=3)
+    run, model = init("single", config=config), make_model()
+    quiet: dict[str, Any] = {"output": None, "progress": False, "run": run}
+    trainer = Trainer(model, sgd(model), F.cross_entropy, **quiet)
+    assert (trainer.run, trainer.config, trainer.strategy) == (run, config, run.strategy)
+    assert len(trainer.fit(make_data(12), epochs=2)) == 2
+
+    assert Trainer(model, sgd(model), F.cross_entropy, config=config, **quiet).config is config
+    with pytest.raises(ConfigError, match=r"config has seed 4, and its run has 3; give the config to trainer\.init"):
+        Trainer(model, sgd(model), F.cross_entropy, config=TrainerConfig(seed=4, device="cpu"), **quiet)
+    with pytest.raises(ConfigError, match=r"given both run and strategy; choose the strategy in trainer\.init"):
+        Trainer(model, sgd(model), F.cross_entropy, strategy="single", **quiet)
+    plain = {**quiet, "run": init("single", accumulate=2)}
+    assert Trainer(model, sgd(model), F.cross_entropy, **plain).config == TrainerConfig(accumulate=2)
+    with pytest.raises(ConfigError, match="init takes config, or settings one by one; seed was given beside config"):
+        init("single", config=config, seed=4)
 
 
 def test_the_handle_has_the_worlds_names() -> None:

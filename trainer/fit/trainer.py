@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from trainer.checkpoint.run.checkpoints import Checkpoints
-from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.config import CheckpointConfig, RunConfig, TrainerConfig
 from trainer.data.base import Step, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
 from trainer.fit.evaluation import evaluate, pair, score_of
 from trainer.fit.fit_state import FitState
-from trainer.loop.consistency import check_consistency
+from trainer.loop.consistency import check_consistency, describe_settings
 from trainer.loop.lr_schedule import LearningRate, UsersSchedule, make_schedule
 from trainer.loop.metrics import Metric, Sums
 from trainer.models.memory_format import to_channels_last
@@ -43,8 +43,9 @@ class Trainer:
         model: any module; it is moved to this rank's device and gets rank 0's weights.
         optimizer: over the model's parameters, with the learning rate for one rank.
         loss: takes the model's outputs and the targets, returns the mean over the batch.
-        strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
-        config: see `TrainerConfig`.
+        run: the handle to train with, for a script that has called `trainer.init`; None makes one.
+        strategy: a name out of `trainer.strategies.NAMES`, or a strategy; of `run`, where that is given.
+        config: see `TrainerConfig`; by default that of `run`. What `RunConfig` has of it is the same as there.
         metrics: further values for the evaluation, by name; each returns a sum over the batch.
         lr_scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, which then alone sets the learning
             rate; without one, `scale_lr`, `warmup_epochs` and `decay` do.
@@ -57,7 +58,8 @@ class Trainer:
         checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier one's.
 
     Raises:
-        ConfigError: a setting is not valid, the strategy is not available here, or the ranks' settings differ.
+        ConfigError: a setting is not valid or not that of `run`, the strategy is not available here, or the ranks'
+            settings differ.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Trainer:
         optimizer: Optimizer,
         loss: Callable[[Any, Any], Tensor],
         *,
+        run: Run | None = None,
         strategy: str | Strategy = "auto",
         config: TrainerConfig | None = None,
         metrics: Mapping[str, Metric] | None = None,
@@ -77,13 +80,14 @@ class Trainer:
         progress: bool = True,
         checkpoint: CheckpointConfig | None = None,
     ) -> None:
-        self.config = config or TrainerConfig()
+        self.config = _settings_on(run, strategy, config) if run is not None else config or TrainerConfig()
         self.loss = loss
         self.metrics = dict(metrics or {})
         self._users_schedule = UsersSchedule(lr_scheduler, lr_scheduler_per) if lr_scheduler is not None else None
-        self.run = Run(strategy, self.config)
+        self.run = run or Run(strategy, self.config)
         """The handle that the loop is written on."""
         self.strategy, self.world = self.run.strategy, self.run.world
+        check_consistency(self.strategy, describe_settings(self.config))
         self.model = model
         """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
         self.callbacks: list[Callback] = [*callbacks]
@@ -308,3 +312,23 @@ class Trainer:
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
+
+
+def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | None) -> TrainerConfig:
+    """Return the settings of a Trainer that is handed a run.
+
+    Raises:
+        ConfigError: something was given that contradicts the run's.
+    """
+    if strategy not in ("auto", run.strategy):
+        raise ConfigError("Trainer was given both run and strategy; choose the strategy in trainer.init")
+    of_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
+    if config is None:
+        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**of_run)
+    for name, value in of_run.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"Trainer's config has {name} {getattr(config, name)!r}, and its run has {value!r}; give the config to "
+                "trainer.init(config=…), which takes a TrainerConfig as well"
+            )
+    return config

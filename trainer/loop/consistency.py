@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
+from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
 
@@ -190,6 +191,12 @@ def check_initialized(model: nn.Module) -> None:
                     f"{kind} {name} is of a lazy module and has no shape yet; run one forward pass on a sample input "
                     "before the model is prepared"
                 )
+
+
+def describe_settings(config: RunConfig) -> dict[str, object]:
+    """Describe those settings that must be the same on all ranks."""
+    private = ("log_every_s", "num_workers")
+    return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}
 
 
 def describe_model(model: nn.Module) -> dict[str, object]:

@@ -25,7 +25,13 @@ from trainer.cluster.output import print_line, write_whole_lines
 from trainer.cluster.world import World, current_world
 from trainer.config import FsdpConfig, RunConfig
 from trainer.errors import ConfigError
-from trainer.loop.consistency import check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.loop.consistency import (
+    check_consistency,
+    check_devices,
+    describe_model,
+    describe_optimizer,
+    describe_settings,
+)
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
@@ -168,7 +174,7 @@ def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> Sy
             **describe_model(model),
             "PyTorch's version": torch.__version__,
             "the kind of device": strategy.world.device.type,
-            **_settings(config),
+            **describe_settings(config),
         },
     )
     earlier = _PREPARED.pop(model, None)
@@ -255,9 +261,3 @@ def prepare_optimizer(strategy: Strategy, optimizer: Optimizer, before_step: Ste
     for hook in _HOOKS.pop(optimizer, ()):
         hook.remove()
     _HOOKS[optimizer] = (optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step))
-
-
-def _settings(config: RunConfig) -> dict[str, object]:
-    # These two may differ between ranks.
-    private = ("log_every_s", "num_workers")
-    return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}
