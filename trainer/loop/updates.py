@@ -24,7 +24,6 @@ from trainer.loop.preparation import check_parameters, parameters_of, prepare_op
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.loop.weighing import Weighing
 from trainer.models.sync_batch_norm import leave_out
-from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.strategies.gradients import GradientSynchronizer
 from trainer.watch.status import UpdateCounter
@@ -130,8 +129,6 @@ class Updates:
         optimizer.__dict__["_trainer_models"] = [
             model for model in self._models if held & set(map(id, model.parameters()))
         ]
-        if timer := step_timer():
-            timer.watch_optimizer(self._strategy, optimizer)
 
     def _check_known(self, model: nn.Module, synchronizer: Synchronizer, held: set[int]) -> None:
         if not isinstance(synchronizer, GradientSynchronizer):
@@ -262,8 +259,6 @@ class Updates:
                 self._stepped[synchronizer] = set()
 
     def _after_exchange(self) -> None:
-        if timer := step_timer():
-            timer.mark_synchronized()
         if self.scaler is not None:
             self.scaler.unscale(self._optimizers)
         if not self._has_optimizers:
