@@ -52,11 +52,11 @@ class Start:
 
 
 def commands(dataset: str, data_dir: Path, timing: Path) -> dict[str, list[str]]:
-    """The commands to compare, by the name of their row. `timing` is a file that the step timer may write."""
+    """The commands to compare, by the name of their row. `timing` is a file that may be written."""
     python = [sys.executable, "-c"]
-    one_step = ["env", f"TRAINER_TIMING={timing}", "TRAINER_TIMING_STEPS=1"]
+    one_step = [sys.executable, "scripts/timed.py", "--steps", "1", str(timing)]
     example = ["-m", "benchmarks.first_step", "--epochs", "1", "--output", "none"]
-    example = [sys.executable, *example, "--dataset", dataset, "--data-dir", str(data_dir)]
+    example = [*one_step, *example, "--dataset", dataset, "--data-dir", str(data_dir)]
     return {
         "python, import torch": [*python, "import torch"],
         "mpirun, true": [*_MPIRUN, "true"],
@@ -66,8 +66,8 @@ def commands(dataset: str, data_dir: Path, timing: Path) -> dict[str, list[str]]
         "horovodrun, hvd.init": [*_HOROVODRUN, *python, _INIT_HOROVOD],
         "horovodrun --gloo, hvd.init": [*_HOROVODRUN, "--gloo", *python, _INIT_HOROVOD],
         "torchrun, init_process_group": [*_TORCHRUN, *python, _INIT_GLOO],
-        "horovodrun, first step": [*one_step, *_HOROVODRUN, *example],
-        "horovodrun --gloo, first step": [*one_step, *_HOROVODRUN, "--gloo", *example],
+        "horovodrun, first step": [*_HOROVODRUN, *example],
+        "horovodrun --gloo, first step": [*_HOROVODRUN, "--gloo", *example],
     }
 
 

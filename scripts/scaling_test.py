@@ -9,7 +9,7 @@
 Any script that trains through Trainer or trainer.init can be measured; its own arguments follow its name. Every
 shape (hosts x ranks on each) runs several times, interleaved with the others. Weak scaling keeps the samples per rank
 and step, so the global batch grows. Strong scaling keeps the global batch. Each step is divided into phases
-(trainer/profiling), and the network is measured with scripts/comm_bench.py. All shapes are predicted: on GPUs from a
+(scripts/timed.py), and the network is measured with scripts/comm_bench.py. All shapes are predicted: on GPUs from a
 single rank and the network, on CPUs from ranks of one machine that compute side by side and, where nothing hides it, an
 exchange beside computing. The predictions are compared with the measurement. The results are scaling.json, scaling.svg,
 and scaling.html, a page with everything. After an interruption they contain the runs until then.

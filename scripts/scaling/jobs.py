@@ -77,7 +77,7 @@ def time_steps(
     options: Sequence[str] = (),
     exchanges: bool = True,
 ) -> dict[str, Any]:
-    """Run the script once and return the timing of its last epoch: the fields of `EpochTiming` (trainer/profiling).
+    """Run the script once and return the timing of its last epoch: the fields of `EpochTiming` (scripts/scaling).
 
     Args:
         batch: samples per rank and step.
@@ -88,11 +88,12 @@ def time_steps(
     Raises:
         JobError: the script failed, timed out, or wrote no timing.
     """
-    command = [sys.executable, *plan.script, *options, *plan.batch_option(batch, shape.ranks)]
     with tempfile.TemporaryDirectory(prefix="trainer-scaling-") as folder:
         file = Path(folder, "timing.jsonl")
-        env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": str(plan.steps or "")}
-        env["TRAINER_STRATEGY"], env["TRAINER_TIMING_EXCHANGE"] = strategy, "yes" if exchanges else "no"
+        timed = [sys.executable, str(ROOT / "scripts/timed.py"), *(["--steps", str(plan.steps)] if plan.steps else [])]
+        timed += [str(file)] if exchanges else ["--no-exchange", str(file)]
+        command = [*timed, *plan.script, *options, *plan.batch_option(batch, shape.ranks)]
+        env = {"TRAINER_STRATEGY": strategy}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         done = _run(plan.launch(shape, command), env, plan.timeout_s)

@@ -20,7 +20,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.compress import communication
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
-WIDE = {"compression": "powersgd:100", "full_updates": 0}
+WIDE: dict[str, Any] = {"compression": "powersgd:100", "full_updates": 0}
 
 
 @contextmanager

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from scaling.timed_strategy import timed
 from torch import nn
 
 from tests.distributed.checks_fsdp import make_transformer
 from tests.distributed.reference import make_model, sgd
 from trainer import ConfigError, FsdpConfig, TrainerError, init
-from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy
 
 
@@ -25,12 +25,13 @@ def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) 
 
 def check_a_timing_without_exchange_is_refused(strategy: Strategy) -> None:
     model = make_model()
-    step_timer.cache_clear()
-    with mock.patch.dict("os.environ", TRAINER_TIMING="unused.jsonl", TRAINER_TIMING_EXCHANGE="no"):
-        run = init(strategy)
-        with pytest.raises(ConfigError, match=r"^TRAINER_TIMING_EXCHANGE is 'no', and under fsdp no rank has whole"):
+    kind = type(strategy)
+    try:
+        run = init(timed(strategy, Path("unused.jsonl"), exchanges=False))
+        with pytest.raises(ConfigError, match=r"^without exchange there are no whole gradients under fsdp"):
             run.prepare(model, sgd(model))
-    step_timer.cache_clear()
+    finally:
+        strategy.__class__ = kind
 
 
 def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:

@@ -1,4 +1,4 @@
-"""What the step timer finds on ranks whose delays are known; for two ranks."""
+"""What a timed strategy finds on ranks whose delays are known; for two ranks."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+from scaling.timed_strategy import timed
 
 from tests.distributed.job_that_is_timed import train
-from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy
 from trainer.strategies.horovod import HorovodStrategy
 
 SLOW_S, INPUT_S = 0.03, 0.01
 
 
-def time_training(strategy: Strategy, **environment: str) -> dict[str, Any]:
-    """Train 20 steps, in which rank 1 is slow, and return what the timer wrote."""
+def time_training(strategy: Strategy, *, exchanges: bool = True) -> dict[str, Any]:
+    """Train 20 steps, in which rank 1 is slow, and return what rank 0 wrote."""
+    kind = type(strategy)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(strategy.broadcast_object(folder), "timing.jsonl")
-        step_timer.cache_clear()
-        with mock.patch.dict("os.environ", TRAINER_TIMING=str(file), TRAINER_TIMING_STEPS="20", **environment):
-            try:
-                train(strategy, SLOW_S, INPUT_S)
-            finally:
-                step_timer.cache_clear()
+        try:
+            train(timed(strategy, file, steps=20, exchanges=exchanges), SLOW_S, INPUT_S)
+        finally:
+            strategy.__class__ = kind  # the checks of a job share it
         strategy.barrier()  # rank 0 has written
         (timing,) = map(json.loads, file.read_text().splitlines())
         strategy.barrier()  # all ranks have read
@@ -50,7 +48,7 @@ def check_known_delays_are_found_where_they_are(strategy: Strategy) -> None:
 
 
 def check_ranks_that_exchange_nothing_wait_for_nobody(strategy: Strategy) -> None:
-    timing = time_training(strategy, TRAINER_TIMING_EXCHANGE="no")
+    timing = time_training(strategy, exchanges=False)
     quick, slow = timing["ranks"]
     assert slow["compute"] - quick["compute"] > 0.8 * SLOW_S
     assert quick["blocked"] < 0.2 * SLOW_S

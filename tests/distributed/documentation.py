@@ -105,11 +105,9 @@ HERE = {
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 2 "
     "--output none": replace(_MNIST, is_slow=True),
-    "TRAINER_TIMING=t.jsonl TRAINER_TIMING_STEPS=40 horovodrun -np 2 python examples/language_model.py --length 128 "
+    "horovodrun -np 2 python scripts/timed.py --steps 40 t.jsonl examples/language_model.py --length 128 "
     "--bytes 400000 --epochs 1": Run(
-        replace=("TRAINER_TIMING_STEPS=40", "TRAINER_TIMING_STEPS=5"),
-        append="--bytes 20000 --length 64",
-        prints="epoch 1/1: test loss",
+        replace=("--steps 40", "--steps 5"), append="--bytes 20000 --length 64", prints="epoch 1/1: test loss"
     ),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
         prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"
@@ -142,9 +140,8 @@ ON_NODE_A = {
     ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --lr 0.01 --momentum 0.5 --decay none --epochs 3 "
     "--output none": replace(_MNIST, is_slow=True),
-    "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=5 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
-    "--epochs 1": _TIMED,
-    "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=150 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
+    "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 5 runs/t.jsonl examples/mnist.py --epochs 1": _TIMED,
+    "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 150 runs/t.jsonl examples/mnist.py "
     "--epochs 1 --output none": replace(_TIMED, is_slow=True),
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
@@ -304,7 +301,7 @@ UNTESTED = {
     "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
-    "TRAINER_TIMING=runs/t.jsonl TRAINER_TIMING_STEPS=20 horovodrun -np 4 -H a:2,b:2 python examples/mnist.py "
+    "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 20 runs/t.jsonl examples/mnist.py "
     "--strategy ddp --network large --epochs 1 --output none --lr 0.001 --compression powersgd:8": (
         "needs a link of 100 Mbit/s, as benchmarks/shaped_link.py makes it"
     ),

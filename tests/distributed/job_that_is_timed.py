@@ -18,7 +18,7 @@ from trainer.strategies.base import Strategy
 
 
 def train(strategy: str | Strategy, slow_s: float, input_s: float) -> None:
-    """Train for an epoch of 4000 samples, which the step timer may end earlier."""
+    """Train for an epoch of 4000 samples, which a timed strategy may end earlier."""
 
     def late(inputs: Tensor) -> Tensor:
         time.sleep(input_s)

@@ -51,8 +51,7 @@ def test_the_digits_are_learned_through_the_launchers(strategy: str, launcher: s
 @needs_digits
 def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
     file = tmp_path / "timing.jsonl"
-    env = {"TRAINER_TIMING": str(file), "TRAINER_TIMING_STEPS": "5"}
-    outcome = run_job("python", 1, MNIST, env=env)
+    outcome = run_job("python", 1, ["scripts/timed.py", "--steps", "5", str(file), *MNIST])
     assert outcome.code == 0, outcome.output
     timing, *_ = map(json.loads, file.read_text().splitlines())
     assert (timing["device"], timing["steps"]) == (DEVICE, 5)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted
 from trainer.errors import ConfigError, TrainerError
-from trainer.profiling.step_timer import TimedPlan, step_timer
 from trainer.watch.marks import note_phase
 
 
@@ -112,6 +112,8 @@ class Loader(ABC):
         """Units of the next epoch that an interrupted run has taken."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
+        self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
+        """What the steps of `steps` go through, before they are yielded: where they are timed, say."""
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh: Callable[[Step], float] | None = None
         """Returns what a step of this rank's counts for; None where all ranks know the weights beforehand."""
@@ -135,11 +137,6 @@ class Loader(ABC):
     @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
         """What has to be the same on all ranks, by the words in which it is told."""
-
-    @property
-    @abstractmethod
-    def _timed_plan(self) -> TimedPlan:
-        """What the step timer asks of an epoch."""
 
     @property
     def updates(self) -> int:
@@ -167,8 +164,7 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        timer = step_timer() if self.training else None
-        return timer.epoch(self._told_steps(), self._timed_plan) if timer else self._told_steps()
+        return self.through(self._told_steps())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
@@ -284,7 +280,8 @@ def check_sizes(
     """Return whether the dataset's items are batches already, which `batch_size=None` alone says.
 
     Raises:
-        ConfigError: several of the three are given, or none; or drop_last where batches are not cut.
+        ConfigError: several of the three are given, or none; a size is no integer; or drop_last where batches are not
+            cut.
     """
     sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "batch_sampler": batch_sampler}
     given = [name for name, value in sizes.items() if value is not None and value is not NOT_GIVEN]
@@ -293,6 +290,9 @@ def check_sizes(
             "a loader takes either batch_size (per rank) or global_batch_size (of all ranks); or batch_sampler, or "
             f"batch_size=None for a dataset whose items are batches; {' and '.join(given) or 'none of them'} is given"
         )
+    for name in {"batch_size", "global_batch_size"} & set(given):
+        if not isinstance(sizes[name], Integral):
+            raise ConfigError(f"{name} is {sizes[name]!r}; it must be an integer of at least 1")
     if drop_last and not {"batch_size", "global_batch_size"} & set(given):
         raise ConfigError(
             "drop_last is for batches that the loader cuts; with batch_sampler or batch_size=None, none is"

@@ -161,10 +161,6 @@ class ShardedLoader(Loader):
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
         return self.plan.steps
 
-    @property
-    def _timed_plan(self) -> ShardPlan:
-        return self.plan
-
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state["taken"] and self._order.drawn is not None:

@@ -132,10 +132,6 @@ class StreamLoader(Loader):
             raise TypeError("the loader of a stream without __len__ has no length either")
         return self._steps
 
-    @property
-    def _timed_plan(self) -> StreamLoader:
-        return self
-
     def own_samples(self) -> Iterator[Step]:
         for count, batch in self._draw():
             report_phase("evaluation")

@@ -60,7 +60,7 @@ class Loaders:
             group=self._group(),
             **options,
         )
-        loader.on_own_step = self._strategy.on_evaluation_step
+        self._strategy.follow_loader(loader)
         self._made.append(weakref.ref(loader))
         check_consistency(self._strategy, loader.must_agree)
         if training and self.on_made is not None:

@@ -33,7 +33,6 @@ from trainer.loop.consistency import (
     describe_settings,
 )
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
-from trainer.profiling.step_timer import step_timer
 from trainer.strategies import choose_strategy, has_nccl, make_strategy
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.strategies.compress.communication import make_synchronizer
@@ -187,31 +186,9 @@ def prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> Sy
     if config.compile and not strategy.shards:
         model.compile()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    timer = step_timer()
-    if timer is not None:
-        full_updates = config.full_updates if config.shared_mechanism else 0
-        timer.watch_model(model, full_updates=full_updates, sync_every=config.sync_every)
-    if timer is None or timer.exchanges:
-        synchronizer = make_synchronizer(strategy, model, named, config)
-    else:
-        synchronizer = _without_exchange(strategy, model)
+    synchronizer = strategy.follow_model(model, make_synchronizer(strategy, model, named, config), config)
     _PREPARED[model] = weakref.WeakMethod(synchronizer.retire)
     return synchronizer
-
-
-def _without_exchange(strategy: Strategy, model: nn.Module) -> Synchronizer:
-    """Return what leaves each rank its own gradients, for a run that is timed and nothing else.
-
-    Raises:
-        ConfigError: no rank has whole gradients.
-    """
-    if strategy.shards:
-        raise ConfigError(
-            "TRAINER_TIMING_EXCHANGE is 'no', and under fsdp no rank has whole gradients; valid there is yes"
-        )
-    if strategy.world.size > 1 and strategy.world.is_root:
-        print_line("trainer: WARNING: TRAINER_TIMING_EXCHANGE is 'no': each rank trains a model of its own", sys.stderr)
-    return Synchronizer()
 
 
 def check_parameters(strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -22,6 +23,10 @@ _REGISTRY = {
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
 
 NAMES = ("auto", *_REGISTRY)
+
+wrapper: Callable[[Strategy], Strategy] | None = None
+"""Returns what is trained with in place of a strategy that was made by its name. For a program that runs a script which
+knows nothing of it, as scripts/timed.py does."""
 
 
 def choose_strategy(name: str, world: World) -> str:
@@ -58,4 +63,4 @@ def make_strategy(name: str, world: World) -> Strategy:
     """
     module, kind = _REGISTRY[choose_strategy(name, world)]
     strategy: Strategy = getattr(importlib.import_module(module), kind)(world)
-    return strategy
+    return wrapper(strategy) if wrapper is not None else strategy

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer.cluster.world import World
 from trainer.config import RunConfig
+from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.mark_layout import BATCH_NORM
 from trainer.watch.marks import note_waits, waits
@@ -204,10 +205,6 @@ class Strategy(ABC):
         """Return every rank's value, in the order of the ranks."""
         return [self.broadcast_object(value, root=rank) for rank in range(self.world.size)]
 
-    def exchange_seconds(self) -> float | None:
-        """Return the seconds spent in all-reduces of gradients since the last call; None where it cannot tell."""
-        return None
-
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what `prepare` has put into the model for this parameter, which may be the parameter itself."""
         return parameter
@@ -216,8 +213,12 @@ class Strategy(ABC):
         """Give the optimizer rank 0's state, and the parameters that `prepare` has put into its model."""
         broadcast_optimizer_state(self, optimizer)
 
-    def on_evaluation_step(self, has_samples: bool) -> None:
-        """Follow a step of an evaluation; where this rank has no samples, take part in the others' forward passes."""
+    def follow_model(self, model: nn.Module, synchronizer: Synchronizer, config: RunConfig) -> Synchronizer:
+        """Return what synchronizes a model that was prepared: the synchronizer itself, or another in its place."""
+        return synchronizer
+
+    def follow_loader(self, loader: Loader) -> None:
+        """Take notice of a loader that was made, before it is iterated over."""
         return
 
     def broadcast_buffers(self, model: nn.Module) -> None:

@@ -8,7 +8,6 @@ Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +128,6 @@ class BucketedStrategy(Strategy):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._background: ThreadPoolExecutor | None = None
-        self._seconds: float | None = None
 
     @abstractmethod
     def sum_gradients(self, flat: Tensor) -> None:
@@ -177,12 +175,7 @@ class BucketedStrategy(Strategy):
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
         if len(buckets) > 1 and self._may_overlap():
             self._exchange_thread()
-        self._seconds = self._seconds or 0.0
         return BucketSynchronizer(parameters, buckets, self._start, self.world.size)
-
-    def exchange_seconds(self) -> float | None:
-        seconds, self._seconds = self._seconds, None if self._seconds is None else 0.0
-        return seconds
 
     def close(self) -> None:
         if self._background is not None:
@@ -192,15 +185,10 @@ class BucketedStrategy(Strategy):
     def _start(self, flat: Tensor) -> Callable[[], object]:
         # All models send from the same thread, whichever was prepared first.
         if self._background is not None:
-            return self._background.submit(self._timed_sum, flat).result
+            return self._background.submit(self.sum_gradients, flat).result
         with waits("gradients"):  # within the backward pass, where nothing else says so
-            self._timed_sum(flat)
+            self.sum_gradients(flat)
         return _nothing
-
-    def _timed_sum(self, flat: Tensor) -> None:
-        started = time.perf_counter()
-        self.sum_gradients(flat)
-        self._seconds = (self._seconds or 0.0) + time.perf_counter() - started
 
     def _exchange_thread(self) -> ThreadPoolExecutor:
         if self._background is None:

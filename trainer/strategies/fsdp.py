@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.cluster.world import World
 from trainer.config import FsdpConfig, RunConfig
+from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import is_sharded, shard_values
 from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state, check_dense, foreign_pass
@@ -136,7 +137,11 @@ class FSDPStrategy(ProcessGroupStrategy):
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
 
-    def on_evaluation_step(self, has_samples: bool) -> None:
+    def follow_loader(self, loader: Loader) -> None:
+        loader.on_own_step = self._on_evaluation_step
+
+    def _on_evaluation_step(self, has_samples: bool) -> None:
+        """Where this rank has no samples, take part in the forward passes of the others."""
         if has_samples:
             self._passes.begin_step()
         else:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timed as timed_script
 import torch
+from scaling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
+from scaling.timed_strategy import StepTimer, _step_times, timed
 from torch.utils.data import TensorDataset
 
-from trainer import Trainer, TrainerConfig
+from tests.distributed.harness import ROOT
+from trainer import InMemory, RunConfig, ShardedLoader, Trainer, TrainerConfig, init, strategies
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.profiling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
-from trainer.profiling.step_timer import StepTimer, _step_times, step_timer, timing_settings
 from trainer.strategies import choose_strategy
+from trainer.strategies.base import Synchronizer
+from trainer.strategies.single import SingleStrategy
 
 SLOW_S = 0.03
 
@@ -73,63 +77,74 @@ def test_the_window_is_weighed_by_bytes() -> None:
     assert _step_times(0.0, 0.1, [(1.0, 100)], None, 4.0, 10).blocked == 0.0
 
 
-def test_nothing_is_timed_unless_the_environment_says_so() -> None:
-    assert timing_settings({}) is None
-    assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": ""}) == (Path("t"), None, True)
-    assert timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_EXCHANGE": "no"}) == (Path("t"), None, False)
-    with pytest.raises(ConfigError, match="TRAINER_TIMING_STEPS is 'few'; valid is a positive number of steps"):
-        timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_STEPS": "few"})
-    with pytest.raises(ConfigError, match="TRAINER_TIMING_EXCHANGE is '0'; valid are yes and no"):
-        timing_settings({"TRAINER_TIMING": "t", "TRAINER_TIMING_EXCHANGE": "0"})
+Timed = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Trains alone on 80 samples with the settings that it is given; returns what the timer wrote, epoch by epoch."""
-    file = tmp_path / "timing.jsonl"
-    monkeypatch.setenv("TRAINER_TIMING", str(file))
-    step_timer.cache_clear()
+def time_training(tmp_path: Path) -> Timed:
+    """Trains alone on 80 samples with the settings that it is given; returns what was written, epoch by epoch."""
 
-    def train(*, epochs: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    def train(*, steps: int | None = None, epochs: int = 1, **settings: Any) -> list[dict[str, Any]]:
+        file = tmp_path / "timing.jsonl"
         model = torch.nn.Linear(2, 2)
         data = TensorDataset(torch.randn(80, 2), torch.zeros(80, dtype=torch.long))
-        config = TrainerConfig(**{"device": "cpu", "batch_size": 10, **settings})
+        run = init(
+            timed(SingleStrategy(World()), file, steps=steps),
+            config=TrainerConfig(**{"device": "cpu", "batch_size": 10, **settings}),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        Trainer(
-            model, optimizer, torch.nn.functional.cross_entropy, strategy="single", config=config, output=None,
-            progress=False,
-        ).fit(data, epochs=epochs)  # fmt: skip
+        trainer = Trainer(model, optimizer, torch.nn.functional.cross_entropy, run=run, output=None, progress=False)
+        trainer.fit(data, epochs=epochs)
         return [json.loads(line) for line in file.read_text().splitlines()]
 
-    yield train
-    step_timer.cache_clear()
+    return train
 
 
-def test_clipping_is_the_loops_own_work(
-    timed: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_is_the_loops_own_work(time_training: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: time.sleep(SLOW_S))
-    (timing,) = timed(clip_norm=1.0)
+    (timing,) = time_training(clip_norm=1.0)
     assert timing["compute"] > SLOW_S
     assert timing["exchange"] < SLOW_S / 2
 
 
-def test_an_epoch_ends_with_a_whole_update(
-    timed: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRAINER_TIMING_STEPS", "6")
-    first, second = timed(epochs=2, batch_size=2, accumulate=4)
+def test_an_epoch_ends_with_a_whole_update(time_training: Timed) -> None:
+    first, second = time_training(steps=6, epochs=2, batch_size=2, accumulate=4)
     # Six steps are two updates of four, and five to warm up likewise.
     assert [(epoch["steps"], epoch["updates"]) for epoch in (first, second)] == [(8, 2), (8, 2)]
 
 
-def test_whole_rounds_are_measured_behind_the_full_updates() -> None:
-    timer = StepTimer(Path("unused"), 6)
-    timer.watch_model(torch.nn.Linear(2, 3), full_updates=10, sync_every=4)
-    plan = SimpleNamespace(samples=1000, accumulate=2)
-    steps = (SimpleNamespace(count=1) for _ in range(1000))
+def test_whole_rounds_are_measured_behind_the_full_updates(tmp_path: Path) -> None:
+    strategy = SingleStrategy(World())
+    timer = StepTimer(strategy, tmp_path / "timing.jsonl", 6)
+    config = RunConfig(full_updates=10, sync_every=4)
+    timer.watch_model(torch.nn.Linear(2, 3), Synchronizer(), config)
+    loader = ShardedLoader(InMemory(torch.zeros(1000, 1), torch.zeros(1000)), 1, world=World(), accumulate=2)
     # 10 updates of two steps and a round of eight to warm up, then a round instead of six steps.
-    assert len(list(timer.epoch(steps, plan))) == 20 + 8 + 8
+    assert len(list(timer.epoch(loader, loader.steps()))) == 20 + 8 + 8
+
+
+def test_a_script_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, script = tmp_path / "timing.jsonl", ROOT / "tests/distributed/job_that_is_timed.py"
+    monkeypatch.setattr(strategies, "wrapper", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for place, arguments in enumerate(([str(script)], ["-m", "tests.distributed.job_that_is_timed"])):
+        command = ["timed.py", "--steps", "3", str(file), *arguments, "single", "0", "0"]
+        monkeypatch.setattr(sys, "argv", command)
+        timed_script.main()
+        assert sys.argv[1:] == ["single", "0", "0"]
+        timing = [json.loads(line) for line in file.read_text().splitlines()][place]
+        assert (timing["strategy"], timing["steps"], timing["samples"]) == ("Single", 3, 30)
+
+
+def test_a_mistake_in_the_options_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (["--steps", "few", "t.jsonl", "own.py"], "'few'; valid is a positive number of steps"),
+        (["t.jsonl"], "which script is to be timed?"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["timed.py", *arguments])
+        with pytest.raises(SystemExit):
+            timed_script.main()
+        assert told in capsys.readouterr().err
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
