@@ -28,6 +28,7 @@ from tests.unit.job_files import stand_in
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.lr_schedule import make_schedule
+from trainer.ops.processes import Finished
 
 GOOD = Report(seconds=[9.0, 4.0], losses=[1.0, 0.5], samples=[60000, 60000], score=0.95, evaluated=10000)
 
@@ -98,8 +99,8 @@ def test_the_loops_learning_rate_is_the_librarys() -> None:
 
 
 def test_reports_are_read_from_their_line_their_epoch_lines_and_their_record(tmp_path: Path) -> None:
-    def finished(stdout: str) -> launching.Finished:
-        return launching.Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
+    def finished(stdout: str) -> Finished:
+        return Finished(code=0, stdout=stdout, stderr="", seconds=1.0)
 
     line = f"noise\n{REPORT_PREFIX}{json.dumps(vars(GOOD))}\n"
     assert read_report(finished(line), None) == GOOD
@@ -195,7 +196,8 @@ def test_reports_have_their_figures() -> None:
     none = Block(saver="none", round=0, seconds=2.0, stalls_s=[], writes_s=[], update_s=0.1, meanwhile_s=None)
     ours = replace(none, saver="ours", seconds=2.5, stalls_s=[0.01], writes_s=[0.1])
     (_, row) = checkpoints.make_rows(1, [none, ours], samples=1000)
-    assert (row.samples_per_s, row.overhead_percent) == (400, pytest.approx(25.0))
+    assert row.samples_per_s == 400
+    assert row.overhead_percent == pytest.approx(25.0)
     assert "+25.0 %" in checkpoints.table([row])
 
 
