@@ -1,1 +1,1 @@
-"""What a run tells: progress, the terminal, and the record in a folder."""
+"""What a run reports: progress on the terminal, and its record in a folder."""

@@ -1,4 +1,4 @@
-"""Callback: the hook for what happens beside the training, and the facts that each event carries.
+"""Callbacks, which are called during a training, and the events that they are given.
 
 Progress, the run's record and TensorBoard are callbacks. What one has to keep over an interruption is its `state_dict`.
 """
@@ -6,7 +6,7 @@ Progress, the run's record and TensorBoard are callbacks. What one has to keep o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -113,7 +113,7 @@ class EpochRecord:
     updates: int = 0
     """Updates since the fit began."""
     validation: Evaluation | None = None
-    world_size: int = field(default=1)
+    world_size: int = 1
 
     @property
     def samples_per_s(self) -> float:

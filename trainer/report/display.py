@@ -1,4 +1,4 @@
-"""How far an epoch has come: a bar at the bottom of the job's terminal, a line now and then where there is none."""
+"""The progress of an epoch: a bar at the bottom of the job's terminal, or a line now and then without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop of one's own shows and records, on rank 0: its progress, and the values that it logs."""
+"""Progress and record of your own loop, on rank 0."""
 
 from __future__ import annotations
 
@@ -56,19 +56,15 @@ class LoopReport:
         """See `Run.record`."""
         if self._folder is not None:
             self._folder.close()
-
-        def make() -> RunFolder:
-            script = vars(settings) if isinstance(settings, Namespace) else settings or {}
-            facts = {
-                "settings": dict(script),
-                **self._settings,
-                "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-                **describe_run(self._world),
-                "checkpoints": checkpoints,
-            }
-            return RunFolder(folder, facts, tensorboard=tensorboard, goes_on=bool(checkpoints))
-
-        path, self._folder = open_on_root(self._world, broadcast_object, make)
+        script = vars(settings) if isinstance(settings, Namespace) else settings or {}
+        facts = {
+            "settings": dict(script),
+            **self._settings,
+            "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
+            **describe_run(self._world),
+            "checkpoints": checkpoints,
+        }
+        path, self._folder = open_on_root(self._world, broadcast_object, folder, facts, tensorboard=tensorboard)
         self._has_use = True
         return path
 

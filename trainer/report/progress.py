@@ -1,4 +1,4 @@
-"""Progress on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""The callback that shows the progress of `Trainer` on rank 0."""
 
 from __future__ import annotations
 

@@ -34,19 +34,16 @@ class RunFolder:
     """Rank 0's files of one run. A file that cannot be written later on, on a full disk say, costs a warning.
 
     Args:
-        output: the folder, which must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
+        output: the folder. It must not hold another run; one with the same folder of checkpoints in its settings is
+            this run's earlier part, and is continued. "auto" makes `runs/<script>-<date>-<time>`.
+        settings: written to settings.json. "checkpoints" is the folder that the run is saved in, or empty.
         tensorboard: also write TensorBoard events there.
-        settings: written to settings.json.
-        goes_on: the folder may hold this run's earlier part, which is kept: one with the same folder of checkpoints in
-            its settings.
 
     Raises:
-        TrainerError: it cannot be written, it holds a run, or TensorBoard is missing.
+        TrainerError: it cannot be written, it holds another run, or TensorBoard is missing.
     """
 
-    def __init__(
-        self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool, goes_on: bool = False
-    ) -> None:
+    def __init__(self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool) -> None:
         writer = _tensorboard_writer() if tensorboard else None
         self.path = _new_folder() if output == "auto" else Path(output)
         self._has_warned = False
@@ -54,7 +51,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "settings.json").exists():
                 _write(self.path / "settings.json", settings)
-            elif goes_on and self._is_saved_in(settings["checkpoints"]):
+            elif settings["checkpoints"] and self._is_saved_in(settings["checkpoints"]):
                 _append(self.path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
                 raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
@@ -144,12 +141,14 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def open_on_root(
-    world: World, broadcast_object: Callable[[Any], Any], make: Callable[[], RunFolder]
+    world: World,
+    broadcast_object: Callable[[Any], Any],
+    output: str | Path,
+    settings: Mapping[str, Any],
+    *,
+    tensorboard: bool,
 ) -> tuple[Path, RunFolder | None]:
-    """Return the path on every rank, and the folder on rank 0. Collective.
-
-    Args:
-        make: called on rank 0.
+    """Open a `RunFolder` on rank 0; return its path on every rank, and the folder on rank 0. Collective.
 
     Raises:
         TrainerError: rank 0 cannot write; raised on every rank.
@@ -157,7 +156,7 @@ def open_on_root(
     folder, answer = None, ("", "")
     if world.is_root:
         try:
-            folder = make()
+            folder = RunFolder(output, settings, tensorboard=tensorboard)
             answer = ("", str(folder.path))
         except TrainerError as error:
             answer = (str(error), "")
@@ -240,16 +239,13 @@ class RunRecord(Callback):
         Raises:
             TrainerError: rank 0 cannot write; raised on every rank.
         """
-
-        def make() -> RunFolder:
-            where = self._output
-            # That of the run's earlier part, unless it was left on another host or another one is asked for.
-            if where == "auto" and self._earlier and Path(self._earlier, "settings.json").exists():
-                where = self._earlier
-            settings = _settings(context)
-            return RunFolder(where, settings, tensorboard=self._tensorboard, goes_on=bool(context.checkpoints))
-
-        self.folder, self._files = open_on_root(context.world, context.broadcast_object, make)
+        where = self._output
+        # The folder of the run's earlier part, unless it is on another host, or the script names a folder.
+        if where == "auto" and self._earlier and Path(self._earlier, "settings.json").exists():
+            where = self._earlier
+        self.folder, self._files = open_on_root(
+            context.world, context.broadcast_object, where, _settings(context), tensorboard=self._tensorboard
+        )
         if self._files is not None:
             self._files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
             self._files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)

@@ -46,7 +46,7 @@ def share_machine(world: World, machine_ids: Sequence[str]) -> dict[str, str]:
         machine_ids: `machine_id()` of every rank.
     """
     cores = os.cpu_count() or 1
-    ranks_here = sum(one == machine_id() for one in machine_ids)
+    ranks_here = sum(other == machine_id() for other in machine_ids)
     threads = max(1, cores // ranks_here)
     if ranks_here == world.local_size or _user_has_decided(world) or torch.get_num_threads() <= threads:
         return {}
@@ -79,10 +79,10 @@ def in_container() -> bool:
 def cpu_model() -> str:
     """Return the processor's name, or the architecture's where the kernel does not tell."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1] if found else platform.machine()
+        name = None
+    return name[1] if name else platform.machine()
 
 
 def _threads(world: World) -> int | None:
@@ -106,7 +106,7 @@ def _user_has_decided(world: World) -> bool:
         return True
     # PyTorch does not tell who has set the number; any but these is nobody's default. Under MPI it is a rank's share.
     cores = {len(os.sched_getaffinity(0)), _physical_cores(), os.cpu_count() or 1, psutil.cpu_count(logical=False) or 1}
-    shares = {max(1, one // world.local_size) for one in cores}
+    shares = {max(1, count // world.local_size) for count in cores}
     return torch.get_num_threads() not in _TAKEN | ({1} if by_torchrun else cores | shares)
 
 

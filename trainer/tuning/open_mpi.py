@@ -50,17 +50,11 @@ def single_copy_allowed() -> bool:
     Docker's default seccomp profile refuses it, and Open MPI then prints `Read -1, expected …` for every large
     message. The call is tried on this process itself, which only such a filter forbids.
     """
-
-    class IoVec(ctypes.Structure):
-        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    here = IoVec(ctypes.addressof(target), 1)
-    there = IoVec(ctypes.addressof(source), 1)
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if call is None:
-        return False
-    return bool(call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 1)
+    # A struct iovec is an address and a length.
+    here, there = ((ctypes.c_size_t * 2)(ctypes.addressof(buffer), 1) for buffer in (target, source))
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    return call is not None and call(os.getpid(), here, 1, there, 1, 0) == 1
 
 
 def _set_rules() -> bool:

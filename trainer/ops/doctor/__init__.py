@@ -1,1 +1,1 @@
-"""`trainer doctor`: looks at hosts, and at the network between them, before a job does. Imports no PyTorch."""
+"""`trainer doctor`: examine hosts, and the network between them, before a job runs there. Imports no PyTorch."""

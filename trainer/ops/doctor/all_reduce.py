@@ -34,9 +34,8 @@ def main() -> None:
     device = torch.device("cuda", place) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit_s)
-    )  # fmt: skip
+    timeout = timedelta(seconds=limit_s)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
     # Small whole numbers, so that their sums are exact in float32: each all-reduce in place multiplies them by `size`.
     start = torch.arange(_ELEMENTS[backend], device=device, dtype=torch.float32) % 1000
     values = start + rank
@@ -50,9 +49,12 @@ def main() -> None:
     dist.all_reduce(wrong)
     length = values.numel() * values.element_size()
     result = {
-        "bytes": length, "seconds": seconds, "bus_bytes_per_s": length / seconds * 2 * (size - 1) / size,
-        "wrong": int(wrong), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }  # fmt: skip
+        "bytes": length,
+        "seconds": seconds,
+        "bus_bytes_per_s": length / seconds * 2 * (size - 1) / size,
+        "wrong": int(wrong),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
     if rank == 0:
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()

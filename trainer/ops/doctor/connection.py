@@ -1,9 +1,8 @@
-"""A connection to the agent on one host: started over the ssh of a job, then requests and answers."""
+"""A connection to the agent on a host, which is started through ssh as a job is, and answers requests."""
 
 from __future__ import annotations
 
 import json
-import queue
 import shlex
 import subprocess
 import sys
@@ -64,6 +63,8 @@ class Connection:
         self.host = host
         self._began = time.monotonic()
         self._start_until, self._until = self._began + start_s, self._began + all_s
+        self._started: Future[None] = Future()
+        self._printed: list[str] = []
         self._process = subprocess.Popen(
             _command(host, in_small_segments=in_small_segments),
             stdin=subprocess.PIPE,
@@ -74,7 +75,6 @@ class Connection:
         self._waiting: dict[int, Future[Any]] = {}
         self._has_ended = False
         self._lock = threading.Lock()
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._errors = b""
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
         for thread in self._threads:
@@ -83,27 +83,19 @@ class Connection:
 
     def login(self) -> Login:
         """Wait until the agent runs; return how that went."""
-        printed: list[str] = []
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.05, self._start_until - time.monotonic()))
-            except queue.Empty:
-                return self._failed(NO_ANSWER, printed)
-            if not line:
-                self._process.wait()
-                self._threads[1].join(timeout=1.0)
-                return self._failed(f"ssh has ended with code {self._process.returncode}", printed)
-            text = line.decode(errors="replace").rstrip("\n")
-            if text.endswith(MARK):  # what is printed without an end of line stands before it
-                printed += [text.removesuffix(MARK)] if text != MARK else []
-                break
-            printed.append(text)
+        error = ""
         try:
+            self._started.result(timeout=max(0.05, self._start_until - time.monotonic()))
             self.call("clock", max(0.05, self._start_until - time.monotonic()))
-        except AgentError:
+        except EOFError:
+            error = f"ssh has ended with code {self._process.wait()}"
+        except (TimeoutError, AgentError):
+            error = NO_ANSWER
+        if error:  # what ssh itself says tells more
             self._threads[1].join(timeout=0.5)
-            return self._failed(NO_ANSWER, printed)
-        return Login(seconds=time.monotonic() - self._began, printed=_first(printed))
+            error = self._errors.decode(errors="replace").strip() or error
+        printed = next((line.strip() for line in self._printed if line.strip()), "")
+        return Login(seconds=time.monotonic() - self._began, error=error, printed=printed)
 
     def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
         """Return the agent's answer.
@@ -140,10 +132,6 @@ class Connection:
             if stream is not None:
                 stream.close()
 
-    def _failed(self, otherwise: str, printed: list[str]) -> Login:
-        text = self._errors.decode(errors="replace").strip()
-        return Login(seconds=time.monotonic() - self._began, error=text or otherwise, printed=_first(printed))
-
     def _send(self, *values: Any) -> None:
         with suppress(OSError, ValueError), self._lock:  # an agent that has ended is told by its answers
             if self._process.stdin is not None:
@@ -151,17 +139,19 @@ class Connection:
                 self._process.stdin.flush()
 
     def _read(self) -> None:
-        stream = self._process.stdout
-        is_started = False
-        for line in stream or ():
-            if is_started and line.startswith(b'{"id": ') and line.endswith(b"\n"):
-                self._take(json.loads(line))
-            else:
-                self._lines.put(line)
-                is_started = is_started or line.rstrip(b"\n").endswith(MARK.encode())
-        self._lines.put(b"")
+        for line in self._process.stdout or ():
+            if self._started.done():
+                if line.startswith(b'{"id": ') and line.endswith(b"\n"):
+                    self._take(json.loads(line))
+                continue
+            text = line.decode(errors="replace").rstrip("\n")
+            self._printed.append(text.removesuffix(MARK))
+            if text.endswith(MARK):  # what is printed without an end of line stands before it
+                self._started.set_result(None)
         with self._lock:
             self._has_ended = True
+        if not self._started.done():
+            self._started.set_exception(EOFError())
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentError(f"the agent on host {self.host.name} has ended"))
@@ -191,10 +181,6 @@ def _command(host: Host, *, in_small_segments: bool) -> list[str]:
 
 def _source(name: str) -> str:
     return _SOURCES.joinpath(f"{name}.py").read_text()
-
-
-def _first(lines: list[str]) -> str:
-    return next((line.strip() for line in lines if line.strip()), "")
 
 
 def ssh_settings(host: Host) -> dict[str, Any]:

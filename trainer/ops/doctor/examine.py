@@ -1,4 +1,4 @@
-"""`trainer doctor`: finds the facts out, draws the conclusions, and prints them."""
+"""Run `trainer doctor`: collect the facts, draw the conclusions, and print them."""
 
 from __future__ import annotations
 

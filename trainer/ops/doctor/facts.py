@@ -1,4 +1,4 @@
-"""What was found out about the hosts and their pairs; the checks draw their conclusions from it alone."""
+"""The facts about the hosts and pairs of hosts, from which the checks draw their conclusions."""
 
 from __future__ import annotations
 

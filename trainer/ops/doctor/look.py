@@ -1,4 +1,4 @@
-"""Finds the facts out: starts an agent on each host, asks each about itself, and lets them try the network and GPUs."""
+"""Collect the facts: start an agent on each host, ask it about the host, and have agents try the network and GPUs."""
 
 from __future__ import annotations
 
@@ -194,9 +194,9 @@ def _with_names(facts: Facts, connections: Connections) -> Facts:
     peers = {host: facts.peers[host] for host in connections}
 
     def resolve(here: str) -> dict[str, Name]:
-        own = facts.machines.get(here, {}).get("host_name", "")
-        names = _to_names(connections[here].call("resolve", _CALL_S + 5, names=[*peers.values(), own]))
-        return {"": names[own], **{host: names[peer] for host, peer in peers.items()}}
+        itself = facts.machines.get(here, {}).get("host_name", "")
+        names = _to_names(connections[here].call("resolve", _CALL_S + 5, names=[*peers.values(), itself]))
+        return {"": names[itself], **{host: names[peer] for host, peer in peers.items()}}
 
     def owns(there: str) -> dict[str, bool]:
         addresses = {address for seen in names.values() for address in seen[there].addresses}
@@ -228,8 +228,8 @@ def _address_for(facts: Facts, there: str, here: str) -> str:
 
     Empty where it has none but a loopback address.
     """
-    own = facts.way(there, here).own
-    return "" if not own or ip_address(own).is_loopback else own
+    address = facts.way(there, here).own
+    return "" if not address or ip_address(address).is_loopback else address
 
 
 def _with_bandwidths(

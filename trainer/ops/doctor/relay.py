@@ -1,4 +1,4 @@
-"""Connects standard input and output with a TCP port, in small segments, for the ProxyCommand of ssh.
+"""Connect standard input and output to a TCP port, in small segments; a ProxyCommand for ssh.
 
 Where large packets get lost, ssh hangs in its key exchange. Through this program it does not. It imports the standard
 library only, and is run by its path: `relay.py HOST PORT`.

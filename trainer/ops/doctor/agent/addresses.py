@@ -1,4 +1,4 @@
-"""This host's interfaces and addresses, and how it resolves names."""
+"""Read by an agent: interfaces and addresses of its host, and how it resolves names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SIOCGIFCONF, _SIOCGIFADDR = 0x8912, 0x8915
 
 def interfaces() -> dict[str, dict[str, Any]]:
     """Return the IPv4 addresses, MTU and speed (Mbit/s; 0 where unknown) of each interface that is up."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for name, address in _addresses():
         folder = Path("/sys/class/net", name.partition(":")[0])
-        entry = found.setdefault(folder.name, {"addresses": [], "mtu": _number(folder / "mtu"), "speed": 0})
+        entry = by_name.setdefault(folder.name, {"addresses": [], "mtu": _number(folder / "mtu"), "speed": 0})
         entry["addresses"].append(address)
         if (folder / "device").exists():  # the speed of a virtual interface is made up
             entry["speed"] = max(0, _number(folder / "speed"))
-    return found
+    return by_name
 
 
 def _addresses() -> list[tuple[str, str]]:
@@ -50,11 +50,11 @@ def resolve(names: list[str]) -> dict[str, dict[str, Any]]:
     """Return, for each name, its addresses, this host's own address and interface on the way there, and its source."""
     by_address = {address: name for name, entry in interfaces().items() for address in entry["addresses"]}
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = dict(zip(names, pool.map(_resolve, names)))
-    for name, entry in found.items():
+        entries = dict(zip(names, pool.map(_resolve, names)))
+    for name, entry in entries.items():
         entry["interface"] = by_address.get(entry["own"], "")
         entry["in_hosts_file"] = _in_hosts_file(name)
-    return found
+    return entries
 
 
 def _resolve(name: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _resolve(name: str) -> dict[str, Any]:
     for info in infos:
         if info[4][0] not in entry["addresses"]:
             entry["addresses"].append(info[4][0])
-    first = next((str(one) for one in entry["addresses"] if ":" not in one), None)
+    first = next((address for address in entry["addresses"] if ":" not in address), None)
     if first is not None:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""What an agent does on the network: listens, and exchanges bytes with the agent of another host."""
+"""Run by an agent on the network: it listens, and exchanges bytes with the agent of another host."""
 
 from __future__ import annotations
 
@@ -56,48 +56,32 @@ def _bind(address: str, ports: list[int]) -> socket.socket:
     return server
 
 
-class _Unproven:
-    """Connections that have proven nothing yet. A newer one ends the oldest, so that slow ones keep nobody out."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connections: dict[socket.socket, bool] = {}
-
-    def add(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections[connection] = True
-            if len(self._connections) <= _MOST_UNPROVEN:
-                return
-            oldest = next(iter(self._connections))
-            del self._connections[oldest]
-        with suppress(OSError):  # it has ended by itself
-            oldest.shutdown(socket.SHUT_RDWR)
-
-    def remove(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.pop(connection, None)  # one that was ended is not there
-
-
 def _accept(server: socket.socket, token: bytes) -> None:
     deadline = time.monotonic() + _LISTEN_S
-    unproven = _Unproven()
+    # Connections that have proven nothing yet. A newer one ends the oldest, so that slow ones keep nobody out.
+    unproven: list[socket.socket] = []
     with server:
         while time.monotonic() < deadline:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
-                unproven.add(connection)
+                unproven.append(connection)
+                for oldest in unproven[: max(0, len(unproven) - _MOST_UNPROVEN)]:
+                    with suppress(OSError, ValueError):  # it has ended, or proven itself, in the meantime
+                        unproven.remove(oldest)
+                        oldest.shutdown(socket.SHUT_RDWR)
                 threading.Thread(target=_serve, args=(connection, token, unproven), daemon=True).start()
             except (OSError, RuntimeError):  # there is no file descriptor or thread left, or the time is over
                 time.sleep(_ACCEPT_AGAIN_S)
 
 
-def _serve(connection: socket.socket, token: bytes, unproven: _Unproven) -> None:
+def _serve(connection: socket.socket, token: bytes, unproven: list[socket.socket]) -> None:
     with connection, suppress(OSError):
         try:
             is_proven = _is_proven(connection, token)
         finally:
-            unproven.remove(connection)
+            with suppress(ValueError):  # it was ended
+                unproven.remove(connection)
         if is_proven:
             _answer(connection)
 
@@ -188,14 +172,10 @@ def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str
         a large message does not get through ("to", "from"), and "segment" the largest TCP segment that does.
     """
     with ThreadPoolExecutor(max_workers=len(ports)) as pool:
-        found = list(pool.map(lambda port: _ping(address, port, token, wait_s), ports))
-    result: dict[str, Any] = {
-        "errors": {str(port): error for port, (error, _) in zip(ports, found)},
-        "latency_s": found[0][1], "large": "", "segment": 0,
-    }  # fmt: skip
-    if not any(error for error, _ in found):
-        result["large"], result["segment"] = _try_large(address, ports[0], token, wait_s)
-    return result
+        pings = list(pool.map(lambda port: _ping(address, port, token, wait_s), ports))
+    errors = {str(port): error for port, (error, _) in zip(ports, pings)}
+    large, segment = ("", 0) if any(errors.values()) else _try_large(address, ports[0], token, wait_s)
+    return {"errors": errors, "latency_s": pings[0][1], "large": large, "segment": segment}
 
 
 def _try_large(address: str, port: int, token: str, wait_s: float) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""What an agent reads of GPUs and of the PCIe way between them, and the small all-reduce that it runs on them."""
+"""Read by an agent: GPUs and the PCIe devices between them. An agent also runs the small all-reduce on them."""
 
 from __future__ import annotations
 
@@ -116,11 +116,15 @@ def all_reduce(
         processes = []
         for place, (rank, file) in enumerate(zip(ranks, files)):
             arguments = [backend, str(rank), str(size), str(place), store, str(int(limit_s) + 1)]
-            # In a folder without files of the user's, which Python would import in place of a package.
             process = subprocess.Popen(
-                [sys.executable, "-c", source, *arguments], cwd="/", env=environment, start_new_session=True,
-                stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [sys.executable, "-c", source, *arguments],
+                cwd="/",  # without files of the user's, which Python would import in place of a package
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
             processes.append(process)
         killed = not _wait(processes, until)
         outputs = []
@@ -133,7 +137,7 @@ def all_reduce(
 def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> bool:
     """Wait for the ranks, and kill what is left at the limit; return whether all have ended by themselves.
 
-    Of a rank that waits for one that has failed, nothing is to be learned: it is killed soon after.
+    Once a rank has failed, the others only wait for it, so they are killed soon after.
     """
     well = True
     while any(process.poll() is None for process in processes):

@@ -1,4 +1,4 @@
-"""What an agent reads of its host: memory, cores, limits, disk, clock."""
+"""Read by an agent: memory, cores, limits, disk and clock of its host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+"""A cgroup's limit and usage, in version 2 and 1."""
 NO_LIMIT = 1 << 60
 """Bytes, where a limit is not set."""
 
@@ -92,9 +94,7 @@ def _cgroup_memory_free() -> int:
     folders = (*_own_cgroups(""), *_own_cgroups("memory"))
     free = NO_LIMIT
     for folder in folders:
-        for limit, usage in (
-            ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):  # fmt: skip
+        for limit, usage in _MEMORY_FILES:
             most, used = _number(folder / limit), _number(folder / usage)
             if most is not None and used is not None and most < NO_LIMIT:
                 free = min(free, most - used + _cache(folder))
@@ -124,7 +124,7 @@ def _own_cgroups(controller: str) -> list[Path]:
         _, names, path = line.split(":", 2)
         if controller in names.split(","):
             place = base / path.lstrip("/")
-            folders += [one for one in (place, *place.parents) if base in one.parents]
+            folders += [folder for folder in (place, *place.parents) if base in folder.parents]
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -159,14 +159,11 @@ def _outputs(folder: str) -> dict[str, Any]:
 
 def _reads_memory() -> bool:
     """Return whether process_vm_readv is allowed, which Open MPI copies with; tried on this process itself."""
-
-    class IoVec(ctypes.Structure):
-        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    here, there = IoVec(ctypes.addressof(target), 1), IoVec(ctypes.addressof(source), 1)
+    # A struct iovec is an address and a length.
+    here, there = ((ctypes.c_size_t * 2)(ctypes.addressof(buffer), 1) for buffer in (target, source))
     call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    return call is not None and call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 1
+    return call is not None and call(os.getpid(), here, 1, there, 1, 0) == 1
 
 
 def _single_copy_is_off() -> bool:

@@ -1,4 +1,4 @@
-"""What an agent reads of the installed software: versions from the packages' own records, without importing them."""
+"""Read by an agent: versions of the installed software, from the packages' records, without importing them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def software(folder: str, script: str, python_path: str) -> dict[str, Any]:
 
 
 def _version(path: list[str], name: str) -> str:
-    found = next(iter(metadata.distributions(name=name, path=path)), None)
-    return found.version if found else ""
+    package = next(iter(metadata.distributions(name=name, path=path)), None)
+    return package.version if package else ""
 
 
 def _nccl(path: list[str]) -> str:

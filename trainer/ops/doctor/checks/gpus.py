@@ -1,4 +1,4 @@
-"""GPUs: what nvidia-smi tells of each, how they reach one another and the network, and what an all-reduce showed."""
+"""GPUs: the state of each, the connections between them and to the network, and the result of an all-reduce."""
 
 from __future__ import annotations
 

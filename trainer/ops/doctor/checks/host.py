@@ -1,4 +1,4 @@
-"""A host by itself: memory, cores, limits, disk, clock."""
+"""Memory, cores, limits, disk and clock of each host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way in: ssh's own words, and what they mean."""
+"""Why a login fails, from the error messages of ssh, and what disturbs one that works."""
 
 from __future__ import annotations
 

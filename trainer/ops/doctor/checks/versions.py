@@ -1,4 +1,4 @@
-"""Software: the same on every host, and found there by a login without a terminal."""
+"""Whether software is the same on every host, and a login without a terminal finds it."""
 
 from __future__ import annotations
 
