@@ -179,9 +179,11 @@ class Loader(ABC):
             ConfigError: it is one of other data, or of another order.
         """
         state = {"unit": "samples", **state}  # which earlier versions do not say
-        for name, own in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
-            if state.get(name) != own:
-                raise ConfigError(f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {own}")
+        for name, here in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
+            if state.get(name) != here:
+                raise ConfigError(
+                    f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {here}"
+                )
         self.epoch, self.start = state["epoch"], state["taken"]
 
     @abstractmethod

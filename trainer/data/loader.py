@@ -208,12 +208,12 @@ class ShardedLoader(Loader):
     def own_samples(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
-        own = [shard for shard in shards if shard.stop > shard.start]
-        for loaded in self._load(epoch, own):
+        filled = [shard for shard in shards if shard.stop > shard.start]
+        for loaded in self._load(epoch, filled):
             report_phase("evaluation")
             self.on_own_step(True)
             yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
-        for _ in range(len(shards) - len(own)):
+        for _ in range(len(shards) - len(filled)):
             self.on_own_step(False)
 
     def _begin_epoch(self) -> Epoch:

@@ -45,16 +45,18 @@ class Scattered:
         for part in self.parts:
             first = tuple(map(max, offset, part.offset))
             behind = tuple(
-                min(start + length, own + own_length)
-                for start, length, own, own_length in zip(offset, shape, part.offset, part.values.shape, strict=True)
+                min(start + length, part_start + part_length)
+                for start, length, part_start, part_length in zip(
+                    offset, shape, part.offset, part.values.shape, strict=True
+                )
             )
-            if all(one < other for one, other in zip(first, behind, strict=True)):
+            if all(start < end for start, end in zip(first, behind, strict=True)):
                 box[_slices(first, behind, offset)] = part.values[_slices(first, behind, part.offset)]
         return box
 
 
 def _slices(first: Sequence[int], behind: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(one - start, other - start) for one, other, start in zip(first, behind, origin, strict=True))
+    return tuple(slice(begin - zero, end - zero) for begin, end, zero in zip(first, behind, origin, strict=True))
 
 
 def is_sharded(value: object) -> bool:
@@ -104,7 +106,10 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     if not keep:
         take_part(state)
         return {}
-    return {name: gather(one).to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()}
+    return {
+        name: gather(value).to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def shard_like(whole: Tensor | Scattered, like: Any) -> Any:

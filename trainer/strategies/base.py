@@ -246,12 +246,12 @@ def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     Horovod's own `broadcast_optimizer_state` makes a fresh optimizer take a step on zero gradients to
     have a state to send, which lets weight decay shrink the weights and counts as Adam's first step.
     """
-    own = optimizer.state_dict()
-    state = strategy.broadcast_object(_on_cpu(own["state"]))
+    here = optimizer.state_dict()
+    state = strategy.broadcast_object(_on_cpu(here["state"]))
     if strategy.world.is_root:
         return
     if state:  # the groups are compared, and may hold what cannot be sent
-        optimizer.load_state_dict({**own, "state": state})
+        optimizer.load_state_dict({**here, "state": state})
     else:
         optimizer.state.clear()
 

@@ -114,8 +114,8 @@ def divide(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return [part for lists in by_type.values() for part in lists]
 
 
-def _smaller(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point and wanted.itemsize < own.itemsize else own
+def _smaller(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point and wanted.itemsize < dtype.itemsize else dtype
 
 
 Start = Callable[[Tensor], Callable[[], object]]

@@ -74,11 +74,11 @@ class HorovodStrategy(Strategy):
             )
 
     def _check_world(self) -> None:
-        found = (self._hvd.rank(), self._hvd.size())
-        if found != (self.world.rank, self.world.size):
+        rank, size = self._hvd.rank(), self._hvd.size()
+        if (rank, size) != (self.world.rank, self.world.size):
             raise ConfigError(
                 f"strategy 'horovod' cannot join the ranks that {self.world.launcher} started: this is rank "
-                f"{self.world.rank} of {self.world.size} there, and {found[0]} of {found[1]} in Horovod; "
+                f"{self.world.rank} of {self.world.size} there, and {rank} of {size} in Horovod; "
                 f"{_VALID_LAUNCHERS}"
             )
 
@@ -217,7 +217,7 @@ class HorovodSynchronizer(GradientSynchronizer):
             SGD(self._placeholders, lr=0.0),
             named_parameters=_with_own_names(list(zip(self.names, self._placeholders, strict=True))),
             compression=compression,
-            groups=groups and [[self._placeholders[places[id(one)]] for one in group] for group in groups],
+            groups=groups and [[self._placeholders[places[id(parameter)]] for parameter in group] for group in groups],
         )
         self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
         self._sent: set[int] = set()

@@ -91,10 +91,10 @@ class Checkpoints:
         Each rank looks on its host's disk, where the same checkpoint is there a moment later than on another. After
         `save`, `finish` and the loop over `run.epochs`, all ranks see the same.
         """
-        found = find(self._storage.folder)
-        own = next((path for path in found if (order := order_of(path.name)) and order[0] == self.attempt), None)
+        paths = find(self._storage.folder)
+        written = next((path for path in paths if (order := order_of(path.name)) and order[0] == self.attempt), None)
         resumed = self.resumed.checkpoint.path if self.resumed is not None else None
-        return own or (resumed if resumed in found else None)
+        return written or (resumed if resumed in paths else None)
 
     @property
     def best_path(self) -> Path | None:
@@ -279,9 +279,9 @@ class Checkpoints:
         error = self._saver.error
         world = self._world
         named = name_rank(str(error), world.rank, world.size, world.host)
-        own = (isinstance(error, OthersFailedError), named) if error else None
+        told = (isinstance(error, OthersFailedError), named) if error else None
         # A rank that has waited for another one in vain does not know the reason.
-        _, problem = min(filter(None, self._strategy.all_gather_object(own)), default=(False, ""))
+        _, problem = min(filter(None, self._strategy.all_gather_object(told)), default=(False, ""))
         if problem:
             self._saver.forget_error()
         return problem
@@ -351,9 +351,9 @@ class FlagReduction:
         # Without an update in between, the time tells nothing of theirs.
         each = (now - self._then) / (update - self._at) if update > self._at else _REDUCE_EVERY_S
         until_next = min(max(int(_REDUCE_EVERY_S / max(each, 1e-6)), 1), _REDUCE_WITHIN_UPDATES)
-        own = [*map(float, flags), until_next if world.is_root else 0.0]
+        sums = [*map(float, flags), until_next if world.is_root else 0.0]
         if world.size > 1:
-            own = self._strategy.all_reduce(torch.tensor(own, dtype=torch.float64, device=world.device)).tolist()
-        *counts, until_next = map(round, own)
+            sums = self._strategy.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
+        *counts, until_next = map(round, sums)
         self._at, self._next, self._then = update, update + until_next, now
         return counts

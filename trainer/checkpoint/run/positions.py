@@ -18,23 +18,23 @@ class Positions:
     completed in its last epoch yield nothing when that epoch is gone over again.
 
     Args:
-        found: of the interrupted run, in the order in which its loaders were made; empty for a new one.
+        interrupted: of the interrupted run, in the order in which its loaders were made; empty for a new one.
         saved_in: the loader in whose pass the run was saved; None where it was in none.
     """
 
-    def __init__(self, found: Sequence[Mapping[str, Any]], saved_in: int | None) -> None:
+    def __init__(self, interrupted: Sequence[Mapping[str, Any]], saved_in: int | None) -> None:
         self.first: Loader | None = None
         """The loader whose pass began first, among those that are in one."""
         self.has_begun = False
         """Whether the loop over the epochs has begun. Passes before it, such as a look at a batch, do not count."""
-        self._found, self._saved_in = found, saved_in
+        self._interrupted, self._saved_in = interrupted, saved_in
         self._watched: list[weakref.ref[Loader]] = []
         self._passes: Counter[Loader] = Counter()
 
     @property
     def loaders(self) -> list[Loader]:
         """Those that are still in use, in the order in which they were made."""
-        return [loader for one in self._watched if (loader := one()) is not None]
+        return [loader for watched in self._watched if (loader := watched()) is not None]
 
     def watch(self, loader: Loader) -> None:
         """Count a loader in."""
@@ -79,12 +79,12 @@ class Positions:
         }
 
     def _give(self, number: int, loader: Loader) -> None:
-        if number < len(self._found):
+        if number < len(self._interrupted):
             try:
-                loader.load_state_dict(self._found[number])
+                loader.load_state_dict(self._interrupted[number])
             except ConfigError as error:
                 raise ConfigError(
                     f"{error}; restore that to go on, or begin in another folder, with the checkpoint's weights "
                     "(docs/surviving.md, Going on)"
                 ) from None
-            loader.skip = self._passes[loader] = self._found[number]["passes"]
+            loader.skip = self._passes[loader] = self._interrupted[number]["passes"]

@@ -73,7 +73,7 @@ class Preemption:
     def _watch(self, reader: int) -> None:
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while data := pipe.read(64):
-                if number := next((one for one in SIGNALS if one in data), None):
+                if number := next((known for known in SIGNALS if known in data), None):
                     break
             else:  # closed
                 return

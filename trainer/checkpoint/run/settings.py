@@ -30,18 +30,18 @@ _ENDS: tuple[tuple[type[LRScheduler], str, str], ...] = (
 
 def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> dict[str, str]:
     """Return what the script has set, by the words in which it is told, as text."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             where = f" of group {place}" * (len(optimizer.param_groups) > 1) + f" of optimizer {number}" * (number > 0)
             # A scheduler that has been made has set its first learning rate.
-            found |= _texts({RATE: group.get("initial_lr", group["lr"])}, where)
-            found |= _texts({name: value for name, value in group.items() if name not in _LEFT_OUT}, where)
-    for name, one in objects.items():
-        for number, scheduler in enumerate(_flat(one)):
+            settings |= _texts({RATE: group.get("initial_lr", group["lr"])}, where)
+            settings |= _texts({name: value for name, value in group.items() if name not in _LEFT_OUT}, where)
+    for name, value in objects.items():
+        for number, scheduler in enumerate(_flat(value)):
             where = f" of state {name!r}" + f", its scheduler {number}" * (number > 0)
-            found |= _texts(_public(scheduler), where)
-    return found
+            settings |= _texts(_public(scheduler), where)
+    return settings
 
 
 def is_rate(setting: str) -> bool:
@@ -49,30 +49,32 @@ def is_rate(setting: str) -> bool:
     return setting.split(" ", 1)[0] == RATE
 
 
-def describe_differences(own: Mapping[str, str], found: Mapping[str, str], *, rate_is_own: bool) -> str:
+def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_own: bool) -> str:
     """Return in one line which settings of a script differ from a checkpoint's, and which count; "" if none does.
 
     Args:
+        here: the script's.
+        there: the checkpoint's.
         rate_is_own: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
     """
-    parts, is_found = [], False
-    for name, value in own.items():
-        if (other := found.get(name, value)) == value:
+    parts, checkpoint_counts = [], False
+    for name, value in here.items():
+        if (saved := there.get(name, value)) == value:
             continue
         if rate_is_own and is_rate(name):
-            parts.append(f"{name} = {value} from the script (checkpoint: {other})")
+            parts.append(f"{name} = {value} from the script (checkpoint: {saved})")
         else:
-            parts.append(f"{name} = {other} from the checkpoint (script: {value})")
-            is_found = True
+            parts.append(f"{name} = {saved} from the checkpoint (script: {value})")
+            checkpoint_counts = True
     if not parts:
         return ""
-    advice = "; to change what is the checkpoint's, see docs/surviving.md, Going on" if is_found else ""
+    advice = "; to change what is the checkpoint's, see docs/surviving.md, Going on" if checkpoint_counts else ""
     return f"what counts: {', '.join(parts)}{advice}"
 
 
 def describe_ends(objects: Mapping[str, Any]) -> Iterator[str]:
     """Yield what becomes of each scheduler that has taken all steps that it was made for, and is to take more."""
-    for name, scheduler in [(name, one) for name, given in objects.items() for one in _flat(given)]:
+    for name, scheduler in [(name, scheduler) for name, value in objects.items() for scheduler in _flat(value)]:
         for kind, steps, follows in _ENDS:
             if isinstance(scheduler, kind) and scheduler.last_epoch >= (end := getattr(scheduler, steps)):
                 yield f"state {name!r} has taken all {end} steps of its {kind.__name__} ({steps}), and {follows}"
@@ -83,65 +85,64 @@ def explain(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    one = trace.tb_frame.f_locals.get("self") if trace is not None else None
-    if not isinstance(error, ValueError) or not isinstance(one, OneCycleLR):
+    scheduler = trace.tb_frame.f_locals.get("self") if trace is not None else None
+    if not isinstance(error, ValueError) or not isinstance(scheduler, OneCycleLR):
         return ""
-    steps = f"OneCycleLR was made for {one.total_steps} steps (total_steps)"
-    return f"{steps}, and step {one.last_epoch} is asked for; {MORE_STEPS}"
+    steps = f"OneCycleLR was made for {scheduler.total_steps} steps (total_steps)"
+    return f"{steps}, and step {scheduler.last_epoch} is asked for; {MORE_STEPS}"
 
 
-def kind_of(one: Any) -> dict[str, Any]:
+def kind_of(value: Any) -> dict[str, Any]:
     """Return what a state object is: its class, the names in its state, and the shapes of the tensors there."""
-    state = {} if type(one) is dict else one.state_dict()  # a dict's names are data
+    state = {} if type(value) is dict else value.state_dict()  # a dict's names are data
     if not isinstance(state, Mapping):
-        return {"class": _class_of(one), "names": [], "shapes": {}}
+        return {"class": _class_of(value), "names": [], "shapes": {}}
     # Private values come and go with PyTorch's versions.
-    names = [str(name) for name, value in state.items() if isinstance(value, Tensor) or not str(name).startswith("_")]
-    return {"class": _class_of(one), "names": names, "shapes": dict(_shapes(state, ""))}
+    names = [str(name) for name, part in state.items() if isinstance(part, Tensor) or not str(name).startswith("_")]
+    return {"class": _class_of(value), "names": names, "shapes": dict(_shapes(state, ""))}
 
 
-def kind_differences(name: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+def kind_differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
     """Yield how a state object differs from what a checkpoint's was made of, in words."""
-    if own["class"] != found["class"]:
-        yield f"state {name!r} is a {found['class']} there and a {own['class']} here"
+    if here["class"] != there["class"]:
+        yield f"state {name!r} is a {there['class']} there and a {here['class']} here"
         return
-    for key in [one for one in found["names"] if one not in own["names"]]:
-        yield f"state {name!r}, a {own['class']}, has {key!r} there and not here"
-    for key in [one for one in own["names"] if one not in found["names"]]:
-        yield f"state {name!r}, a {own['class']}, has {key!r} here and not there"
-    for key, shape in own["shapes"].items():
-        if (other := found["shapes"].get(key, shape)) != shape:
-            yield f"{key} of state {name!r}, a {own['class']}, has shape {tuple(other)} there and {tuple(shape)} here"
+    what = f"state {name!r}, a {here['class']}"
+    yield from (f"{what}, has {key!r} there and not here" for key in there["names"] if key not in here["names"])
+    yield from (f"{what}, has {key!r} here and not there" for key in here["names"] if key not in there["names"])
+    for key, shape in here["shapes"].items():
+        if (saved := there["shapes"].get(key, shape)) != shape:
+            yield f"{key} of {what}, has shape {tuple(saved)} there and {tuple(shape)} here"
 
 
-def _class_of(one: Any) -> str:
-    inner = [_class_of(scheduler) for scheduler in _inner(one)]
-    return type(one).__name__ + (f" of {' and '.join(inner)}" if inner else "")
+def _class_of(value: Any) -> str:
+    inner = [_class_of(scheduler) for scheduler in _inner(value)]
+    return type(value).__name__ + (f" of {' and '.join(inner)}" if inner else "")
 
 
-def _inner(one: Any) -> Sequence[Any]:
-    """Return the schedulers that one consists of, as a SequentialLR does."""
-    return getattr(one, "_schedulers", ()) if isinstance(one, LRScheduler) else ()
+def _inner(value: Any) -> Sequence[Any]:
+    """Return the schedulers that a scheduler consists of, as a SequentialLR does."""
+    return getattr(value, "_schedulers", ()) if isinstance(value, LRScheduler) else ()
 
 
-def _flat(one: Any) -> Iterator[LRScheduler]:
-    if isinstance(one, LRScheduler):
-        yield one
-    for inner in _inner(one):
+def _flat(value: Any) -> Iterator[LRScheduler]:
+    if isinstance(value, LRScheduler):
+        yield value
+    for inner in _inner(value):
         yield from _flat(inner)
 
 
 def _public(scheduler: LRScheduler) -> dict[str, Any]:
     state = vars(scheduler)
-    return {one: state[one] for one in state if not one.startswith("_") and one not in _LEFT_OUT_OF_SCHEDULERS}
+    return {name: state[name] for name in state if not name.startswith("_") and name not in _LEFT_OUT_OF_SCHEDULERS}
 
 
 def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
     if isinstance(value, Tensor):
         yield path, list(value.shape)
     elif isinstance(value, Mapping | list | tuple):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _shapes(one, f"{path}.{key}" if path else str(key))
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _shapes(part, f"{path}.{key}" if path else str(key))
 
 
 def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -55,13 +55,13 @@ class Buffers:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
-            pairs = ((key, self._copy(one, (*path, key), copied)) for key, one in value.items())
+            pairs = ((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
             return _like(value, pairs)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            items = [self._copy(one, (*path, number), copied) for number, one in enumerate(value)]
+            items = [self._copy(part, (*path, number), copied) for number, part in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, set | frozenset):
-            return {self._copy(one, path, copied) for one in value}
+            return {self._copy(part, path, copied) for part in value}
         if isinstance(value, np.generic):  # a learning rate that NumPy has computed
             return value.item()
         for kind in _PLAIN:

@@ -185,4 +185,4 @@ class RingStrategy(BucketedStrategy):
         if part:
             parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
         self.sum_values(table)
-        return [one.numpy().tobytes() for one in parts]
+        return [part.numpy().tobytes() for part in parts]

@@ -28,7 +28,7 @@ from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact
 class _Sent:
     """Weights on their way."""
 
-    own: list[Tensor]
+    here: list[Tensor]
     """This rank's."""
     means: Callable[[], list[Tensor]]
     """Waits for the ranks' means."""
@@ -108,14 +108,14 @@ class LocalSynchronizer(WholeSynchronizer):
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        for (name, parameter), own, mean in zip(self._named.items(), sent.own, sent.means(), strict=True):
-            parameter.copy_(self._go_on_from(name, mean) + (parameter - own))
+        for (name, parameter), before, mean in zip(self._named.items(), sent.here, sent.means(), strict=True):
+            parameter.copy_(self._go_on_from(name, mean) + (parameter - before))
 
     def _was_written_to(self, sent: _Sent) -> bool:
         """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
-        pairs = zip(self._named.values(), sent.own, strict=True)
-        changed = any(not torch.equal(parameter.to(own.dtype), own) for parameter, own in pairs)
-        return bool(self._strategy.all_reduce(torch.tensor(float(changed), device=sent.own[0].device)))
+        pairs = zip(self._named.values(), sent.here, strict=True)
+        changed = any(not torch.equal(parameter.to(before.dtype), before) for parameter, before in pairs)
+        return bool(self._strategy.all_reduce(torch.tensor(float(changed), device=sent.here[0].device)))
 
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
@@ -143,13 +143,13 @@ class LocalSynchronizer(WholeSynchronizer):
         if not self._states_differ or not optimizers:
             return
         self._states_differ = False
-        own = set(map(id, self._named.values()))
+        trained = set(map(id, self._named.values()))
         states = [
             value
             for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) in own
+            if id(parameter) in trained
             for value in optimizer.state.get(parameter, {}).values()
             if isinstance(value, Tensor)
             and value.is_floating_point()
@@ -171,10 +171,10 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self.updates, self._has_begun = state["updates"], bool(state["anchors"])
         self._take_anchors()  # for a parameter that has none there, because it was frozen
-        for own, found in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
-            for name, tensor in own.items():
-                if name in found and found[name].shape == tensor.shape:
-                    tensor.copy_(found[name])
+        for tensors, saved in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
+            for name, tensor in tensors.items():
+                if name in saved and saved[name].shape == tensor.shape:
+                    tensor.copy_(saved[name])
 
 
 def _copy(parameter: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ class Factors:
         """Return this rank's right factor for the mean of `project`, m × rank. What both leave is the new error."""
         # QR and not a division by the norm: a column of zeros, from a gradient of zeros, stays a direction.
         self._left = torch.linalg.qr(left).Q
-        own: Tensor = self._left.T @ self.error
-        self.error.addmm_(self._left, own, alpha=-1)
-        return own.T
+        right: Tensor = self._left.T @ self.error
+        self.error.addmm_(self._left, right, alpha=-1)
+        return right.T
 
     def approximate(self, right: Tensor, gradient: Tensor) -> None:
         """Write the mean gradient's approximation, from the mean of `project_back`, over this rank's gradient."""
@@ -111,7 +111,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         if not all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
             self._begin_anew(gradients)
             return counts
-        sent = [one.project_back(left) for one, left in zip(self._factors.values(), lefts, strict=True)]
+        sent = [factors.project_back(left) for factors, left in zip(self._factors.values(), lefts, strict=True)]
         rights = self.mean_of_all(sent, "right")
         for (place, factors), right in zip(self._factors.items(), rights, strict=True):
             factors.approximate(right, gradients[place])
@@ -127,15 +127,15 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error and the factors. Every rank goes on with the mean error, as it would after a load."""
-        errors = self.mean_of_all([one.error for one in self._factors.values()], "error")
+        errors = self.mean_of_all([factors.error for factors in self._factors.values()], "error")
         for factors, mean in zip(self._factors.values(), errors, strict=True):
             factors.error.copy_(mean)
-        kept = {self.names[place]: one for place, one in self._factors.items()}
+        kept = {self.names[place]: factors for place, factors in self._factors.items()}
         return {
             "kind": "powersgd",
             "updates": self.updates,
-            "errors": {name: one.error for name, one in kept.items()},
-            "factors": {name: one.right for name, one in kept.items()},
+            "errors": {name: factors.error for name, factors in kept.items()},
+            "factors": {name: factors.right for name, factors in kept.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,9 +145,10 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         self.updates = state["updates"]
         for place, factors in self._factors.items():
             name = self.names[place]
-            for own, found in ((factors.error, state["errors"].get(name)), (factors.right, state["factors"].get(name))):
-                if found is not None and found.shape == own.shape:
-                    own.copy_(found)
+            errors, rights = state["errors"], state["factors"]
+            for tensor, saved in ((factors.error, errors.get(name)), (factors.right, rights.get(name))):
+                if saved is not None and saved.shape == tensor.shape:
+                    tensor.copy_(saved)
 
 
 def _width(parameter: Tensor, rank: int, least_saving: float) -> int:

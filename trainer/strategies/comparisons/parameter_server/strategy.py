@@ -67,7 +67,7 @@ class ParameterServerStrategy(BucketedStrategy):
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
             self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s, certificates)
-        endpoints = [one for one in rendezvous.all_gather(self._server.endpoint if self._server else "") if one]
+        endpoints = [*filter(None, rendezvous.all_gather(self._server.endpoint if self._server else ""))]
         self._streams = {
             channel: [Stream(endpoint, channel, self._token, world, certificates) for endpoint in endpoints]
             for channel in ("gradients", "values")
@@ -92,8 +92,8 @@ class ParameterServerStrategy(BucketedStrategy):
         stream = self._streams["values"][0]
         self._objects += 1
         facts = ("object", self._objects, root)
-        own = seal(self._token, pickle.dumps(value), *facts) if self.world.rank == root else b""
-        stream.push("", memoryview(own))
+        sealed = seal(self._token, pickle.dumps(value), *facts) if self.world.rank == root else b""
+        stream.push("", memoryview(sealed))
         data = unseal(self._token, bytes(stream.pull()), *facts)
         if data is None:
             raise TrainerError(
