@@ -144,9 +144,6 @@ ON_NODE_A = {
     "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 150 runs/t.jsonl examples/mnist.py "
     "--epochs 1 --output none": replace(_TIMED, is_slow=True),
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
-    "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server": Run(
-        append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY, is_slow=True
-    ),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server my_training.py "
     "--epochs 1": Run(
         append="--dataset digits --output none",
