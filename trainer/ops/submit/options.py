@@ -7,7 +7,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
@@ -46,6 +46,36 @@ _UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
 """Slurm's own form, days-hours:minutes:seconds. Shorter ones mean minutes to some and hours to others."""
 _UNITS_GIB = {"GB": 1, "GiB": 1, "TB": 1024, "TiB": 1024}
+
+
+_OPTIONS = {
+    "the machines": (
+        ("--nodes", "nodes", "N", "number of nodes"),
+        ("--ranks-per-node", "ranks_per_node", "N", "ranks on each node, one process each"),
+        ("--gpus-per-node", "gpus_per_node", "N", "GPUs of each node, one for each rank (none)"),
+        ("--cpus-per-rank", "cpus_per_rank", "N", "cores of each rank (the scheduler's default)"),
+        ("--memory", "memory_gib", "16GB", "memory of each node (the scheduler's default)"),
+        ("--image", "image", "IMAGE", "the container image in which the ranks run (none)"),
+    ),
+    "Kubernetes": (
+        ("--claim", "claim", "NAME", "a PersistentVolumeClaim for runs/ (none)"),
+        ("--namespace", "namespace", "NAME", "of the job (that of kubectl)"),
+        ("--node-selector", "node_selector", "LABEL=VALUE", "a label that nodes have to have; may be repeated"),
+        ("--toleration", "tolerations", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have; may be repeated"),
+        ("--pull-secret", "pull_secrets", "NAME", "a secret with which the image is pulled; may be repeated"),
+    ),
+    "the job": (
+        ("--name", "name", None, "of the job and its file (the script's)"),
+        ("--launcher", "launcher", None, "what starts the ranks (the first that the scheduler has)"),
+        ("--time", "time_s", "2h", "limit: s, m, h or d, or H:MM:SS (the scheduler's default)"),
+        ("--grace", "grace_s", "120s", "time before the limit at which the ranks save (120s)"),
+        ("--array", "array", "0-3,7", f"a job for each number, which replaces {INDEX} in the command"),
+        ("--directive", "directives", "=TEXT", "a further option of the scheduler's own"),
+    ),
+}
+"""By group: an option, the field of `Job` that it sets, the name of its value, and its help."""
+_REPEATED = ("node_selector", "tolerations", "pull_secrets", "directives")
+_OPTION_OF = {field: option for rows in _OPTIONS.values() for option, field, _, _ in rows}
 
 
 @dataclass(frozen=True)
@@ -89,7 +119,10 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         return None
     scheduler = SCHEDULERS.get(parsed.scheduler)
     valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
-    problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
+    problems = []
+    if scheduler is None:
+        mistake = f"scheduler {parsed.scheduler!r} is not known" if parsed.scheduler else "SCHEDULER is missing"
+        problems.append(f"{mistake}; valid are {', '.join(SCHEDULERS)}")
     lacks_dashes = bool(unknown) and not unknown[0].startswith("-")
     if lacks_dashes:
         hint = "; the command goes behind --, as in -- python train.py" if end == len(arguments) else ""
@@ -104,7 +137,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     elif not lacks_dashes:
         problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
-        problems += [*_check(job, scheduler, parser), *scheduler.problems(job)]
+        problems += [*_check(job, scheduler), *scheduler.problems(job)]
         if parsed.follow and not scheduler.is_tried:
             problems.append(f"{scheduler.name} has no --follow; nobody has run it, and its file is only written")
     if problems or scheduler is None:
@@ -124,52 +157,16 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="trainer submit SCHEDULER --nodes N --ranks-per-node N [options] -- COMMAND …",
     )
     parser.add_argument("scheduler", nargs="?", default="", metavar="SCHEDULER", help=f"{', '.join(SCHEDULERS)}")
-    # `_read` reads the values, and reports all mistakes at once. An option has the name of its field of `Job`.
-    group = parser.add_argument_group("the machines")
-    group.add_argument("--nodes", metavar="N", help="number of nodes")
-    group.add_argument("--ranks-per-node", metavar="N", help="ranks on each node, one process each")
-    group.add_argument("--gpus-per-node", metavar="N", help="GPUs of each node, one for each rank (none)")
-    group.add_argument("--cpus-per-rank", metavar="N", help="cores of each rank (the scheduler's default)")
-    group.add_argument(
-        "--memory", dest="memory_gib", metavar="16GB", help="memory of each node (the scheduler's default)"
-    )
-    group.add_argument("--image", metavar="IMAGE", help="the container image in which the ranks run (none)")
-    group = parser.add_argument_group("Kubernetes")
-    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for runs/ (none)")
-    group.add_argument("--namespace", metavar="NAME", help="of the job (that of kubectl)")
-    for name, field, metavar, text in (
-        ("node-selector", "node_selector", "LABEL=VALUE", "a label that nodes have to have"),
-        ("toleration", "tolerations", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have"),
-        ("pull-secret", "pull_secrets", "NAME", "a secret with which the image is pulled"),
-    ):
-        group.add_argument(f"--{name}", dest=field, action="append", metavar=metavar, help=f"{text}; may be repeated")
-    group = parser.add_argument_group("the job")
-    group.add_argument("--name", help="of the job and its file (the script's)")
-    group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
-    group.add_argument(
-        "--time", dest="time_s", metavar="2h", help="limit: s, m, h or d, or H:MM:SS (the scheduler's default)"
-    )
-    group.add_argument(
-        "--grace", dest="grace_s", metavar="120s", help="time before the limit at which the ranks save (120s)"
-    )
-    group.add_argument("--array", metavar="0-3,7", help=f"a job for each number, which replaces {INDEX} in the command")
-    group.add_argument(
-        "--directive",
-        dest="directives",
-        action="append",
-        metavar="=TEXT",
-        help="a further option of the scheduler's own",
-    )
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for option, field, metavar, text in rows:
+            action = "append" if field in _REPEATED else "store"
+            group.add_argument(option, dest=field, metavar=metavar, action=action, help=text)
     group = parser.add_argument_group("what is done")
     group.add_argument("--dry-run", action="store_true", help="print the job file; submit nothing")
     group.add_argument("--follow", action="store_true", help="print the job's output until it ends")
     group.add_argument("-h", "--help", action="store_true", help="show this help")
     return parser
-
-
-def _unknown_scheduler(name: str) -> str:
-    mistake = f"scheduler {name!r} is not known" if name else "SCHEDULER is missing"
-    return f"{mistake}; valid are {', '.join(SCHEDULERS)}"
 
 
 def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
@@ -182,15 +179,14 @@ def _read(
     parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, made_by: str, problems: list[str]
 ) -> Job:
     """Return the job, and note the values that are not valid; a valid one stands in their place."""
-    names = {field.name for field in fields(Job)}
-    given = {name: value for name, value in vars(parsed).items() if name in names and value}
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    for name, (option, convert, valid) in _NUMBERS.items():
+    given = {name: value for name, value in vars(parsed).items() if name in _OPTION_OF and value}
+    values: dict[str, Any] = {name: tuple(value) if name in _REPEATED else value for name, value in given.items()}
+    for name, (convert, valid) in _NUMBERS.items():
         text = getattr(parsed, name)
         if text is None and name in ("nodes", "ranks_per_node"):
-            problems.append(f"{option} is missing; valid is {valid}")
+            problems.append(f"{_OPTION_OF[name]} is missing; valid is {valid}")
         elif text is not None and (value := convert(text)) is None:
-            problems.append(f"{option} is {text!r}; valid is {valid}")
+            problems.append(f"{_OPTION_OF[name]} is {text!r}; valid is {valid}")
             del values[name]
         elif text is not None:
             values[name] = value
@@ -223,20 +219,16 @@ def _seconds(text: str) -> int | None:
 
 _COUNT = "a number of at least 1"
 _TIME = f"a number with {', '.join(_UNITS_S)}, as in {{}}, or H:MM:SS"
-_NUMBERS: dict[str, tuple[str, Callable[[str], int | None], str]] = {
-    "nodes": ("--nodes", _count, _COUNT),
-    "ranks_per_node": ("--ranks-per-node", _count, _COUNT),
-    "gpus_per_node": ("--gpus-per-node", _count, _COUNT),
-    "cpus_per_rank": ("--cpus-per-rank", _count, _COUNT),
-    "memory_gib": (
-        "--memory",
-        lambda text: _amount(text, _UNITS_GIB),
-        f"a number with {', '.join(_UNITS_GIB)}, as in 16GB",
-    ),
-    "time_s": ("--time", _seconds, _TIME.format("2h")),
-    "grace_s": ("--grace", _seconds, _TIME.format("120s")),
+_NUMBERS: dict[str, tuple[Callable[[str], int | None], str]] = {
+    "nodes": (_count, _COUNT),
+    "ranks_per_node": (_count, _COUNT),
+    "gpus_per_node": (_count, _COUNT),
+    "cpus_per_rank": (_count, _COUNT),
+    "memory_gib": (lambda text: _amount(text, _UNITS_GIB), f"a number with {', '.join(_UNITS_GIB)}, as in 16GB"),
+    "time_s": (_seconds, _TIME.format("2h")),
+    "grace_s": (_seconds, _TIME.format("120s")),
 }
-"""Fields of `Job` that are numbers: the option, how its text is read, and what is valid."""
+"""Fields of `Job` that are numbers: how the text is read, and what is valid."""
 
 
 def _check_command(job: Job) -> list[str]:
@@ -251,16 +243,15 @@ def _check_command(job: Job) -> list[str]:
     return problems
 
 
-def _check(job: Job, scheduler: Scheduler, parser: argparse.ArgumentParser) -> list[str]:
+def _check(job: Job, scheduler: Scheduler) -> list[str]:
     """Return what no scheduler or not this one can do."""
     problems = []
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,62}", job.name):
         problems.append(f"--name is {job.name!r}; valid are up to 63 letters, digits, '.', '_' and '-', a letter first")
     if job.launcher not in scheduler.launchers:
         problems.append(f"--launcher is {job.launcher!r}; {scheduler.name} has {', '.join(scheduler.launchers)}")
-    options = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
     problems += [
-        f"{scheduler.name} has no {options[field]}; {instead}"
+        f"{scheduler.name} has no {_OPTION_OF[field]}; {instead}"
         for field, instead in scheduler.lacks.items()
         if getattr(job, field)
     ]

@@ -73,6 +73,7 @@ class Scheduler:
 
     def values(self, job: Job) -> dict[str, object]:
         """Return what goes into the template; None where a job has no such thing."""
+        unproven = ["GPUs"] * bool(job.gpus_per_node) + ["containers"] * bool(job.image and not self.runs_in_image)
         return {
             **{name: value or None for name, value in vars(job).items()},
             "ranks": job.ranks,
@@ -81,7 +82,7 @@ class Scheduler:
             "index_in_name": f"-${self.index}" if job.array else "",
             "time": duration(job.time_s) if job.time_s else None,
             "told_after_s": job.time_s - job.grace_s if job.time_s else None,
-            "not_run_with": " Not run with GPUs." if job.gpus_per_node else "",
+            "not_run_with": f" Not run with {' and '.join(unproven)}." if unproven else "",
         }
 
     def render(self, job: Job) -> str:

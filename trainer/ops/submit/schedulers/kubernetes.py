@@ -38,7 +38,7 @@ class Kubernetes(Scheduler):
     longest_name: int = 40
     runs_in_image: bool = True
     pods: str
-    """The label selector of the pods whose logs are shown, before the job's name and after it."""
+    """The label selector of the pods whose logs are shown, with {} for the job's name."""
 
     def name_from(self, text: str) -> str:
         """Return a valid name for a job, made from that of its script."""
@@ -71,19 +71,26 @@ class Kubernetes(Scheduler):
     def problems(self, job: Job) -> list[str]:
         """Refuse names that Kubernetes would refuse, and a job without an image."""
         problems = super().problems(job)
-        if not _NAME.fullmatch(job.name):
-            problems.append(
-                f"--name is {job.name!r}; {self.name} takes up to 40 small letters, digits and '-', a letter first"
-            )
         for option, texts, pattern, valid in (
-            ("claim", (job.claim,), _OBJECT, "are small letters, digits, '-' and '.', as in --claim runs"),
-            ("namespace", (job.namespace,), _NAMESPACE, "are small letters, digits and '-', as in --namespace team"),
-            ("pull-secret", job.pull_secrets, _OBJECT, "are small letters, digits, '-' and '.'"),
-            ("node-selector", job.node_selector, _LABEL, "is a label, as in gpu=h100"),
-            ("toleration", job.tolerations, _TOLERATION, "is a taint, as in gpu=h100:NoSchedule or gpu:NoExecute"),
+            ("name", (job.name,), _NAME, f"{self.name} takes up to 40 small letters, digits and '-', a letter first"),
+            ("claim", (job.claim,), _OBJECT, "valid are small letters, digits, '-' and '.', as in --claim runs"),
+            (
+                "namespace",
+                (job.namespace,),
+                _NAMESPACE,
+                "valid are small letters, digits and '-', as in --namespace team",
+            ),
+            ("pull-secret", job.pull_secrets, _OBJECT, "valid are small letters, digits, '-' and '.'"),
+            ("node-selector", job.node_selector, _LABEL, "valid is a label, as in gpu=h100"),
+            (
+                "toleration",
+                job.tolerations,
+                _TOLERATION,
+                "valid is a taint, as in gpu=h100:NoSchedule or gpu:NoExecute",
+            ),
         ):
             bad = [text for text in texts if text and not pattern.fullmatch(text)]
-            problems += [f"--{option} is {text!r}; valid {valid}" for text in bad]
+            problems += [f"--{option} is {text!r}; {valid}" for text in bad]
         return problems
 
     def submit(self, path: Path) -> str:

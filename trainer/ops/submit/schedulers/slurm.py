@@ -26,13 +26,11 @@ class Slurm(Scheduler):
     def values(self, job: Job) -> dict[str, object]:
         """Return what goes into the template."""
         values = super().values(job)
-        unproven = [text for is_used, text in ((job.gpus_per_node, "GPUs"), (job.image, "containers")) if is_used]
         options, container = _container(job)
         if job.cpus_per_rank:
             options = f" --cpus-per-task={job.cpus_per_rank}{options}"  # srun does not take it over from sbatch
         is_torchrun = job.launcher == "torchrun"
         values |= {
-            "not_run_with": f" Not run with {' and '.join(unproven)}." if unproven else "",
             "mpi": "none" if is_torchrun else "pmix",
             "step_options": options,
             "rank_variables": "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID " if is_torchrun else "",
