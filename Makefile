@@ -67,13 +67,15 @@ image-gpu-if-changed:  ## The same, unless this engine has one that was compiled
 	@docker image inspect -f '{{index .Config.Labels "trainer.inputs"}}' trainer:gpu 2>/dev/null | \
 	    grep -qx $(GPU_IMAGE_HASH) || $(MAKE) image-gpu
 
-lint: setup  ## Check style, types, imports between modules, and Dockerfiles
+lint: setup  ## Check style, types, imports between modules, Dockerfiles and job files
 	@$(IN_VENV) ruff check .
 	@$(IN_VENV) ruff format --check .
 	@$(IN_VENV) mypy
 	@PYTHONPATH=scripts $(IN_VENV) lint-imports --no-logo
 	@$(IN_VENV) python scripts/install/gpu_dockerfile.py --check
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
+	@# The templates, and what they become.
+	@$(IN_VENV) shellcheck --shell=bash trainer/ops/submit/templates/*.sh $(filter-out %.yaml,$(wildcard jobs/*))
 
 bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json
 	@$(IN_VENV) python scripts/install/peers.py

@@ -12,20 +12,25 @@
 # - stopping the task sends SIGTERM to torchrun some seconds before it is killed. Else only --checkpoint-every saves.
 
 set -eu
+command -v tccli > /dev/null || {
+    echo "tccli is not installed here; submit where it is" >&2
+    exit 1
+}
 request=$(mktemp)
 trap 'rm -f "$request"' EXIT
 # StartCmd runs on each node. TI-ONE sets MASTER_ADDR and MASTER_PORT, and RANK to the number of the node.
 # Cpu counts thousandths of a core, Memory MB, Gpu hundredths of a GPU: of each of InstanceNum nodes.
-cat > "$request" <<'REQUEST'
+cat > "$request" << 'REQUEST'
 {
   "Name": "mnist",
+  "ResourceGroupId": "rsg-example",
   "ChargeType": "PREPAID",
   "ResourceConfigInfos": [
     {
-      "Role": "WORKER",
-      "InstanceNum": 2,
       "Cpu": 8000,
-      "Memory": 32768
+      "Memory": 32768,
+      "Role": "WORKER",
+      "InstanceNum": 2
     }
   ],
   "TrainingMode": "DDP",
@@ -33,21 +38,11 @@ cat > "$request" <<'REQUEST'
     "ImageType": "CCR",
     "ImageUrl": "ccr.ccs.tencentyun.com/example/trainer:1"
   },
+  "DataSource": "CFS",
+  "DataConfigs": [{"DataSourceType": "CFS", "MappingPath": "/trainer/runs", "CFSSource": {"Id": "cfs-example", "Path": "/runs"}}],
   "StartCmdInfo": {
     "StartCmd": "exec torchrun --nnodes 2 --nproc-per-node 2 --node-rank \"$RANK\" --master-addr \"$MASTER_ADDR\" --master-port \"$MASTER_PORT\" --log-dir runs/mnist --tee 3 --no-python -- python examples/mnist.py --checkpoint runs/checkpoints"
-  },
-  "DataSource": "CFS",
-  "DataConfigs": [
-    {
-      "DataSourceType": "CFS",
-      "MappingPath": "/trainer/runs",
-      "CFSSource": {
-        "Id": "cfs-example",
-        "Path": "/runs"
-      }
-    }
-  ],
-  "ResourceGroupId": "rsg-example"
+  }
 }
 REQUEST
 tccli tione CreateTrainingTask --version 2021-11-11 --cli-input-json "file://$request"

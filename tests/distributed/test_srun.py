@@ -27,12 +27,13 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
+SchedulerParameters=sched_interval=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldLogFile={folder}/slurmctld.log
@@ -143,3 +144,21 @@ def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:
     assert outcome.code not in (0, 124)
     assert "start with `srun --mpi=pmix`" in outcome.output
     assert "Traceback" not in outcome.output
+
+
+SAVES_AT_FIRST = """
+import os, pathlib, sys
+started = pathlib.Path("started-" + os.environ["SLURM_PROCID"])
+started.open("a").write("x")
+sys.exit({"x": 75, "xx": 139, "xxx": 0}[started.read_text()] if os.environ["SLURM_PROCID"] == "0" else 0)
+"""
+
+
+def test_a_submitted_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: dict[str, str]) -> None:
+    (tmp_path / "train.py").write_text(SAVES_AT_FIRST)
+    submit = "trainer submit slurm --nodes 1 --ranks-per-node 2 --directive=--overcommit --follow -- python train.py"
+    outcome = in_shell(tmp_path, submit, slurm)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("back into the queue") == 2, outcome.output
+    assert "exit code 75: back into the queue" in outcome.output
+    assert "COMPLETED" in outcome.output

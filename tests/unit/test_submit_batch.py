@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.job_files import render, stand_in
+from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.ops.submit.options import to_options
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
 
 NAMES = ("gridengine", "pbs", "lsf")
 NODES = ["--nodes", "2", "--ranks-per-node", "2"]
@@ -95,53 +94,16 @@ def test_what_a_scheduler_lacks_is_refused_with_what_to_do() -> None:
         assert problem in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "answer", "code", "words"),
-    [
-        ("pbs", '{"job_state": "R"}', None, "R"),
-        ("pbs", '{"job_state": "F", "Exit_status": 75}', 75, "F (exit code 75)"),
-        ("pbs", '{"job_state": "F", "Exit_status": 78}', 78, "F (exit code 78)"),
-        ("pbs", '{"job_state": "F", "Exit_status": 0}', 0, "F"),
-        ("lsf", "0 RUN -", None, "RUN"),
-        ("lsf", "0 DONE -", 0, "DONE"),
-        ("lsf", "1 DONE -\n2 EXIT 3", 1, "EXIT (exit code 3)"),
-        ("lsf", "0 EXIT 78", 78, "EXIT (exit code 78)"),
-        ("lsf", "0 EXIT -", 1, "EXIT"),
-    ],
-)
-def test_states_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, answer: str, code: int | None, words: str
+@pytest.mark.parametrize("name", ["pbs", "lsf", "tione"])
+def test_of_a_scheduler_that_nobody_has_run_the_file_is_only_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    stand_in(tmp_path, "qstat", f"""echo '{{"Jobs": {{"7.a": {answer}}}}}'""")
-    stand_in(tmp_path, "bjobs", f"echo '{answer}'")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    state = Watch(SCHEDULERS[name], "7").state()
-    assert (state.code, str(state)) == (code, words)
-
-
-def test_what_the_ranks_print_comes_with_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in (0, 1):
-        (tmp_path / f"runs/train-7/1/rank.{rank}").mkdir(parents=True)
-        (tmp_path / f"runs/train-7/1/rank.{rank}/stdout").write_text("one\ntwo\n")
-    options = to_options(["pbs", *NODES, *COMMAND])
-    assert options is not None
-    seen: dict[str, int] = {}
-    new = options.scheduler.new_output(options.job, "7", seen)
-    assert new == "[rank 0] one\n[rank 0] two\n[rank 1] one\n[rank 1] two\n"
-    assert not options.scheduler.new_output(options.job, "7", seen)
-    assert options.scheduler.logs(options.job, "7") == "runs/train-7/"
-
-
-@pytest.mark.parametrize(
-    ("name", "program", "answer"),
-    [("gridengine", "qsub", "7.1-3:1"), ("pbs", "qsub", "7.server"),
-     ("lsf", "bsub", "Job <7> is submitted to queue <q>.")],
-)  # fmt: skip
-def test_the_id_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, program: str, answer: str) -> None:
-    (tmp_path / "job").write_text("script\n")
-    stand_in(tmp_path, program, f"cat > input; echo '{answer}'")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    assert SCHEDULERS[name].submit(Path("job")) == "7"
-    assert (tmp_path / "input").read_text() == ("script\n" if name == "lsf" else "")
+    (tmp_path / "train.py").touch()
+    options = [*NODES, "--image", "a", "--directive=InstanceType=a"] if name == "tione" else NODES
+    assert main(["submit", name, *options, *COMMAND]) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    assert path.read_text() == render(name, *options, *COMMAND)
+    assert f"runs/{path.name} is written, not submitted" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{name} has no --follow"):
+        render(name, *options, "--follow", *COMMAND)

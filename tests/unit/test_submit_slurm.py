@@ -161,7 +161,7 @@ def test_ranks_that_do_not_ignore_usr2_yet_are_told_later(tmp_path: Path) -> Non
     batch.signal(signal.SIGUSR2)
     assert batch.code() == 0
     assert batch.is_requeued
-    assert not (tmp_path / "runs/train-17/unsaved").exists()
+    assert (tmp_path / "runs/train-17/unsaved").read_text() == "0\n"
 
 
 def test_each_rank_says_that_it_ignores_usr2(tmp_path: Path) -> None:

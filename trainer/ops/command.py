@@ -85,8 +85,8 @@ def name_of(command: Sequence[str]) -> str:
     It has letters, digits, ".", "_" and "-" only.
     """
     target = target_of(command)
-    found = target.module or Path(target.script or script_of(command) or target.program or command[0]).stem
-    return re.sub(r"[^\w.-]+", "-", found).strip("-.") or "train"
+    name = target.module or Path(target.script or script_of(command) or target.program or command[0]).stem
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "train"
 
 
 def refuse_launcher(command: Sequence[str], starter: str) -> str:

@@ -7,7 +7,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
@@ -34,8 +34,7 @@ examples:
       python train.py --checkpoint runs/checkpoints
 
 exit codes:
-  0    submitted; with --follow, the training is done
-  75   with --follow, on PBS: the ranks have saved, and the job goes on under another id
+  0    submitted (pbs, lsf, tione: written); with --follow, the training is done
   78   with --follow: a mistake of the user's in the script or its data
   1    the scheduler has refused the job; with --follow, the job has failed or was cancelled
   2    these options are not valid; 130: Ctrl-C, which ends --follow and leaves the job alone
@@ -47,6 +46,36 @@ _UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
 """Slurm's own form, days-hours:minutes:seconds. Shorter ones mean minutes to some and hours to others."""
 _UNITS_GIB = {"GB": 1, "GiB": 1, "TB": 1024, "TiB": 1024}
+
+
+_OPTIONS = {
+    "the machines": (
+        ("--nodes", "nodes", "N", "number of nodes"),
+        ("--ranks-per-node", "ranks_per_node", "N", "ranks on each node, one process each"),
+        ("--gpus-per-node", "gpus_per_node", "N", "GPUs of each node, one for each rank (none)"),
+        ("--cpus-per-rank", "cpus_per_rank", "N", "cores of each rank (the scheduler's default)"),
+        ("--memory", "memory_gib", "16GB", "memory of each node (the scheduler's default)"),
+        ("--image", "image", "IMAGE", "the container image in which the ranks run (none)"),
+    ),
+    "Kubernetes": (
+        ("--claim", "claim", "NAME", "a PersistentVolumeClaim for runs/ (none)"),
+        ("--namespace", "namespace", "NAME", "of the job (that of kubectl)"),
+        ("--node-selector", "node_selector", "LABEL=VALUE", "a label that nodes have to have; may be repeated"),
+        ("--toleration", "tolerations", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have; may be repeated"),
+        ("--pull-secret", "pull_secrets", "NAME", "a secret with which the image is pulled; may be repeated"),
+    ),
+    "the job": (
+        ("--name", "name", None, "of the job and its file (the script's)"),
+        ("--launcher", "launcher", None, "what starts the ranks (the first that the scheduler has)"),
+        ("--time", "time_s", "2h", "limit: s, m, h or d, or H:MM:SS (the scheduler's default)"),
+        ("--grace", "grace_s", "120s", "time before the limit at which the ranks save (120s)"),
+        ("--array", "array", "0-3,7", f"a job for each number, which replaces {INDEX} in the command"),
+        ("--directive", "directives", "=TEXT", "a further option of the scheduler's own"),
+    ),
+}
+"""By group: an option, the field of `Job` that it sets, the name of its value, and its help."""
+_REPEATED = ("node_selector", "tolerations", "pull_secrets", "directives")
+_OPTION_OF = {field: option for rows in _OPTIONS.values() for option, field, _, _ in rows}
 
 
 @dataclass(frozen=True)
@@ -90,73 +119,54 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         return None
     scheduler = SCHEDULERS.get(parsed.scheduler)
     valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
-    problems = [] if scheduler else [_unknown_scheduler(parsed.scheduler)]
+    problems = []
+    if scheduler is None:
+        mistake = f"scheduler {parsed.scheduler!r} is not known" if parsed.scheduler else "SCHEDULER is missing"
+        problems.append(f"{mistake}; valid are {', '.join(SCHEDULERS)}")
     lacks_dashes = bool(unknown) and not unknown[0].startswith("-")
     if lacks_dashes:
         hint = "; the command goes behind --, as in -- python train.py" if end == len(arguments) else ""
         problems.append(f"{shlex.join(unknown)} is no option" + hint)
     elif unknown:
         problems.append(_unknown_option(unknown, valid))
-    job = _read(parsed, to_command(arguments[end:]), scheduler, problems)
+    words = [word for at, word in enumerate(arguments) if at >= end or word not in _NOT_IN_FILE]
+    made_by = shlex.join(["trainer", "submit", *words])
+    job = _read(parsed, to_command(arguments[end:]), scheduler, made_by, problems)
     if job.command:
         problems += _check_command(job)
     elif not lacks_dashes:
         problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
         problems += [*_check(job, scheduler), *scheduler.problems(job)]
+        if parsed.follow and not scheduler.is_tried:
+            problems.append(f"{scheduler.name} has no --follow; nobody has run it, and its file is only written")
     if problems or scheduler is None:
         raise ConfigError("; ".join(problems))
-    options = [word for word in arguments[:end] if word not in _NOT_IN_FILE]
-    made_by = shlex.join(["trainer", "submit", *options, *arguments[end:]])
-    return Options(replace(job, made_by=made_by), scheduler, parsed.dry_run, parsed.follow)
+    return Options(job, scheduler, parsed.dry_run, parsed.follow)
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    schedulers = "\n".join(f"  {name:<11}{one.summary}" for name, one in SCHEDULERS.items())
+    schedulers = "\n".join(f"  {name:<11}{scheduler.summary}" for name, scheduler in SCHEDULERS.items())
     parser = _Parser(
-        prog="trainer submit", description=_DESCRIPTION, epilog=_EPILOG.replace("{schedulers}", schedulers),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False,
+        prog="trainer submit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.replace("{schedulers}", schedulers),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
         usage="trainer submit SCHEDULER --nodes N --ranks-per-node N [options] -- COMMAND …",
-    )  # fmt: skip
+    )
     parser.add_argument("scheduler", nargs="?", default="", metavar="SCHEDULER", help=f"{', '.join(SCHEDULERS)}")
-    # Values are read by `_read`, which reports all mistakes at once.
-    group = parser.add_argument_group("the machines")
-    group.add_argument("--nodes", metavar="N", help="number of nodes")
-    group.add_argument("--ranks-per-node", metavar="N", help="ranks on each node, one process each")
-    group.add_argument("--gpus-per-node", metavar="N", help="GPUs of each node, one for each rank (none)")
-    group.add_argument("--cpus-per-rank", metavar="N", help="cores of each rank (the scheduler's default)")
-    group.add_argument("--memory", metavar="16GB", help="memory of each node (the scheduler's default)")
-    group.add_argument("--image", metavar="IMAGE", help="the container image in which the ranks run (none)")
-    group = parser.add_argument_group("Kubernetes")
-    group.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for runs/ (none)")
-    group.add_argument("--namespace", metavar="NAME", help="of the job (that of kubectl)")
-    for name, metavar, text in (
-        ("node-selector", "LABEL=VALUE", "a label that nodes have to have; may be repeated"),
-        ("toleration", "TAINT[=VALUE][:EFFECT]", "a taint that nodes may have; may be repeated"),
-        ("pull-secret", "NAME", "a secret with which the image is pulled; may be repeated"),
-    ):
-        group.add_argument(f"--{name}", action="append", default=[], metavar=metavar, help=text)
-    group = parser.add_argument_group("the job")
-    group.add_argument("--name", help="of the job and its file (the script's)")
-    group.add_argument("--launcher", help="what starts the ranks (the first that the scheduler has)")
-    group.add_argument("--time", metavar="2h", help="limit: s, m, h or d, or H:MM:SS (the scheduler's default)")
-    group.add_argument(
-        "--grace", default="120s", metavar="120s", help="time before the limit at which the ranks save (%(default)s)"
-    )
-    group.add_argument("--array", metavar="0-3,7", help=f"a job for each number, which replaces {INDEX} in the command")
-    group.add_argument(
-        "--directive", action="append", default=[], metavar="=TEXT", help="a further option of the scheduler's own"
-    )
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for option, field, metavar, text in rows:
+            action = "append" if field in _REPEATED else "store"
+            group.add_argument(option, dest=field, metavar=metavar, action=action, help=text)
     group = parser.add_argument_group("what is done")
     group.add_argument("--dry-run", action="store_true", help="print the job file; submit nothing")
     group.add_argument("--follow", action="store_true", help="print the job's output until it ends")
     group.add_argument("-h", "--help", action="store_true", help="show this help")
     return parser
-
-
-def _unknown_scheduler(name: str) -> str:
-    found = f"scheduler {name!r} is not known" if name else "SCHEDULER is missing"
-    return f"{found}; valid are {', '.join(SCHEDULERS)}"
 
 
 def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
@@ -166,60 +176,59 @@ def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
 
 
 def _read(
-    parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, problems: list[str]
+    parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, made_by: str, problems: list[str]
 ) -> Job:
     """Return the job, and note the values that are not valid; a valid one stands in their place."""
-    reader = _Reader(parsed, problems)
-    nodes, ranks = reader.count("nodes", required=True), reader.count("ranks_per_node", required=True)
-    gpus = reader.count("gpus_per_node") or 0
-    launcher = parsed.launcher or (scheduler.launchers[0] if scheduler else "")
+    given = {name: value for name, value in vars(parsed).items() if name in _OPTION_OF and value}
+    values: dict[str, Any] = {name: tuple(value) if name in _REPEATED else value for name, value in given.items()}
+    for name, (convert, valid) in _NUMBERS.items():
+        text = getattr(parsed, name)
+        if text is None and name in ("nodes", "ranks_per_node"):
+            problems.append(f"{_OPTION_OF[name]} is missing; valid is {valid}")
+        elif text is not None and (value := convert(text)) is None:
+            problems.append(f"{_OPTION_OF[name]} is {text!r}; valid is {valid}")
+            del values[name]
+        elif text is not None:
+            values[name] = value
     name = name_of(command or ("train",))
-    return Job(
-        name=parsed.name or (scheduler.name_from(name) if scheduler else name), command=command, nodes=nodes or 1,
-        ranks_per_node=ranks or gpus or 1,
-        launcher=launcher, gpus_per_node=gpus, cpus_per_rank=reader.count("cpus_per_rank"),
-        memory_gib=reader.amount("memory", _UNITS_GIB, "16GB"), time_s=reader.time("time", "2h"),
-        grace_s=reader.time("grace", "120s") or 1, image=parsed.image or "", array=parsed.array or "",
-        directives=tuple(parsed.directive), claim=parsed.claim or "", namespace=parsed.namespace or "",
-        node_selector=tuple(parsed.node_selector), tolerations=tuple(parsed.toleration),
-        pull_secrets=tuple(parsed.pull_secret),
-    )  # fmt: skip
+    defaults: dict[str, Any] = {
+        "name": scheduler.name_from(name) if scheduler else name,
+        "nodes": 1,
+        "ranks_per_node": values.get("gpus_per_node", 1),
+        "launcher": scheduler.launchers[0] if scheduler else "",
+    }
+    return Job(command=command, made_by=made_by, **{**defaults, **values})
 
 
-class _Reader:
-    """Reads numbers with their units, and notes those that are not valid."""
+def _count(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else None
 
-    def __init__(self, parsed: argparse.Namespace, problems: list[str]) -> None:
-        self._parsed, self._problems = parsed, problems
 
-    def count(self, name: str, *, required: bool = False) -> int | None:
-        return self._value(name, lambda text: int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else None,
-                           "a number of at least 1", required=required)  # fmt: skip
+def _amount(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"([1-9]\d{0,5})([A-Za-z]+)", text)
+    return int(match[1]) * units[match[2]] if match and match[2] in units else None
 
-    def time(self, name: str, example: str) -> int | None:
-        text = getattr(self._parsed, name)
-        if text is None or not (found := _CLOCK.fullmatch(text)) or not re.search("[1-9]", text):
-            return self.amount(name, _UNITS_S, f"{example}, or H:MM:SS")
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
-    def amount(self, name: str, units: dict[str, int], example: str) -> int | None:
-        def convert(text: str) -> int | None:
-            found = re.fullmatch(r"([1-9]\d{0,5})([A-Za-z]+)", text)
-            return int(found[1]) * units[found[2]] if found and found[2] in units else None
+def _seconds(text: str) -> int | None:
+    match = _CLOCK.fullmatch(text)
+    if match is None:
+        return _amount(text, _UNITS_S)
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return (((24 * days + hours) * 60 + minutes) * 60 + seconds) or None
 
-        return self._value(name, convert, f"a number with {', '.join(units)}, as in {example}")
 
-    def _value(
-        self, name: str, convert: Callable[[str], int | None], valid: str, *, required: bool = False
-    ) -> int | None:
-        text: Any = getattr(self._parsed, name)
-        value = convert(text) if text is not None else None
-        if text is not None and value is None:
-            self._problems.append(f"--{name.replace('_', '-')} is {text!r}; valid is {valid}")
-        elif text is None and required:
-            self._problems.append(f"--{name.replace('_', '-')} is missing; valid is {valid}")
-        return value
+_COUNT = "a number of at least 1"
+_TIME = f"a number with {', '.join(_UNITS_S)}, as in {{}}, or H:MM:SS"
+_NUMBERS: dict[str, tuple[Callable[[str], int | None], str]] = {
+    "nodes": (_count, _COUNT),
+    "ranks_per_node": (_count, _COUNT),
+    "gpus_per_node": (_count, _COUNT),
+    "cpus_per_rank": (_count, _COUNT),
+    "memory_gib": (lambda text: _amount(text, _UNITS_GIB), f"a number with {', '.join(_UNITS_GIB)}, as in 16GB"),
+    "time_s": (_seconds, _TIME.format("2h")),
+    "grace_s": (_seconds, _TIME.format("120s")),
+}
+"""Fields of `Job` that are numbers: how the text is read, and what is valid."""
 
 
 def _check_command(job: Job) -> list[str]:
@@ -241,9 +250,11 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
         problems.append(f"--name is {job.name!r}; valid are up to 63 letters, digits, '.', '_' and '-', a letter first")
     if job.launcher not in scheduler.launchers:
         problems.append(f"--launcher is {job.launcher!r}; {scheduler.name} has {', '.join(scheduler.launchers)}")
-    for field, instead in scheduler.lacks.items():
-        if getattr(job, field):
-            problems.append(f"{scheduler.name} has no {_option(field)}; {instead}")
+    problems += [
+        f"{scheduler.name} has no {_OPTION_OF[field]}; {instead}"
+        for field, instead in scheduler.lacks.items()
+        if getattr(job, field)
+    ]
     if job.gpus_per_node and job.gpus_per_node != job.ranks_per_node:
         problems.append(
             f"--gpus-per-node is {job.gpus_per_node}, and --ranks-per-node is {job.ranks_per_node}; each rank has one "
@@ -258,9 +269,3 @@ def _check(job: Job, scheduler: Scheduler) -> list[str]:
             f"--array and {INDEX} in the command go together, as in --array 0-3 -- python a.py --seed {INDEX}"
         )
     return problems
-
-
-def _option(field: str) -> str:
-    names = {"directives": "directive", "memory_gib": "memory", "time_s": "time", "tolerations": "toleration",
-             "pull_secrets": "pull-secret"}  # fmt: skip
-    return "--" + names.get(field, field).replace("_", "-")

@@ -49,6 +49,9 @@ def run(arguments: Sequence[str]) -> int:
         write_atomically(path, text)
     except OSError as error:
         raise TrainerError(f"{path} cannot be written: {error.strerror}") from None
+    if not options.scheduler.is_tried:
+        _say(f"{path} is written, not submitted, because nobody has run one: its head says what to check, and how to")
+        return 0
     job_id = options.scheduler.submit(path)
     _say(f"{path} is job {job_id}; {shlex.join(options.scheduler.cancel_command(job_id))} ends it")
     _say(f"its output: {options.scheduler.logs(options.job, job_id)}")
@@ -75,8 +78,8 @@ def _check_script(options: Options) -> None:
 
 def _has_module(python: str, module: str) -> bool:
     """Return whether a Python finds a module; True where it is not the one that this program runs in."""
-    found = shutil.which(python)
-    if found is None or Path(found).parent != Path(sys.executable).parent:
+    program = shutil.which(python)
+    if program is None or Path(program).parent != Path(sys.executable).parent:
         return True
     return bool(find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())]))
 
@@ -90,7 +93,10 @@ def follow(options: Options, job_id: str) -> int:
     try:
         while not_followed:
             job_id = not_followed.popleft()
-            codes.append(_follow_one(options, job_id))
+            follower = _Follower(options, job_id)
+            while (code := follower.look()) is None:
+                time.sleep(_POLL_S)
+            codes.append(code)
             for successor in options.scheduler.successors(options.job, job_id):
                 cancel = shlex.join(options.scheduler.cancel_command(successor))
                 _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
@@ -100,13 +106,6 @@ def follow(options: Options, job_id: str) -> int:
         _say(f"job {job_id} goes on; {cancel} ends it")
         return 130
     return max(codes)
-
-
-def _follow_one(options: Options, job_id: str) -> int:
-    follower = _Follower(options, job_id)
-    while (code := follower.look()) is None:
-        time.sleep(_POLL_S)
-    return code
 
 
 class _Follower:

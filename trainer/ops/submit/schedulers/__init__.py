@@ -1,17 +1,13 @@
-"""The schedulers that `trainer submit` knows, a file each."""
+"""The schedulers that `trainer submit` knows."""
 
 from trainer.ops.submit.schedulers.base import Scheduler, State, Watch
-from trainer.ops.submit.schedulers.gridengine import GridEngine
-from trainer.ops.submit.schedulers.jobset import JobSet
-from trainer.ops.submit.schedulers.lsf import LSF
-from trainer.ops.submit.schedulers.mpijob import MPIJob
-from trainer.ops.submit.schedulers.pbs import PBS
-from trainer.ops.submit.schedulers.slurm import Slurm
-from trainer.ops.submit.schedulers.tione import TIONE
-from trainer.ops.submit.schedulers.trainjob import TrainJob
+from trainer.ops.submit.schedulers.gridengine import GRID_ENGINE
+from trainer.ops.submit.schedulers.kubernetes import JOB_SET, MPI_JOB, TRAIN_JOB
+from trainer.ops.submit.schedulers.slurm import SLURM
+from trainer.ops.submit.schedulers.untried import LSF, PBS, TI_ONE
 
 SCHEDULERS: dict[str, Scheduler] = {
-    one.name: one for one in (Slurm(), MPIJob(), TrainJob(), JobSet(), GridEngine(), PBS(), LSF(), TIONE())
+    scheduler.name: scheduler for scheduler in (SLURM, MPI_JOB, TRAIN_JOB, JOB_SET, GRID_ENGINE, PBS, LSF, TI_ONE)
 }
 
 __all__ = ["SCHEDULERS", "Scheduler", "State", "Watch"]

@@ -1,0 +1,72 @@
+"""Decide whether a job whose ranks have ended goes back into the queue.
+
+    python3 requeue.py CODE FOLDER [told | lost]
+
+The job files of Slurm and Grid Engine hold this program and run it on the job's first host, where there may be no
+trainer, as when the ranks run in an image: it needs Python 3.6 and nothing else.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+SAVED, MISTAKE = 75, 78
+REPEATS = 3
+"""So many starts in a row are repeated that have not saved, because the next one may end like them."""
+_CRASHES = (134, 135, 139)
+"""What a shell around a rank makes of SIGABRT, SIGBUS and SIGSEGV."""
+
+
+def code_of_ranks(code: int, messages: str) -> int:
+    """Return the exit code that counts: srun's own is the largest, which may be that of a rank that it has killed.
+
+    Args:
+        messages: srun's, which have the exit codes of all ranks; empty for another launcher.
+    """
+    # 78 is a mistake of the user's, which another start would repeat, and 75 says that the ranks have saved.
+    for telling in (MISTAKE, SAVED):
+        if re.search(rf"^.* exit code {telling}$", messages, re.MULTILINE):
+            return telling
+    return code
+
+
+def has_crashed(code: int, messages: str) -> bool:
+    """Return whether the rank that ended first crashed below Python, in a driver or a library: that seldom comes again.
+
+    Others may abort because of it.
+    """
+    first = re.search(r"^.* tasks? [0-9,-]+: .*$", messages, re.MULTILINE)
+    if first is None:
+        return code in _CRASHES
+    return bool(re.search(r": (Segmentation fault|Bus error|Aborted)| exit code 13[459]$", first[0]))
+
+
+def decide(code: int, folder: Path, cause: str) -> int:
+    """Return 75 where the job shall be started again, else its exit code; say why.
+
+    Args:
+        code: with which the launcher of the ranks has ended.
+        folder: that of the job's logs. The file `unsaved` there counts the starts in a row that have not saved.
+        cause: "told" where the ranks were told to save, "lost" where a host of the job was lost.
+    """
+    errors, unsaved = folder / "srun.log", folder / "unsaved"
+    messages = errors.read_text(errors="replace") if errors.exists() else ""
+    code = code_of_ranks(code, messages)
+    if code in (0, MISTAKE):
+        return code
+    repeats = 0
+    if code != SAVED:
+        # A node that has just come back may refuse its ranks.
+        if not cause and not has_crashed(code, messages) and " launch failed: " not in messages:
+            return code
+        repeats = 1 + (int(unsaved.read_text()) if unsaved.exists() else 0)
+    if repeats > REPEATS:
+        print(f"exit code {code}: not saved {repeats} times in a row")
+        return code
+    unsaved.write_text(f"{repeats}\n")
+    print(f"exit code {code}: back into the queue")
+    return SAVED
+
+
+if __name__ == "__main__":
+    sys.exit(decide(int(sys.argv[1]), Path(sys.argv[2]), "".join(sys.argv[3:])))

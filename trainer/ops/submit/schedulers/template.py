@@ -1,0 +1,43 @@
+"""Job files are templates: a shell script or a manifest with names in place of values, as in `--nodes=__nodes__`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from textwrap import indent
+
+_NAME = re.compile(r"__([A-Za-z](?:[A-Za-z_.]*?[A-Za-z])?)__")
+_COMMENT = re.compile(r" *# ")
+
+
+def read(path: str) -> str:
+    """Return the text of a file of `trainer/ops/submit/`."""
+    return files("trainer.ops.submit").joinpath(path).read_text(encoding="utf-8")
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """Return a template with values in place of their names.
+
+    A line whose value is None is left out, with the comment right above it. A line whose value is a tuple comes once
+    for each item. The lines of a value that has a line of its own stand at the depth of its name.
+    """
+    lines: list[str] = []
+    for line in template.splitlines():
+        names = _NAME.findall(line)
+        if any(values[name] is None for name in names):
+            while lines and _COMMENT.match(lines[-1]):
+                lines.pop()
+        elif [f"__{name}__" for name in names] == [line.strip()]:
+            lines.append(indent(str(values[names[0]]).rstrip("\n"), line[: line.index("__")]))
+        else:
+            lines += _filled(line, names, values)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _filled(line: str, names: list[str], values: Mapping[str, object]) -> list[str]:
+    for name in names:
+        items = values[name]
+        if isinstance(items, tuple):
+            return [filled for item in items for filled in _filled(line, names, {**values, name: item})]
+    return [_NAME.sub(lambda match: str(values[match[1]]), line)]
