@@ -19,7 +19,8 @@ from console import SetupError, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = ROOT / "requirements" / "horovod.txt"
-PATCHES = ROOT / "patches"
+CHANGES = ROOT / "third_party" / "horovod"
+"""What we change in Horovod: patches in folders by purpose, which are applied in the order of their numbers."""
 # Where the libraries lie, seen from site-packages/horovod/torch: MPI in the environment's lib/, the
 # rest in torch's own wheels. A wheel that only finds them where it was compiled could not be cached.
 RUNPATH = ":".join(
@@ -120,12 +121,22 @@ def _unpack(sdist: Path, work: Path) -> Path:
     return next(path for path in work.glob("horovod-*") if path.is_dir())
 
 
+def changes() -> list[Path]:
+    """Return every file that the wheel is made from, besides Horovod's source, in a fixed order."""
+    return sorted(path for path in CHANGES.rglob("*") if path.suffix in (".patch", ".py", ".txt"))
+
+
+def patches() -> list[Path]:
+    """Return our patches, in the order in which they are applied."""
+    return sorted((CHANGES / "patches").glob("*/*.patch"), key=lambda path: path.name)
+
+
 def _patch(source: Path) -> None:
     import patch_ng
 
-    for path in sorted(PATCHES.glob("*.patch")):
-        patches = patch_ng.fromfile(str(path))
-        if not patches or not patches.apply(strip=1, root=str(source), fuzz=False):
+    for path in patches():
+        patch = patch_ng.fromfile(str(path))
+        if not patch or not patch.apply(strip=1, root=str(source), fuzz=False):
             raise SetupError(f"{path.name} does not apply to {source.name}")
 
 

@@ -106,7 +106,9 @@ def function(name: str = "square", launcher: str = "gloo") -> list[str]:
 def before_our_patches(folder: Path) -> Path:
     """Make a folder with the installed Horovod, and take SECURITY_PATCHES and all later ones back from its Python."""
     shutil.copytree(Path(horovod.__file__).parent, folder / "horovod", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in sorted((ROOT / "patches").glob("*.patch"), reverse=True):
+    for path in sorted(
+        (ROOT / "third_party/horovod/patches").glob("*/*.patch"), key=lambda path: path.name, reverse=True
+    ):
         if path.name >= min(SECURITY_PATCHES):
             patches = patch_ng.fromfile(str(path))
             patches.items = [item for item in patches.items if (item.target or item.source).endswith(b".py")]

@@ -102,7 +102,7 @@ def test_no_header_of_a_stranger_proves_an_answer(status: int, body: bytes, head
 def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """The header that our patch adds to Horovod, compiled by itself."""
     folder = tmp_path_factory.mktemp("sha256")
-    patch = (ROOT / "patches" / "0023-requests-prove-the-secret.patch").read_text()
+    patch = (ROOT / "third_party/horovod/patches/launcher/0023-requests-prove-the-secret.patch").read_text()
     lines = patch.split("+++ new/horovod/common/gloo/sha256.h\n")[1].split("\n--- ")[0].splitlines()[1:]
     (folder / "sha256.h").write_text("".join(f"{line[1:]}\n" for line in lines))
     (folder / "main.cc").write_text(CPP)
@@ -142,5 +142,8 @@ def test_the_ranks_code_reads_and_compares_digits(in_cpp: Callable[..., list[str
 
 def test_the_patch_is_the_one_that_is_built() -> None:
     assert Path(proof.__file__).read_text() in "".join(
-        f"{line[1:]}\n" for line in (ROOT / "patches" / "0023-requests-prove-the-secret.patch").read_text().splitlines()
+        f"{line[1:]}\n"
+        for line in (ROOT / "third_party/horovod/patches/launcher/0023-requests-prove-the-secret.patch")
+        .read_text()
+        .splitlines()
     )

@@ -1,4 +1,4 @@
-"""The installed horovodrun, as patches/ change it: with a fake ssh, nothing leaves this machine."""
+"""The installed horovodrun, as our patches change it: with a fake ssh, nothing leaves this machine."""
 
 from __future__ import annotations
 

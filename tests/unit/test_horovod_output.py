@@ -1,4 +1,4 @@
-"""What ranks print, behind horovodrun: any byte, and a reader that takes none of them (patches/0029)."""
+"""What ranks print, behind horovodrun: any byte, and a reader that takes none of them (patch 0029)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What horovodrun and a rank load before they start to work, as patches/0014 changes it."""
+"""What horovodrun and a rank load before they start to work, as patch 0014 changes it."""
 
 from __future__ import annotations
 
