@@ -15,7 +15,7 @@ from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
 
 # horovodrun's own comes last, because the supervisor's and the user's hold under every launcher.
-_VARIABLES = (SECRET, "HOROVOD_RENDEZVOUS_SECRET")
+_VARIABLES = (SECRET, "HOROVOD_JOB_SECRET")
 
 
 _DIGITS = re.compile("[0-9a-f]{64,}")
