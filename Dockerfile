@@ -41,7 +41,7 @@ RUN apt-get update \
 ENV CC=gcc-12 CXX=g++-12
 WORKDIR /src
 COPY requirements/build.txt requirements/horovod.txt requirements/
-COPY patches patches
+COPY third_party third_party
 COPY scripts/install/build_horovod.py scripts/install/console.py scripts/install/horovod_wheel.py \
     scripts/install/prove_horovod.py scripts/install/
 # What is installed into the mounted environment here is gone afterwards.

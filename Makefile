@@ -11,7 +11,7 @@ DATA_DIR ?= data
 ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
-GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(wildcard patches/*.patch)) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
+GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -name '*.patch' -o -name '*.py' -o -name '*.txt')) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
     $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
 # A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
@@ -44,7 +44,7 @@ test-fast: setup  ## Run the tests that start no jobs, in about a minute
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
 	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(ARGS)
 
-test-security: setup  ## Attack the ports of jobs, a hundred jobs for each published exploit; half an hour
+test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine

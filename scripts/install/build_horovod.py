@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from console import SetupError, run, say
-from horovod_wheel import PATCHES, PIN, Variant, build_wheel, output
+from horovod_wheel import PIN, Variant, build_wheel, changes, output
 from prove_horovod import prove
 
 # Turing to Blackwell: what CUDA 13 still compiles for.
@@ -147,7 +147,7 @@ def _cache_key(variant: Variant) -> str:
     """A hash over everything that goes into the wheel, after a part that a person can read."""
     digest = hashlib.sha256()
     recipe = Path(__file__).with_name("horovod_wheel.py")
-    for file in (PIN, PIN.with_name("build.txt"), recipe, *sorted(PATCHES.glob("*.patch"))):
+    for file in (PIN, PIN.with_name("build.txt"), recipe, *changes()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     facts = [sys.implementation.cache_tag, platform.machine(), variant.name]
     facts += output([os.environ.get("CXX", "c++"), "--version"]).splitlines()[:1]

@@ -19,7 +19,9 @@ from console import SetupError, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = ROOT / "requirements" / "horovod.txt"
-PATCHES = ROOT / "patches"
+CHANGES = ROOT / "third_party" / "horovod"
+"""What we change in Horovod; its README says how."""
+PURPOSES = ("build", "runtime", "launcher")
 # Where the libraries lie, seen from site-packages/horovod/torch: MPI in the environment's lib/, the
 # rest in torch's own wheels. A wheel that only finds them where it was compiled could not be cached.
 RUNPATH = ":".join(
@@ -63,7 +65,7 @@ def build_wheel(folder: Path, variant: Variant, sdist: Path | None = None) -> Pa
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
         work = Path(name)
         source = _unpack(_verified(sdist) if sdist else _download(work, folder), work)
-        _patch(source)
+        change(source)
         env = _build_env(work, variant)
         run(
             f"compiling Horovod ({'CUDA + NCCL' if variant.cuda_home else 'CPU'}; some minutes, once per machine)",
@@ -120,13 +122,35 @@ def _unpack(sdist: Path, work: Path) -> Path:
     return next(path for path in work.glob("horovod-*") if path.is_dir())
 
 
-def _patch(source: Path) -> None:
+def changes() -> list[Path]:
+    """Return every file that the wheel is made from, besides Horovod's source, in a fixed order."""
+    return sorted(path for path in CHANGES.rglob("*") if path.suffix in (".patch", ".py", ".txt"))
+
+
+def patches() -> list[Path]:
+    """Return our patches, in the order in which they are applied."""
+    return [path for purpose in PURPOSES for path in sorted((CHANGES / "patches" / purpose).glob("*.patch"))]
+
+
+def change(source: Path) -> None:
+    """Make Horovod's source what we build: first without what we leave out, then patched, then with our own files.
+
+    Raises:
+        SetupError: this is not the source that our changes are made for.
+    """
     import patch_ng
 
-    for path in sorted(PATCHES.glob("*.patch")):
-        patches = patch_ng.fromfile(str(path))
-        if not patches or not patches.apply(strip=1, root=str(source), fuzz=False):
-            raise SetupError(f"{path.name} does not apply to {source.name}")
+    for pattern in (CHANGES / "removed.txt").read_text().split():
+        paths = list(source.glob(pattern))
+        if not paths:
+            raise SetupError(f"there is no {pattern} in {source.name} to be left out")
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for file in patches():
+        patch = patch_ng.fromfile(str(file))
+        if not patch or not patch.apply(strip=1, root=str(source), fuzz=False):
+            raise SetupError(f"{file.name} does not apply to {source.name}")
+    shutil.copytree(CHANGES / "overlay", source, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _build_env(work: Path, variant: Variant) -> dict[str, str]:

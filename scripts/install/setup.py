@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import horovod_wheel
 import packages
 from console import SetupError, run, say
 
@@ -71,7 +72,7 @@ def _fingerprint() -> str:
     """A hash over all that the environment is made from, the place of the checkout included."""
     digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]}".encode())
     sources = [ROOT / "pyproject.toml", *sorted(HERE.glob("*.py"))]
-    sources += sorted(REQUIREMENTS.glob("*.txt")) + sorted((ROOT / "patches").glob("*.patch"))
+    sources += sorted(REQUIREMENTS.glob("*.txt")) + horovod_wheel.changes()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from trainer import FsdpConfig, ShardedLoader, StreamLoader, TrainerConfig
 from trainer.data.base import OPTIONS
 from trainer.strategies import NAMES
 
-_FOLDERS = "trainer|scripts|tests|examples|benchmarks|patches|docs|ssh|requirements"
+_FOLDERS = "trainer|scripts|tests|examples|benchmarks|third_party|docs|ssh|requirements"
 
 
 def test_every_block_and_command_has_exactly_one_check() -> None:

@@ -1,4 +1,4 @@
-"""The launcher's stores, for the tests that send requests to both of them."""
+"""The rendezvous, for the tests that send requests to it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.security.stores import KINDS, Store, started
+from tests.security.stores import Store, started
 
 
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with started(request.param) as one:
-        yield one
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with started() as store:
+        yield store

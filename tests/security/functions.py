@@ -19,24 +19,13 @@ def pause() -> None:
     time.sleep(3)
 
 
-def large() -> bytes:
-    return bytes(20_000_000)
-
-
-def ready() -> int:
-    from tests.security.job_that_waits import wait
-
-    found = square()
-    wait()
-    return found
-
-
 def main(name: str, launcher: str) -> None:
     """Print what the function returned on two ranks."""
     import horovod
 
-    found: list[Any] = horovod.run(globals()[name], np=2, use_gloo=launcher == "gloo", use_mpi=launcher == "mpi")
-    print("results:", [len(one) if isinstance(one, bytes) else one for one in found])
+    run: Any = horovod.run  # which in this project's own build refuses to run anything
+    results = run(globals()[name], np=2, use_gloo=launcher == "gloo", use_mpi=launcher == "mpi")
+    print("results:", results)
 
 
 if __name__ == "__main__":

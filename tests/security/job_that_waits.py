@@ -1,6 +1,6 @@
 """A job that shows its ports: it says that it is ready on every rank, and waits.
 
-`python job_that_waits.py STRATEGY` or `elastic`. It goes on when the file that WAIT_FOR names exists.
+`python job_that_waits.py STRATEGY`. It goes on when the file that WAIT_FOR names exists.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 
 def wait() -> None:
@@ -17,21 +16,6 @@ def wait() -> None:
     print("ready", flush=True)
     while not Path(os.environ["WAIT_FOR"]).exists():
         time.sleep(0.05)
-
-
-def wait_elastically() -> None:
-    """Wait within Horovod's elastic loop, for which a rank opens a port of its own."""
-    import horovod.torch as hvd
-    import torch
-
-    hvd.init()
-    model = torch.nn.Linear(1, 1)
-
-    @hvd.elastic.run  # type: ignore[untyped-decorator]
-    def train(_: Any) -> None:
-        wait()
-
-    train(hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def wait_in_training(strategy: str) -> None:
@@ -51,7 +35,4 @@ def wait_in_training(strategy: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "elastic":
-        wait_elastically()
-    else:
-        wait_in_training(sys.argv[1])
+    wait_in_training(sys.argv[1])

@@ -1,9 +1,8 @@
-"""Jobs of horovodrun to attack: what they run, the ports that they open, and Horovod as it was before our patches."""
+"""Jobs of horovodrun to attack: what they run, and the ports that they open."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,13 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import horovod
-import patch_ng
 import psutil
 
 from tests.distributed.harness import BIN, MARK, ROOT, kill_job, processes_of
 
-SECURITY_PATCHES = ("0022", "0023", "0024")
 _START_TIMEOUT_S = 60.0
 
 
@@ -101,14 +97,3 @@ def elastic(folder: Path, *command: str) -> list[str]:
 def function(name: str = "square", launcher: str = "gloo") -> list[str]:
     """The command of a program that calls `horovod.run` with a function of tests.security.functions."""
     return [sys.executable, "-m", "tests.security.functions", name, launcher]
-
-
-def before_our_patches(folder: Path) -> Path:
-    """Make a folder with the installed Horovod, and take SECURITY_PATCHES and all later ones back from its Python."""
-    shutil.copytree(Path(horovod.__file__).parent, folder / "horovod", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in sorted((ROOT / "patches").glob("*.patch"), reverse=True):
-        if path.name >= min(SECURITY_PATCHES):
-            patches = patch_ng.fromfile(str(path))
-            patches.items = [item for item in patches.items if (item.target or item.source).endswith(b".py")]
-            assert patches.revert(strip=1, root=str(folder)), f"{path.name} cannot be taken back"
-    return folder

@@ -1,50 +1,42 @@
-"""The launcher's two HTTP stores, with a value in each, and requests to them."""
+"""The rendezvous of `horovodrun --gloo`, with a value in it, and requests to it."""
 
 from __future__ import annotations
 
 import http.client
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from horovod.runner.common.util.secret import make_secret_key
-from horovod.runner.http import proof
-from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
-from horovod.runner.http.http_server import KVStoreServer, RendezvousServer
+from horovod.runner.http.http_server import RendezvousServer
 
 HOST = "127.0.0.1"
-KEY = make_secret_key()
-KINDS = ("rendezvous", "function")
 
 
 class Store:
-    """A server of the launcher's with one value in it."""
+    """A rendezvous with one value in it."""
 
-    def __init__(self, server: RendezvousServer | KVStoreServer, port: int) -> None:
-        self.server, self.port = server, port
-        put_data_into_kvstore(HOST, port, "scope", "key", "the value", KEY)
+    def __init__(self, server: RendezvousServer) -> None:
+        self.server, self.port = server, server.port
+        self.names = server.store.names
+        assert self.ask("PUT", "scope/key", b"the value") == (200, b"")
 
-    def serves(self) -> bool:
+    def serves(self, address: str = HOST) -> bool:
         """Whether the job's own processes find what they have put there, and nothing else."""
         began = time.monotonic()
-        found = read_data_from_kvstore(HOST, self.port, "scope", "key", KEY)
-        return bool(found == "the value") and time.monotonic() - began < 5
+        answer = self.ask("GET", "scope/key", address=address)
+        return answer == (200, b"the value") and time.monotonic() - began < 5
 
-    @property
-    def http(self) -> Any:
-        return self.server._httpd if isinstance(self.server, RendezvousServer) else self.server.httpd
+    def ask(self, method: str, place: str, body: bytes = b"", address: str = HOST) -> tuple[int, bytes]:
+        """Send a request as a rank would."""
+        return self.send(method, f"/{self.server.key}/{place}", body, address)
 
-    def names(self) -> set[str]:
-        return {f"{scope}/{key}" for scope, values in self.http.cache.items() for key in values}
-
-    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+    def send(self, method: str, path: str, body: bytes = b"", address: str = HOST) -> tuple[int, bytes]:
         """Return status and body of the answer; 0 where the connection ended without one."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=15)
+        connection = http.client.HTTPConnection(address, self.port, timeout=15)
         try:
-            sent = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body or None, sent)
+            connection.request(method, path, body or None)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
@@ -64,28 +56,16 @@ class Store:
                 pass  # what it has not read, it need not answer
             return answer
 
-    def proven(self, method: str, path: str, body: bytes = b"") -> str:
-        """The header of a request that the server accepts, once."""
-        return str(proof.sign(KEY, self.port, method, path, body)[0])
-
-    def head(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The head of a request that the server accepts, once; its body is to follow."""
-        proven = f"Horovod-Proof: {self.proven(method, path, body)}\r\nContent-Length: {len(body)}"
-        return f"{method} {path} HTTP/1.1\r\n{proven}\r\n\r\n".encode()
+    def head(self, method: str, place: str, length: int) -> bytes:
+        """The head of a rank's request; its body is to follow."""
+        return f"{method} /{self.server.key}/{place} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 @contextmanager
-def started(kind: str) -> Iterator[Store]:
-    """Start a store: "rendezvous" or "function"."""
-    server: RendezvousServer | KVStoreServer
-    if kind == "rendezvous":
-        server = RendezvousServer(0, KEY)
-        port, stop = server.start(addresses=[HOST]), server.stop
-        server.init([])
-    else:
-        server = KVStoreServer(0, KEY)
-        port, stop = server.start_server([HOST]), server.shutdown_server
+def started(addresses: Sequence[str] = (HOST,), plan: Iterable[Any] = ()) -> Iterator[Store]:
+    """Start a rendezvous on these addresses for these ranks."""
+    server = RendezvousServer(plan, addresses)
     try:
-        yield Store(server, port)
+        yield Store(server)
     finally:
-        stop()
+        server.stop()

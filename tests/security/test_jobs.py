@@ -1,4 +1,4 @@
-"""Jobs that use what the patches protect still work, and show their secret to nobody."""
+"""Jobs show their secret, and the key of their rendezvous, to nobody."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import command_for, processes_of
-from tests.security.running import Running, elastic, function, running
+from tests.security.running import Running, running
 
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
-NAMES = ("HOROVOD_RENDEZVOUS_SECRET", "TRAINER_SECRET")
+SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
+"""What a job has of its own, and how many hexadecimal digits that are."""
+HAS = {
+    "horovodrun-gloo": ["HOROVOD_JOB_SECRET", "HOROVOD_RENDEZVOUS_KEY"],
+    "horovodrun-mpi": ["HOROVOD_JOB_SECRET"],
+    "trainer run": ["HOROVOD_JOB_SECRET", "TRAINER_SECRET"],
+}
 
 
 def wait_for(text: str, job: Running, timeout_s: float = 90.0) -> None:
@@ -23,26 +29,7 @@ def wait_for(text: str, job: Running, timeout_s: float = 90.0) -> None:
     assert text in job.text()
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
-@pytest.mark.parametrize(("name", "results"), [("square", "[0, 1]"), ("large", "[20000000, 20000000]")])
-def test_a_function_runs_on_all_ranks(launcher: str, name: str, results: str) -> None:
-    with running(function(name, launcher)) as job:
-        assert job.process.wait(120) == 0, job.text()
-        assert f"results: {results}" in job.text()
-
-
-def test_a_host_joins_an_elastic_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rank asks for its number, the other one is notified, and both meet again."""
-    monkeypatch.setenv("WAIT_FOR_SIZE", "2")
-    command = elastic(tmp_path, sys.executable, str(HERE / "elastic_training.py"))
-    with running(command) as job:
-        wait_for("step 2 of 1", job)
-        (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
-        assert job.process.wait(150) == 0, job.text()
-        assert job.text().count("finished with 5 together of 2") == 2, job.text()
-
-
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", "horovodrun-mpi", "trainer run"])
+@pytest.mark.parametrize("launcher", HAS)
 def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,25 +41,28 @@ def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(
     with running(command, folder=tmp_path) as job:
         wait_for("ready", job)
         processes = processes_of(job.mark)
-        found = {process.environ().get(name) for process in processes for name in NAMES} - {None}
+        environments = [process.environ() for process in processes]
+        seen = {(name, environment[name]) for environment in environments for name in SECRETS if name in environment}
         lines = [" ".join(process.cmdline()) for process in processes]
         (tmp_path / "go").touch()
         assert job.process.wait(90) == 0, job.text()
         said = job.text()
-    assert len(found) == (2 if launcher == "trainer run" else 1)
-    assert {len(secret or "") for secret in found} == {64}
-    assert not [line for line in lines for secret in found if secret and secret in line]
-    assert not [secret for secret in found if secret and secret in said]
+    assert sorted(name for name, _ in seen) == HAS[launcher]
+    for name, secret in seen:
+        assert len(secret) == SECRETS[name]
+        assert not [line for line in lines if secret in line]
+        assert secret not in said
 
 
-def test_two_jobs_have_two_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one in the caller's environment is not taken over."""
-    monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", "ab" * 32)
-    seen = set()
+def test_two_jobs_have_two_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those in the caller's environment are not taken over."""
+    names = HAS["horovodrun-gloo"]
+    seen = ["ab" * 32, "ab" * 16]
+    for name, secret in zip(names, seen, strict=True):
+        monkeypatch.setenv(name, secret)
     for _ in range(2):
-        code = "import os; print('secret', os.environ['HOROVOD_RENDEZVOUS_SECRET'])"
+        code = f"import os; print('secrets', *(os.environ[name] for name in {names}))"
         with running(command_for("horovodrun-gloo", 1, ["-c", code])) as job:
             assert job.process.wait(60) == 0, job.text()
-            seen.add(job.text().split("secret ")[1].split()[0])
-    assert len(seen) == 2
-    assert "ab" * 32 not in seen
+            seen += job.text().split("secrets ")[1].split()[:2]
+    assert len(set(seen)) == len(seen)

@@ -1,4 +1,4 @@
-"""What a job's output says of requests: those of its own processes that fail, and nothing of strangers' requests."""
+"""What a job's output says of requests: those of its own ranks that fail, and nothing of strangers' requests."""
 
 from __future__ import annotations
 
@@ -6,49 +6,28 @@ import logging
 import socket
 
 import pytest
-from horovod.runner.common.util.network import BasicClient, BasicService
-from horovod.runner.http.http_client import put_data_into_kvstore
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
-from horovod.runner.util import listener
+from horovod.runner.http import http_server
 
-from tests.security.stores import HOST, KEY, Store
-
-NAME = "a service"
+from tests.security.stores import HOST, Store
 
 
-class Failing(RendezvousHandler):  # type: ignore[misc]
-    """A handler with a mistake in it."""
-
-    def _put_value(self, scope: str, key: str, value: bytes) -> None:
+def test_what_fails_in_serving_the_job_is_an_error_in_the_log(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("a mistake of ours")
 
-
-def test_what_fails_in_serving_the_job_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    server = RendezvousServer(0, KEY)
-    store_port = server.start(Failing, [HOST])
-    server.init([])
-    with pytest.raises(RuntimeError, match="Put data"):
-        put_data_into_kvstore(HOST, store_port, "scope", "key", 7, KEY)
-    server.stop()
+    monkeypatch.setattr(store.server.store, "put", fail)
+    assert store.ask("PUT", "scope/key", b"7") == (0, b"")
     assert "a mistake of ours" in caplog.text
-    assert {record.levelno for record in caplog.records} == {logging.ERROR}
-
-
-def test_a_message_that_fails_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    service = BasicService(NAME, KEY, ["lo"])
-    client = BasicClient(NAME, service.addresses(), KEY, 0, attempts=1)
-    with pytest.raises(EOFError):
-        client._send("what it does not know")
-    service.shutdown()
-    assert "NotImplementedError: what it does not know" in caplog.text
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
 
 
 def test_a_request_that_stops_is_an_error_in_the_log(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "PROVEN_SECONDS", 0.3)
-    assert store.send_raw(store.head("PUT", "/scope/other", b"a body")) == b""
+    monkeypatch.setattr(http_server, "RANKS_SECONDS", 0.3)
+    assert store.send_raw(store.head("PUT", "scope/other", 6)) == b""
     assert [(record.levelno, "timed out" in record.getMessage()) for record in caplog.records] == [
         (logging.ERROR, True)
     ]
@@ -59,10 +38,5 @@ def test_nothing_that_a_stranger_sends_is_an_error_in_the_log(store: Store, capl
     for data in texts:
         with socket.create_connection((HOST, store.port), timeout=5) as connection:
             connection.sendall(data)
-    service = BasicService(NAME, KEY, ["lo"])
-    for data in (b"", bytes(10), bytes(1000)):
-        with socket.create_connection((HOST, service.get_port()), timeout=5) as connection:
-            connection.sendall(data)
     assert store.serves()
-    service.shutdown()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

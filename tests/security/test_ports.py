@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.distributed.harness import ROOT, command_for, processes_of, program
-from tests.security.running import Running, elastic, function, listening, running
+from tests.security.running import Running, listening, running
 
 SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
 # The jobs of the table's fourth column that each of these is.
@@ -31,8 +31,6 @@ JOBS = {
     "torchrun parameter_server": {"torchrun", "torchrun with c10d", "parameter server"},
     "supervised ddp": {"mpi", "ddp", "ddp without torchrun"},
     "supervised-torchrun ddp": {"torchrun", "ddp"},
-    "elastic": {"elastic"},
-    "function": {"function"},
     "hosts": {"torchrun", "ddp", "hosts"},
 }
 # Others look at each of their rows.
@@ -74,10 +72,10 @@ def process_name(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
     for pattern, name in (
         (r"parameter_server/server\.py", "parameter server"),
-        (r"trainer\.hang\.watcher", "watcher"),
+        (r"trainer\.watch\.watcher", "watcher"),
         (r"(^|/)mpirun ", "mpirun"),
         (r"bin/torchrun | torch\.distributed\.run ", "torchrun"),
-        (r"bin/horovodrun |tests\.security\.functions", "horovodrun"),
+        (r"bin/horovodrun ", "horovodrun"),
     ):
         if re.search(pattern, line):
             return name
@@ -111,11 +109,7 @@ def expected(jobs: Iterable[str], ranks: int) -> Counter[tuple[str, str]]:
     return sum((Counter({(row.process, row.address): row.count(ranks)}) for row in rows), Counter())
 
 
-def command(name: str, folder: Path) -> list[str]:
-    if name == "elastic":
-        return elastic(folder, sys.executable, SCRIPT, "elastic")
-    if name == "function":
-        return function("ready")
+def command(name: str) -> list[str]:
     if name == "hosts":
         return two_hosts(SCRIPT)
     launcher, strategy = name.split()
@@ -135,8 +129,8 @@ def command(name: str, folder: Path) -> list[str]:
 )
 def test_a_job_listens_where_the_table_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAIT_FOR", str(tmp_path / "go"))
-    with running(command(name, tmp_path), folder=tmp_path) as job:
-        ranks, deadline = 1 if name == "elastic" else 2, time.monotonic() + 120
+    with running(command(name), folder=tmp_path) as job:
+        ranks, deadline = 2, time.monotonic() + 120
         while job.text().count("ready") < ranks and job.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert job.text().count("ready") == ranks, job.text()

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.driver import driver_service
-from horovod.runner.gloo_run import create_run_env_vars, get_run_command
+from horovod.runner.gloo_run import network_variables
 from horovod.runner.mpi_run import mpi_run
-from horovod.runner.util import network, remote_exec, route, supervise
+from horovod.runner.util import remote_exec, route, supervise
 from horovod.runner.util.route import LAUNCHER, Interface, RoutedInterfaces
 
 Address = namedtuple("Address", "family address netmask")
@@ -84,13 +84,10 @@ def routed() -> RoutedInterfaces:
 def test_names_may_differ_between_hosts(routed: RoutedInterfaces) -> None:
     assert routed == {"data0", "ens7"}
     assert routed.between_ranks() == routed.between_daemons() == "10.77.0.0/24"
-    assert network.get_driver_ip(routed, "b") == network.get_driver_ip(routed) == "10.77.0.1"
     for host, name in (("a", "data0"), ("b", "ens7")):
-        command = get_run_command(["true"], "0.0.0.0", routed, 1, host=host)  # noqa: S104 (not to be used)
-        assert f"HOROVOD_GLOO_IFACE={name} NCCL_SOCKET_IFNAME=={name} " in command
-        assert "HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.1 " in command
-    # A host that joins an elastic job later was never asked.
-    assert routed.names_on("c") == ["data0", "ens7"]
+        variables = network_variables(routed, 1, host)
+        assert (variables["HOROVOD_GLOO_IFACE"], variables["NCCL_SOCKET_IFNAME"]) == (name, f"={name}")
+        assert variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.77.0.1"
 
 
 def mpirun_command(nics: set[str], env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -121,14 +118,14 @@ def test_nccls_interface_that_the_user_has_named_stays(
     routed: RoutedInterfaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert "NCCL_SOCKET_IFNAME" not in create_run_env_vars("10.77.0.1", routed, 1, host="a")
+    assert "NCCL_SOCKET_IFNAME" not in network_variables(routed, 1, "a")
 
 
 def test_open_mpi_gets_no_network_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # Which to Open MPI 4 is every network, so that it takes lo.
     addresses = {"data0": [Address(socket.AF_INET, "10.77.0.3", "255.255.255.255")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-    assert route._own_interfaces() == {"10.77.0.3": Interface("data0", "10.77.0.3", "10.77.0.2/31")}
+    assert route.own_interfaces() == {"10.77.0.3": Interface("data0", "10.77.0.3", "10.77.0.2/31")}
 
 
 def test_several_subnets() -> None:
@@ -142,13 +139,12 @@ def test_several_subnets() -> None:
 
 
 def test_names_that_the_user_gave_come_in_one_order() -> None:
-    names = {f"eth{i}" for i in range(9)}
-    assert create_run_env_vars("10.0.0.1", names, 1)["HOROVOD_GLOO_IFACE"] == "eth0"
+    assert route.names_on({f"eth{i}" for i in range(9)}, "a")[0] == "eth0"
 
 
 def test_a_missing_route_names_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     good = Interface("data0", "10.77.0.1", "10.77.0.0/24")
-    monkeypatch.setattr(network, "resolve_host_address", lambda host: None)
+    monkeypatch.setattr(driver_service, "resolve_host_address", lambda host: None)
     monkeypatch.setattr(route, "find_routes", lambda targets: dict.fromkeys(targets, good))
 
     def ask(host: str, targets: dict[str, Any], settings: object) -> dict[str, Any]:
@@ -156,7 +152,7 @@ def test_a_missing_route_names_both_hosts(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(driver_service, "_ask_for_routes", ask)
     with pytest.raises(RuntimeError, match=r"^no route from host b to host c: Network is unreachable$"):
-        driver_service._driver_fn(["a", "b", "c"], {"a"}, None)
+        driver_service.routed_interfaces(["a", "b", "c"], ["b", "c"], None)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The installed horovodrun, as patches/ change it: with a fake ssh, nothing leaves this machine."""
+"""The installed horovodrun, as our patches change it: with a fake ssh, nothing leaves this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from horovod.runner import gloo_run
 from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.timeout import Timeout
-from horovod.runner.launch import LoginError, _wait_for_hosts
-from horovod.runner.util import nested
+from horovod.runner.util import closed, nested
+from horovod.runner.util.login import LoginError, wait_for_hosts
 
 from trainer.cluster.environment import _LAUNCHERS, read_launch
 from trainer.errors import ConfigError
@@ -64,7 +64,7 @@ def settings_with(timeout_s: int) -> hvd_settings.Settings:
 
 def why(timeout_s: int = 1) -> str:
     with pytest.raises(LoginError) as caught:
-        _wait_for_hosts([HOST], settings_with(timeout_s))
+        wait_for_hosts([HOST], settings_with(timeout_s))
     return str(caught.value)
 
 
@@ -97,14 +97,14 @@ def test_a_login_that_hangs_is_given_up(fake_ssh: Path) -> None:
 
 def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
     answer(fake_ssh, "not yet")
-    _wait_for_hosts([HOST], settings_with(20))
+    wait_for_hosts([HOST], settings_with(20))
     assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
 
 
 def test_every_failing_host_has_its_own_line(fake_ssh: Path) -> None:
     answer(fake_ssh, "unknown")
     with pytest.raises(LoginError) as caught:
-        _wait_for_hosts(["b", "c"], settings_with(1))
+        wait_for_hosts(["b", "c"], settings_with(1))
     assert [line.split()[1] for line in str(caught.value).splitlines()] == ["b", "c"]
 
 
@@ -119,7 +119,7 @@ def test_a_failed_login_points_to_the_doctor(fake_ssh: Path) -> None:
 
 
 def test_host_keys_are_left_to_the_users_ssh_config(fake_ssh: Path) -> None:
-    _wait_for_hosts([HOST], settings_with(5))
+    wait_for_hosts([HOST], settings_with(5))
     asked = fake_ssh.with_name("ssh.log").read_text()
     assert "StrictHostKeyChecking" not in asked
     assert "-o BatchMode=yes" in asked
@@ -172,12 +172,46 @@ def test_mistakes_are_one_line(args: str, line: str) -> None:
         ("-np 1 --gloo-over-mpi true", "unrecognized arguments: --gloo-over-mpi"),
         ("-np 1 --mpi --gloo true", "argument --gloo: not allowed with argument --mpi"),
         ("true", "the following arguments are required: -np/--num-proc"),
+        ("-np 1 --min true", "unrecognized arguments: --min"),
     ],
 )
 def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
     done = launch(*args.split())
     expected = f"horovodrun: {line}; horovodrun --help says what is valid\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+ELASTIC = (
+    "--min-np 2|--min-num-proc=2|--max-np 2|--host-discovery-script d.sh|--host-discovery-script=d.sh|"
+    "--slots-per-host 1|--elastic-timeout 5|--reset-limit 1|--blacklist-cooldown-range 1 2"
+)
+
+
+@pytest.mark.parametrize("option", ELASTIC.split("|"))
+def test_elastic_jobs_are_refused(option: str) -> None:
+    done = launch("-np", "2", *option.split(), "python", "train.py")
+    name = re.split("[ =]", option)[0]
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"horovodrun: {closed.message(name)}\n")
+    assert "`trainer run`" in done.stderr
+    done = launch("-np", "1", "echo", *option.split())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import horovod; horovod.run(print, np=2)", "horovod.run"),
+        ("import horovod.spark", "horovod.spark"),
+        ("import horovod.ray", "horovod.ray"),
+        ("import horovod.torch as hvd; hvd.elastic.run", "horovod.torch.elastic"),
+        ("from horovod.torch import elastic", "horovod.torch.elastic"),
+        ("import horovod.torch.elastic", "horovod.torch.elastic"),
+    ],
+)
+def test_what_loads_pickles_from_a_network_is_refused(code: str, name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"ImportError: {closed.message(name)}"
 
 
 def test_more_arguments_than_a_shell_takes_are_one_line_over_mpi_and_none_over_gloo() -> None:
@@ -244,13 +278,14 @@ def test_a_rank_behind_ssh_gets_the_environment_and_ssh_never_sees_it(
     # The fake far side has a PATH of its own, which must not win.
     fake_ssh.write_text(fake_ssh.read_text().replace("exec sh", "PATH=/bin:/usr/bin exec sh"))
     settings = settings_with(5)
-    run_rank = gloo_run._exec_command_fn(settings, {"TOKEN": SECRET, "PATH": "/launcher:/usr/bin:/bin"})
     slot = SlotInfo(hostname=HOST, rank=0, local_rank=0, cross_rank=0, size=1, local_size=1, cross_size=1)
     seen = tmp_path / "seen"
     monkeypatch.chdir(tmp_path)
-    code, _ = run_rank(f"sh -c 'echo $TOKEN $PATH $PWD > {seen}; ps axww > {seen}.ps; exit 7'", slot, [])
+    command = ["sh", "-c", f"echo $TOKEN $PATH $PWD $RANK > {seen}; ps axww > {seen}.ps; exit 7"]
+    job = gloo_run.Job(settings, command, {"TOKEN": SECRET, "PATH": "/launcher:/usr/bin:/bin"})
+    code, _ = gloo_run.run_rank(job, slot, {"RANK": "0"})
     assert code == 7
-    assert seen.read_text() == f"{SECRET} /launcher:/usr/bin:/bin {tmp_path}\n"
+    assert seen.read_text() == f"{SECRET} /launcher:/usr/bin:/bin {tmp_path} 0\n"
     assert SECRET not in (tmp_path / "ssh.log").read_text() + (tmp_path / "seen.ps").read_text()
 
 
@@ -308,7 +343,7 @@ def test_a_rank_of_another_launcher_starts_no_job(outer: str, monkeypatch: pytes
 
 
 def test_horovodrun_and_the_library_know_the_same_launchers() -> None:
-    assert {launcher: names for launcher, names in nested._LAUNCHERS if launcher not in ("srun", "mpiexec")} == {
+    assert {launcher: names for launcher, names in nested.LAUNCHERS.items() if launcher not in ("srun", "mpiexec")} == {
         launcher: (size, rank, local_rank, local_size) for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS
     }
     inside = {**ranks_of("HOROVOD_", 2), "HOROVOD_RANK": "1"}

@@ -1,4 +1,4 @@
-"""What ranks print, behind horovodrun: any byte, and a reader that takes none of them (patches/0029)."""
+"""What ranks print, behind horovodrun: any byte, and a reader that takes none of them (patch 0029)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from horovod.runner.common.util import safe_shell_exec
+from horovod.runner.util import output
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 MARK = re.compile(rb"\[(?:1,)?[01]\]<std(?:out|err)>:")
@@ -104,7 +104,7 @@ def pass_on(*parts: bytes) -> list[str]:
     for part in parts:
         os.write(writer, part)
     os.close(writer)
-    safe_shell_exec.prefix_connection(Connection(reader), Notebook(), "stdout", 0, False)
+    output.prefix_connection(Connection(reader), Notebook(), "stdout", 0, False)
     return written
 
 
@@ -115,5 +115,5 @@ def test_each_line_is_one_write_with_its_mark() -> None:
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_shell_exec, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(output, "LONGEST_LINE", 1000)
     assert [len(words) - len("[0]<stdout>:") for words in pass_on(b"x" * 1500 + b"\n" + b"y" * 1000)] == [1501, 1000]

@@ -1,4 +1,4 @@
-"""What horovodrun and a rank load before they start to work, as patches/0014 changes it."""
+"""What horovodrun and a rank load before they start to work, as patch 0014 changes it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ print(util.mpi_built(), util.gloo_built(), util.mpi_built(verbose=True))
 """
 RANK = """
 import sys, horovod.torch as hvd
-early = "horovod.torch.elastic" in sys.modules
-print(early, hvd.elastic.TorchState.__name__, hasattr(hvd, "no_such_name"))
+print(hasattr(hvd, "no_such_name"), [name for name in sys.modules if name.startswith("horovod.runner.gloo_run")])
 """
 
 
@@ -50,7 +49,7 @@ def imported(stderr: str) -> set[str]:
     [
         (
             "--mpi",
-            {"torch", "yaml", "multiprocessing.spawn", "horovod.runner.gloo_run", "horovod.runner.elastic.driver"},
+            {"torch", "yaml", "multiprocessing.spawn", "horovod.runner.gloo_run", "horovod.runner.http.http_server"},
         ),
         ("--gloo", {"torch", "yaml"}),
     ],
@@ -85,6 +84,5 @@ def test_a_build_without_controllers_is_said(tmp_path: Path) -> None:
     assert done.stderr.startswith("horovodrun: Neither MPI nor Gloo support has been built.")
 
 
-def test_a_rank_loads_what_elastic_jobs_need_when_it_is_asked_for() -> None:
-    done = run(dict(os.environ), "-c", RANK)
-    assert done.stdout == "False TorchState False\n"
+def test_a_rank_loads_nothing_of_the_launcher() -> None:
+    assert run(dict(os.environ), "-c", RANK).stdout == "False []\n"

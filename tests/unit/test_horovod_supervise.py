@@ -23,7 +23,7 @@ import os, shlex, sys
 from horovod.runner.util import supervise
 try:
     print("code", supervise.run(shlex.join(sys.argv[1:]), os.environ.copy()), flush=True)
-except supervise.Ended as ended:
+except supervise.EndedError as ended:
     print(ended, ended.exit_code, flush=True)
 """
 FOLLOWING = """

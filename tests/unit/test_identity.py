@@ -29,11 +29,11 @@ class Watched(Rendezvous):
 
 @pytest.fixture(autouse=True)
 def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SECRET, "HOROVOD_RENDEZVOUS_SECRET"):
+    for name in (SECRET, "HOROVOD_JOB_SECRET"):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("name", [SECRET, "HOROVOD_RENDEZVOUS_SECRET"])
+@pytest.mark.parametrize("name", [SECRET, "HOROVOD_JOB_SECRET"])
 def test_with_a_secret_the_token_does_not_go_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "5e" * 32)
     one, other = Watched(), Watched()
@@ -68,8 +68,8 @@ def test_a_secret_that_can_be_guessed_is_refused_and_not_shown(secret: str) -> N
 
 
 def test_the_supervisors_secret_comes_first_and_is_new_at_every_start() -> None:
-    assert job_secret({SECRET: "a" * 64, "HOROVOD_RENDEZVOUS_SECRET": "b" * 64}) == "a" * 64
-    assert job_secret({SECRET: "", "HOROVOD_RENDEZVOUS_SECRET": "b" * 64}) == "b" * 64
+    assert job_secret({SECRET: "a" * 64, "HOROVOD_JOB_SECRET": "b" * 64}) == "a" * 64
+    assert job_secret({SECRET: "", "HOROVOD_JOB_SECRET": "b" * 64}) == "b" * 64
     assert job_secret({}) == ""
     found = [environment_for("a job")[SECRET] for _ in range(2)]
     assert found[0] != found[1]

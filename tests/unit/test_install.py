@@ -167,7 +167,7 @@ def test_the_wheels_folder_changes_with_every_patch(tmp_path: Path, monkeypatch:
     variant = horovod_wheel.Variant()
     first = build_horovod._cache_key(variant)
     assert first == build_horovod._cache_key(variant)
-    monkeypatch.setattr(build_horovod, "PATCHES", tmp_path)
+    monkeypatch.setattr(horovod_wheel, "CHANGES", tmp_path)
     without = build_horovod._cache_key(variant)
     (tmp_path / "0001-new.patch").write_text("new")
     assert len({first, without, build_horovod._cache_key(variant)}) == 3

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROOF_BYTES = 32
 # horovodrun's own comes last, because the supervisor's and the user's hold under every launcher.
-_VARIABLES = (SECRET, "HOROVOD_RENDEZVOUS_SECRET")
+_VARIABLES = (SECRET, "HOROVOD_JOB_SECRET")
 _DIGITS = re.compile("[0-9a-f]{64,}")
 
 

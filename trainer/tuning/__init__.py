@@ -3,7 +3,7 @@
 Horovod's own defaults lose to DistributedDataParallel on small models. The causes, and what is set for each:
 
 * Horovod looks at its queue once per HOROVOD_CYCLE_TIME, by default every millisecond. That sleep is nearly
-  the whole cost of a small all-reduce. With patches/0011 a rank that has nothing to exchange sleeps until it has,
+  the whole cost of a small all-reduce. With patch 0011, a rank that has nothing to exchange sleeps until it has,
   so a short cycle costs something only during an exchange (or where there are process sets).
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
   more threads than cores, the spinning takes the core from the thread that is waited for.
