@@ -307,7 +307,8 @@ UNTESTED = {
 # Names of commands in running text, which are no whole commands.
 MENTIONED = (
     *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
-    *("trainer run", "trainer submit", "trainer merge", "pip install", "pip list", "pip check"),
+    *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
+    *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),
 )
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)
