@@ -17,9 +17,9 @@ import pytest
 
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.watch import marks
+from trainer.watch import heartbeat
 from trainer.watch import start as hang
-from trainer.watch.looks import SIGNAL
+from trainer.watch.probe import SIGNAL
 from trainer.watch.recorder import Recorder
 from trainer.watch.start import Entry, connection_limit_s, hang_timeout_s
 from trainer.watch.watcher import IGNORED
@@ -57,7 +57,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr("trainer.watch.start.atexit.register", lambda *_: None)
     monkeypatch.delenv("TRAINER_HANG_TIMEOUT", raising=False)
     yield Ranks()
-    marks.close_record()
+    heartbeat.close_record()
     faulthandler.unregister(SIGNAL)
 
 
@@ -136,7 +136,7 @@ def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
     own, _ = entries(ranks)
     hang.start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
     assert ranks.broadcasts == [None]
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 @pytest.mark.parametrize(("timeout", "followed"), [("", 1), ("0", 0)])
@@ -167,7 +167,7 @@ def test_it_can_be_switched_off(
     hang.start(ranks, entries(ranks), given)
     assert Process.started == []
     assert ranks.broadcasts == [None]
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 def test_what_is_no_number_is_said_and_ends_nothing(
@@ -213,7 +213,7 @@ def test_a_rank_that_cannot_be_watched_takes_part_all_the_same(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own, _ = entries(ranks)
-    marks.close_record()
+    heartbeat.close_record()
     monkeypatch.setattr(hang, "open_record", _fail)
     broken = hang.describe(ranks.world)
     assert broken is not None
@@ -228,7 +228,7 @@ def test_a_rank_that_cannot_be_watched_notes_nothing(ranks: Ranks, monkeypatch: 
     broken = hang.describe(ranks.world)
     assert broken is not None
     assert broken.address == {}
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
@@ -249,21 +249,21 @@ def test_the_watcher_starts_without_pytorch() -> None:
 ENDING = """
 import atexit, pathlib, sys
 from trainer.watch import start
-from trainer.watch.mark_layout import read_mark
+from trainer.watch.heartbeat import Heartbeat
 from trainer.cluster.world import World
-atexit.register(lambda: print(repr(read_mark(path.read_bytes()).phase)))
+atexit.register(lambda: print(repr(Heartbeat.from_bytes(path.read_bytes()).is_at_end)))
 entry = start.describe(World(rank=0, size=2, local_rank=0, local_size=2))
-path = pathlib.Path(f"/proc/self/fd/{{entry.address['marks']}}")
+path = pathlib.Path(f"/proc/self/fd/{{entry.address['heartbeat']}}")
 sys.excepthook = lambda *_: None
 {end}
 """
 
 
-@pytest.mark.parametrize(("end", "phase"), [("pass", "ended"), ("sys.exit(3)", "ended"), ("1 / 0", "")])
-def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, phase: str) -> None:
+@pytest.mark.parametrize(("end", "is_at_end"), [("pass", True), ("sys.exit(3)", True), ("1 / 0", False)])
+def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, is_at_end: bool) -> None:
     """Also where another hook has shown the exception, so that Python ends as ever."""
     done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
-    assert done.stdout == f"{phase!r}\n", done.stderr
+    assert done.stdout == f"{is_at_end}\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan, mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError
-from trainer.watch.marks import loading
-from trainer.watch.status import report_phase
+from trainer.watch.heartbeat import loading, report_phase
 
 Batch = tuple[Any, Any]
 

@@ -17,8 +17,7 @@ from trainer.data.moving import move
 from trainer.data.shard_plan import mix_seeds
 from trainer.data.workers import usr2_blocked
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.marks import loading
-from trainer.watch.status import report_phase
+from trainer.watch.heartbeat import loading, report_phase
 
 
 class StreamLoader(Loader):

@@ -34,7 +34,7 @@ from trainer.strategies.compress.communication import make_synchronizer
 from trainer.tuning.host import share_machine
 from trainer.watch import start as hang
 from trainer.watch.failure import end_process, report_failures
-from trainer.watch.status import LOST_PEER, report_failure, report_join, report_phase
+from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
 
 _UNCONNECTED_S = 20.0
 """After this long without a connection between the ranks, rank 0 says that it waits."""
@@ -62,7 +62,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     world = current_world(config.device)
     if world.size > 1:
         write_whole_lines()
-    report_join(world)
+    report_join(world.rank)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
@@ -124,7 +124,7 @@ def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterat
 
 
 def _give_up(world: World, message: str) -> None:
-    report_failure(LOST_PEER, message, world)
+    report_failure(LOST_PEER, message, world.rank)
     end_process(message, 1)
 
 

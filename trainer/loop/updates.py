@@ -27,7 +27,7 @@ from trainer.models.sync_batch_norm import leave_out
 from trainer.profiling.step_timer import step_timer
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.strategies.gradients import GradientSynchronizer
-from trainer.watch.status import UpdateCounter
+from trainer.watch.heartbeat import UpdateCounter
 
 
 class Updates:

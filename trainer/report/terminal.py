@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from trainer.cluster.processes import read_process
 
 # These pass their ranks' standard error on to their own. Any other reader of it, a script that collects output say,
 # keeps it from the terminal.
@@ -27,7 +28,7 @@ class Terminal:
     def in_foreground(self) -> bool:
         """Return whether the job is what the terminal shows now; one in the background leaves it to the shell."""
         with suppress(OSError):
-            process = _read_process(self.process)
+            process = read_process(self.process)
             return process.group == process.foreground
         return False
 
@@ -54,7 +55,7 @@ def open_terminal() -> Terminal | None:
         holder = os.getpid()
         while stat.S_ISFIFO((pipe := Path(f"/proc/{holder}/fd/2").stat()).st_mode):
             holder = next(
-                one for one in _upward(_read_process(holder).parent) if _forwards(one) and _has_open(one, pipe)
+                one for one in _upward(read_process(holder).parent) if _forwards(one) and _has_open(one, pipe)
             )
         if stat.S_ISCHR(pipe.st_mode):
             return _open(holder, pipe.st_rdev)
@@ -63,25 +64,10 @@ def open_terminal() -> Terminal | None:
 
 def _open(holder: int, device: int) -> Terminal | None:
     # torchrun gives its ranks its own terminal, but sessions of their own, which the shell does not know.
-    seen_by_shell = next(one for one in _upward(holder) if _read_process(one).terminal == device)
+    seen_by_shell = next(one for one in _upward(holder) if read_process(one).terminal == device)
     # Through the link, as the path may name another device where the process is in a container.
     descriptor = os.open(f"/proc/{holder}/fd/2", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     return Terminal(descriptor, seen_by_shell)
-
-
-class _Process(NamedTuple):
-    parent: int
-    group: int
-    terminal: int
-    """Device number of its controlling terminal; 0 without one."""
-    foreground: int
-    """Process group in the foreground of that terminal."""
-
-
-def _read_process(process: int) -> _Process:
-    # The second field, a name in parentheses, may hold anything. See proc_pid_stat(5).
-    fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return _Process(int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
 
 
 def _upward(process: int) -> Iterator[int]:
@@ -92,7 +78,7 @@ def _upward(process: int) -> Iterator[int]:
     """
     while process > 0:
         yield process
-        process = _read_process(process).parent
+        process = read_process(process).parent
     raise ValueError("no such process")
 
 

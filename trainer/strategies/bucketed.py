@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.buckets import Bucket, make_buckets
 from trainer.strategies.gradients import GradientSynchronizer, assign_means
-from trainer.watch.marks import waits
+from trainer.watch.heartbeat import waits
 
 Start = Callable[[Tensor], Callable[[], object]]
 """Begins to sum a flat tensor over all ranks, in place; what it returns waits for the sum."""

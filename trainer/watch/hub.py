@@ -6,15 +6,13 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from trainer.watch.judge import Verdict, is_paused, judge, notice
+from trainer.watch.judge import Host, Verdict, View, is_paused, judge, notice, view_from
 from trainer.watch.limits import Limit, Notices
 from trainer.watch.mismatch import explain, has_failed
 from trainer.watch.ranks import LocalRanks
 from trainer.watch.report import announce, say, say_why, warn, write_stacks
-from trainer.watch.views import Host, View, view_from
 from trainer.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
 SILENT_S = 15.0
@@ -183,7 +181,7 @@ class Hub:
                 moved = True
             elif not view.stacks and self._look_until:
                 # What was seen of its stack holds until it goes on.
-                view = replace(before, process=view.process, cpu=view.cpu)
+                view = before.replaced(process=view.process, cpu=view.cpu)
             host.views[rank] = view
         if moved:
             self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)

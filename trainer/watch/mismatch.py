@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trainer.watch.judge import EARLY_END, MOST_NAMED, by_collective, list_of, name, same_collectives
-from trainer.watch.looks import GONE
-from trainer.watch.mark_layout import ENDED, State
-from trainer.watch.views import Host, View
+from trainer.cluster.processes import GONE
+from trainer.watch.heartbeat import State
+from trainer.watch.judge import EARLY_END, MOST_NAMED, Host, View, by_collective, list_of, name, same_collectives
 
 
 def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
@@ -46,7 +45,7 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
 
 def has_failed(views: Iterable[View]) -> bool:
     """Return whether a rank has failed: in a collective, or because its process has gone."""
-    return any(view.state == State.FAILED or (view.process == GONE and view.phase != ENDED) for view in views)
+    return any(view.state == State.FAILED or (view.process == GONE and not view.is_at_end) for view in views)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class _Place:
 
 def _place(view: View) -> _Place:
     is_in = view.state in (State.WAITING, State.FAILED)
-    has_ended = view.phase == ENDED and view.state != State.FAILED
+    has_ended = view.is_at_end and view.state != State.FAILED
     collective, last = (view.what, view.elements), (view.last, view.last_elements)
     counts = (view.collectives, view.steps, is_in and view.is_counted)
     return _Place(is_in, has_ended, collective if is_in else ("", 0), last, *counts)
@@ -116,8 +115,14 @@ def _called_beside(behind: View, view: View) -> View:
     """Return a rank as it was in the collective that the other one is still in, if it has been through it."""
     if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
         return view
-    earlier = replace(view, what=view.last, elements=view.last_elements, state=behind.state)
-    return replace(earlier, is_counted=True, collectives=behind.collectives, steps=behind.steps)
+    return view.replaced(
+        what=view.last,
+        elements=view.last_elements,
+        state=behind.state,
+        is_counted=True,
+        collectives=behind.collectives,
+        steps=behind.steps,
+    )
 
 
 def _what_it_did(view: View) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.watch.hub import SILENT_S
-from trainer.watch.judge import Verdict, is_paused
+from trainer.watch.judge import Host, Verdict, View, is_paused
 from trainer.watch.limits import Limit
 from trainer.watch.mismatch import has_failed
 from trainer.watch.ranks import LocalRanks
 from trainer.watch.report import announce, write_stacks
-from trainer.watch.views import Host, View
 from trainer.watch.wire import Link, RefusedError, connect, is_refusal, is_timeout
 
 _REPORT_S = 1.0

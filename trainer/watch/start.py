@@ -1,4 +1,4 @@
-"""Start of the watch, on each rank: its marks, the handler that writes its stacks, and its host's watcher.
+"""Start of the watch, on each rank: its heartbeat, the handler that writes its stacks, and its host's watcher.
 
 Nothing here may end a job: whatever fails is said once, and the job goes on without the watch. All ranks take part in
 the broadcast all the same.
@@ -27,10 +27,9 @@ from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.secret import token_of
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
+from trainer.watch.heartbeat import close_record, note_end, open_record
 from trainer.watch.limits import START_S
-from trainer.watch.looks import SIGNAL
-from trainer.watch.mark_layout import ENDED
-from trainer.watch.marks import close_record, note_phase, open_record
+from trainer.watch.probe import SIGNAL
 from trainer.watch.ranks import own_address
 from trainer.watch.recorder import Recorder, follow
 from trainer.watch.report import warn
@@ -99,25 +98,19 @@ def describe(world: World) -> Entry | None:
     if world.size == 1:
         return None
     try:
-        marks = open_record(world.rank)
-        if marks is None:  # it has joined before
+        heartbeat = open_record(world.rank)
+        if heartbeat is None:  # it has joined before
             return None
         stacks = os.memfd_create("trainer-stacks")
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-        atexit.register(_note_end)
+        atexit.register(note_end)
         namespace = Path("/proc/self/ns/pid").readlink()
-        address = own_address(world.rank, marks, stacks).as_dict()
+        address = own_address(world.rank, heartbeat, stacks).as_dict()
         return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)
     except Exception as error:
         close_record()
         return Entry(host_id(), host_id(), "", {}, f"{type(error).__name__}: {error}")
-
-
-def _note_end() -> None:
-    # After an exception that another hook than ours has shown, the script has not come to its end.
-    if getattr(sys, "last_type", None) is None:
-        note_phase(ENDED)
 
 
 def start(strategy: _Strategy, entries: Sequence[Entry | None], given_s: float | None) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.watch.hub import Hub
+from trainer.watch.judge import Host
 from trainer.watch.ranks import Address, LocalRanks
 from trainer.watch.report import warn
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import Host
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 """Schedulers and launchers send these to all processes of a job; the watcher ends when the ranks have."""

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from trainer.ops.supervise.hosts import Host, slots_of
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.sweep import Answer, on_all_hosts
+from trainer.ops.supervise.remote import Answer, on_all_hosts
 
 _PROBE_S = 30.0
 
 
-class TakeBack:
+class Rejoin:
     """Asks the hosts that an attempt does without, in the background, where --take-back is set.
 
     Args:

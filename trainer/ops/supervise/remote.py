@@ -1,4 +1,4 @@
-"""What is done on every host of a job: find its processes, signal or kill them, and read its status files.
+"""What is done on every host of a job: find its processes, signal or kill them, and read its folder.
 
 One shell script does it, on this host and through ssh on the others, so that a host needs no Python for it. A host that
 does not answer in time is not well: the same call is the probe.
@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.ops.supervise.hosts import Host
-from trainer.watch.status import JOB, SIZE, RankStatus, read_status
+from trainer.watch.heartbeat import SIZE, Heartbeat
+from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
 
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 TIMEOUT_S = 10.0
 """For all hosts together."""
 # The environment of a process is what it was started with, so the mark stays. A process may be made while others are
-# killed, so killing is repeated. Only those processes of the status files that carry the mark are preempted, as
+# killed, so killing is repeated. Only those processes of heartbeats that carry the mark are preempted, as
 # a number may belong to another process by now.
 _SCRIPT = r"""
 job=$1 action=$2
@@ -54,9 +55,10 @@ for folder in "$@"; do
         fi
         cat "$file"
     done
+    [ ! -f "$folder/VERDICT" ] || cat "$folder/VERDICT"
     [ "$action" != kill ] || rm -rf "$folder"
 done
-""".replace("JOB", JOB)
+""".replace("JOB", JOB).replace("VERDICT", VERDICT)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Answer:
     is_well: bool
     processes: frozenset[int] = frozenset()
     """Processes of the job that ran."""
-    ranks: tuple[RankStatus, ...] = ()
+    ranks: tuple[Heartbeat, ...] = ()
+    verdict: JobVerdict | None = None
+    """Of the host's watcher."""
     problem: str = ""
     """Why it is not well."""
 
@@ -75,7 +79,7 @@ class Answer:
 def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: float = TIMEOUT_S) -> list[Answer]:
     """Look for the processes of a job on all hosts at once, signal or kill them; return the answers in their order.
 
-    After "kill", the job's status files are gone too. An empty job is nobody's, and makes the call a mere probe.
+    After "kill", the job's folder is gone too. An empty job is nobody's, and makes the call a mere probe.
     """
     deadline = time.monotonic() + timeout_s
     started = [(host, _start(host, job, action)) for host in hosts]
@@ -109,5 +113,20 @@ def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answ
     if process.returncode != 0 or words[:1] != [b"trainer-host"]:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         return Answer(host.name, is_well=False, problem=last or f"ssh has ended with code {process.returncode}")
-    ranks = (read_status(records[at : at + SIZE]) for at in range(0, len(records), SIZE))
-    return Answer(host.name, True, frozenset(map(int, words[1:])), tuple(rank for rank in ranks if rank is not None))
+    ranks, verdict = _parse(records)
+    return Answer(host.name, True, frozenset(map(int, words[1:])), ranks, verdict)
+
+
+def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
+    """Return what is in the files of the folders, one after another."""
+    ranks, verdict = [], None
+    while records:
+        size = records.find(b"\n") + 1 or len(records)
+        if (found := parse_verdict(records[:size])) is not None:
+            verdict = found
+        else:
+            size = SIZE
+            if (heartbeat := Heartbeat.from_bytes(records[:SIZE])) is not None:
+                ranks.append(heartbeat)
+        records = records[size:]
+    return tuple(ranks), verdict
