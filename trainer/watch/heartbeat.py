@@ -416,14 +416,17 @@ def report_update(updates: int) -> None:
 
 
 def report_phase(phase: str) -> None:
-    """Note what this rank does now: "training", "evaluation", "saving", … Counts as progress, in any thread."""
+    """Note in any thread what this rank does now: "training", "evaluation", "saving", …
+
+    Counts as progress for `trainer run`; for the watch of hangs only in the thread that trains.
+    """
     if _record is not None:
         is_own = _record.thread == threading.get_ident()
         version = _record.version | 1
         if is_own:
             _record.version = version
+            _record.events += 1
         _record._phase = phase.encode()[:_PHASE_BYTES]
-        _record.events += 1
         _record.reports += 1
         _record.progress_s = time.monotonic()
         if is_own:
