@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.supervise import watch
+from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Answer
 from trainer.ops.supervise.watch import Ranks
@@ -25,7 +25,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(HOSTS, "job", timeout_s=100.0)
     yield made
     made.close()
-    made._pool.shutdown()  # which nothing else waits for
+    made._inquiry._pool.shutdown()  # which nothing else waits for
 
 
 def heartbeat(number: int, process: int, **reported: Any) -> Heartbeat:
@@ -93,8 +93,8 @@ def test_updates_span_all_ranks(ranks: Ranks) -> None:
 
 def test_a_host_that_stops_to_answer_is_lost(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [Answer("localhost", True), Answer("b", False, problem="no route")]
-    monkeypatch.setattr(watch, "on_all_hosts", lambda *_: answers)
-    monkeypatch.setattr(watch, "_POLL_S", 0.0)
+    monkeypatch.setattr(remote, "on_all_hosts", lambda *_: answers)
+    monkeypatch.setattr(ranks._inquiry, "_every_s", 0.0)
     ranks.note("localhost", heartbeat(0, os.getpid()))
 
     def ask() -> set[str]:

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -84,6 +85,34 @@ def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     started = [(host, _start(host, job, action)) for host in hosts]
     return [_read(host, process, deadline) for host, process in started]
+
+
+class Inquiry:
+    """Looks at the hosts of a job in the background, one look at a time.
+
+    Args:
+        every_s: from an answer to the next look.
+    """
+
+    def __init__(self, hosts: Sequence[Host], job: str, every_s: float) -> None:
+        self._hosts, self._job, self._every_s = hosts, job, every_s
+        self._pool = ThreadPoolExecutor(1)
+        self._asked: Future[list[Answer]] | None = None
+        self._asked_at = time.monotonic()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def answers(self) -> list[Answer]:
+        """Return answers that have come since the last call, and look again where it is time to."""
+        now = time.monotonic()
+        if self._asked is None and now - self._asked_at > self._every_s:
+            self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
+        if self._asked is None or not self._asked.done():
+            return []
+        answers, self._asked, self._asked_at = self._asked.result(), None, now
+        return answers
 
 
 def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:

@@ -8,13 +8,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.remote import Answer, on_all_hosts
+from trainer.ops.supervise.remote import Inquiry
 from trainer.ops.supervise.signals import open_process
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
 from trainer.watch.job_folder import folder_name, is_own
@@ -48,23 +47,21 @@ class Ranks:
         self.joined_at: float | None = None
         self.first_update_at: float | None = None
         self._here = next((host.name for host in hosts if host.is_here), "")
-        self._hosts, self._job, self._timeout_s = hosts, job, timeout_s
+        self._hosts, self._timeout_s = hosts, timeout_s
         self._folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
         self.progress_at = time.monotonic()
         """When a rank was last seen to have made progress."""
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unanswered = Counter[str]()
-        self._pool = ThreadPoolExecutor(1)
-        self._asked: Future[list[Answer]] | None = None
-        self._asked_at = time.monotonic()
+        self._inquiry = Inquiry(hosts, job, _POLL_S)
 
     def close(self) -> None:
         """Let go of the processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._inquiry.close()
 
     @property
     def descriptors(self) -> list[int]:
@@ -131,13 +128,8 @@ class Ranks:
             self.dead, self.ended = tuple(sorted(silent)), tuple(sorted(self._gone - set(silent)))
 
     def _ask(self) -> None:
-        now = time.monotonic()
-        if self._asked is None and now - self._asked_at > _POLL_S:
-            self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
-        if self._asked is not None and self._asked.done():
-            for answer in self._asked.result():
-                self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
-                for heartbeat in answer.ranks:
-                    self.note(answer.host, heartbeat)
-            self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
-            self._asked, self._asked_at = None, now
+        for answer in self._inquiry.answers():
+            self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
+            for heartbeat in answer.ranks:
+                self.note(answer.host, heartbeat)
+        self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
