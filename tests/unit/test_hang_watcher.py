@@ -77,7 +77,7 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
         assert rank.stdout is not None
         settings = {
             "hosts": [{"name": "a", "ranks": [0]}],
-            "own": 0,
+            "host": 0,
             "addresses": {0: json.loads(rank.stdout.readline())},
         }
         settings |= {"token": TOKEN, "given_s": None, "script": "job", "listener": -1}

@@ -72,7 +72,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         joined = make_strategy(strategy, world)
         own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
         hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)
-    hang.start(joined, watched, config.hang_timeout_s)
+    hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)
     if log is not None:
         joined.description += _connect(joined, log) if all(over_nccl) else ""
         log.close()

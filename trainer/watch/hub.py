@@ -184,7 +184,7 @@ class Hub:
                 view = before.replaced(process=view.process, cpu=view.cpu)
             host.views[rank] = view
         if moved:
-            self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)
+            self._limit.on_progress([view for known in self._hosts for view in known.views.values()], now)
             self._notices.on_progress()
             self._look_until = 0.0
 
@@ -216,7 +216,7 @@ class Hub:
             if number not in range(1, len(self._hosts)):
                 raise RefusedError(f"the job has no host {number} beside this one")
             link.host = number
-            for earlier in [one for one in self._links if one.host == link.host and one is not link]:
+            for earlier in [other for other in self._links if other.host == link.host and other is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]
         host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
@@ -229,7 +229,7 @@ class Hub:
         if link in self._links:
             self._links.remove(link)
         link.close()
-        if link.host >= 0 and not any(one.host == link.host for one in self._links):
+        if link.host >= 0 and not any(other.host == link.host for other in self._links):
             host = self._hosts[link.host]
             host.is_connected, host.is_lost = False, is_lost and not host.has_left
 

@@ -244,8 +244,8 @@ def _may_go_on(view: View | None, why: str) -> bool:
 
 def _shown(frames: Sequence[str]) -> list[str]:
     """Return the innermost frames, and those of the user's own files around them."""
-    own = [frame for frame in frames if is_users(frame)]
-    shown = dict.fromkeys((*frames[:_INNERMOST], *own))
+    users = [frame for frame in frames if is_users(frame)]
+    shown = dict.fromkeys((*frames[:_INNERMOST], *users))
     return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
@@ -256,12 +256,12 @@ def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], waiting: Ma
         return what if len(by_place(waiting)) == 1 else f"{what}: {_in_places(waiting)}"
     who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:MOST_NAMED])
     others = {rank: view for rank, view in waiting.items() if rank not in blamed}
-    own = {rank: view for rank, view in waiting.items() if rank in blamed}
+    theirs = {rank: view for rank, view in waiting.items() if rank in blamed}
     if others:
         what = f"{who} did not come to {next(iter(by_collective(others)))}"
-        return f"{what}: {_in_places(own)}" if own else what
+        return f"{what}: {_in_places(theirs)}" if theirs else what
     what = f"{who} wait in different collectives"
-    return f"{what}: {_in_places(own)}" if len(by_place(own)) > 1 else what
+    return f"{what}: {_in_places(theirs)}" if len(by_place(theirs)) > 1 else what
 
 
 def _in_places(waiting: Mapping[int, View]) -> str:

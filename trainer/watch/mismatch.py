@@ -78,7 +78,7 @@ def _different(views: Mapping[int, View]) -> dict[int, View]:
     Where ranks have ended too early, it is these.
     """
     ranks_at = Counter(map(_place, views.values()))
-    against = {one: {other for other in ranks_at if not _are_in_order(one, other)} for one in ranks_at}
+    against = {place: {other for other in ranks_at if not _are_in_order(place, other)} for place in ranks_at}
     doubts = {place: sum(ranks_at[other] for other in others) for place, others in against.items()}
     different = set()
     for place, others in against.items():
@@ -95,8 +95,8 @@ def _has_been_through(other: _Place, place: _Place) -> bool:
     return place.is_in_counted and other.collectives == place.collectives + 1 and other.last == place.collective
 
 
-def _are_in_order(one: _Place, other: _Place) -> bool:
-    return one == other or _is_past(one, other) or _is_past(other, one)
+def _are_in_order(place: _Place, other: _Place) -> bool:
+    return place == other or _is_past(place, other) or _is_past(other, place)
 
 
 def _is_past(ahead: _Place, behind: _Place) -> bool:

@@ -72,7 +72,7 @@ def read_stacks(file: int, before: int) -> str:
 
 def all_frames(stacks: str) -> list[Frame]:
     """Return the frames of all threads."""
-    return [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(stacks)]
+    return [Frame(line["path"], int(line["line"]), line["name"]) for line in _FRAME.finditer(stacks)]
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:

@@ -109,11 +109,11 @@ class LocalRank:
     def _look_again(self, now: float) -> None:
         if (passed := now - self._looked_at) < _LOOK_S:
             return
-        found, before = look(self.address.pid, self.address.started, self.address.thread), self._look
-        self._cpu = min(1.0, (found.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
+        process, before = look(self.address.pid, self.address.started, self.address.thread), self._look
+        self._cpu = min(1.0, (process.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
         # A healthy process is in uninterruptible sleep for moments.
-        is_moment = found.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
-        self._state, self._look, self._looked_at = "S" if is_moment else found.state, found, now
+        is_moment = process.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
+        self._state, self._look, self._looked_at = "S" if is_moment else process.state, process, now
 
     def note_children(self) -> None:
         """Begin to measure what its children compute."""
