@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from trainer.watch.heartbeat import State
 from trainer.watch.hub import Hub
-from trainer.watch.mark_layout import State
+from trainer.watch.judge import Host, View
 from trainer.watch.ranks import LocalRanks
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import Host, View
 from trainer.watch.wire import serve
 
 TOKEN = "ab" * 32

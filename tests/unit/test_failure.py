@@ -13,8 +13,8 @@ import pytest
 
 from trainer.cluster.environment import Launch, read_launch
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
-from trainer.watch import failure, marks
-from trainer.watch.mark_layout import State, read_mark
+from trainer.watch import failure, heartbeat
+from trainer.watch.heartbeat import Heartbeat, State
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
@@ -269,12 +269,12 @@ def test_a_bug_is_printed_at_once_on_every_rank(ending: Ending, capfd: pytest.Ca
 def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(
     ending: Ending, request: pytest.FixtureRequest
 ) -> None:
-    marks.open_record(1)
-    request.addfinalizer(marks.close_record)
+    heartbeat.open_record(1)
+    request.addfinalizer(heartbeat.close_record)
     error = RuntimeError("CUDA out of memory")
     assert ending.of(error, rank=1) == 1
     assert ending.slept == []
-    with suppress(ValueError), marks.waits("all_reduce"):
+    with suppress(ValueError), heartbeat.waits("all_reduce"):
         raise ValueError
     assert ending.of(error, rank=1) == 1
     assert ending.slept == [failure._LET_WATCHER_EXPLAIN_S]
@@ -300,13 +300,13 @@ def innermost(path: str, error: Exception) -> TracebackType | None:
 def test_an_error_of_the_transport_in_a_backward_pass_is_noted_as_a_collectives(
     ending: Ending, request: pytest.FixtureRequest, path: str, text: str, is_in_collective: bool
 ) -> None:
-    descriptor = marks.open_record(1)
-    request.addfinalizer(marks.close_record)
+    descriptor = heartbeat.open_record(1)
+    request.addfinalizer(heartbeat.close_record)
     error = RuntimeError(text)
     assert ending.of(error, rank=1, trace=innermost(path, error)) == 1
-    mark = read_mark(Path(f"/proc/self/fd/{descriptor}").read_bytes())
-    assert mark is not None
-    assert (mark.state == State.FAILED) is is_in_collective
+    record = Heartbeat.from_bytes(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+    assert record is not None
+    assert (record.state == State.FAILED) is is_in_collective
 
 
 def test_reporting_failures_takes_the_hook_for_uncaught_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,16 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, waiting
 from trainer.watch import failure
 from trainer.watch import hub as hub_module
+from trainer.watch.heartbeat import State
 from trainer.watch.hub import Hub
-from trainer.watch.mark_layout import ENDED, State
+from trainer.watch.judge import Host, View
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import Host, View
 
 __all__ = ["listener"]
 
@@ -38,7 +37,7 @@ def calling(rank: int, elements: int) -> View:
 
 
 def failed(rank: int, elements: int) -> View:
-    return replace(calling(rank, elements), state=State.FAILED, failures=1)
+    return calling(rank, elements).replaced(state=State.FAILED, failures=1)
 
 
 def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
@@ -104,8 +103,8 @@ def test_where_the_ranks_here_have_ended_the_others_are_heard(
     listener: socket.socket, capfd: pytest.CaptureFixture[str], is_failed: bool
 ) -> None:
     there = Ranks(waiting(1))
-    hub, spoke = connected(listener, Ranks(View(rank=0, steps=9, phase=ENDED, process="X")), there)
-    there.seen[1] = failed(1, 10) if is_failed else View(rank=1, steps=9, phase=ENDED, process="X")
+    hub, spoke = connected(listener, Ranks(View(rank=0, steps=9, is_at_end=True, process="X")), there)
+    there.seen[1] = failed(1, 10) if is_failed else View(rank=1, steps=9, is_at_end=True, process="X")
     leaving = threading.Timer(0.2, spoke.leave)
     leaving.start()
     started = time.monotonic()

@@ -12,10 +12,10 @@ from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, mak
 from trainer.watch import hub as hub_module
 from trainer.watch import limits as limits_module
 from trainer.watch import report, wire
+from trainer.watch.heartbeat import State
 from trainer.watch.hub import Hub
-from trainer.watch.mark_layout import State
+from trainer.watch.judge import WORKS, Host, View
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import WORKS, Host, View
 from trainer.watch.wire import Link, RefusedError, connect, is_timeout
 
 __all__ = ["listener"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import base64
+import json
+import zlib
 from typing import Any
 
 import pytest
 
-from trainer.watch.judge import Verdict, is_paused, judge, notice
+from trainer.watch.heartbeat import State
+from trainer.watch.judge import WORKS, Host, Verdict, View, is_paused, judge, notice, view_from
 from trainer.watch.limits import LEAST_S, LONGEST_S, START_S, Limit, stage_of
-from trainer.watch.mark_layout import State
-from trainer.watch.views import WORKS, Host, View, view_from
 
 
 def waiting(rank: int, what: str = "gradients", **facts: Any) -> View:
@@ -231,11 +232,11 @@ def test_what_may_go_on_by_itself_is_no_sure_hang(views: list[View], is_sure: bo
 
 def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause() -> None:
     assert judged(host("a", waiting(0), absent(1, process="X"), absent(2))).culprits == (1,)
-    assert judged(host("a", waiting(0), absent(1, phase="ended"), absent(2, process="X"))).culprits == (1,)
+    assert judged(host("a", waiting(0), absent(1, is_at_end=True), absent(2, process="X"))).culprits == (1,)
 
 
 def test_a_host_whose_ranks_have_ended_is_not_dead() -> None:
-    told = judged(host("a", waiting(0)), host("b", absent(1, process="X", phase="ended"), has_left=True))
+    told = judged(host("a", waiting(0)), host("b", absent(1, process="X", is_at_end=True), has_left=True))
     assert "rank 1 on b has ended: its script has reached its end, or has called sys.exit" in told.lines
 
 
@@ -259,13 +260,22 @@ def test_a_job_that_was_stopped_by_its_user_is_paused() -> None:
 
 
 def test_a_view_is_the_same_after_its_way() -> None:
-    view = waiting(3, frames=("one", "two"), stacks="all")
-    assert view_from({**view.as_dict(), "frames": ["one", "two"]}) == view
+    view = waiting(3, frames=("one", "two"), stacks="all", folder="runs/one")
+    told = view_from(json.loads(json.dumps(view.as_dict())))
+    assert bytes(told) == bytes(view)
+    assert (told.rank, told.what, told.folder) == (3, "gradients", "runs/one")
+    assert told.as_dict() == view.as_dict()
 
 
-@pytest.mark.parametrize("counter", ["events", "steps", "updates", "progress", "enqueued", "completed"])
+@pytest.mark.parametrize("record", ["", "~", base64.b85encode(zlib.compress(bytes(8))).decode()])
+def test_what_is_no_heartbeat_is_refused(record: str) -> None:
+    with pytest.raises(ValueError, match=r"heartbeat|Buffer size|base85"):
+        view_from({**waiting(3).as_dict(), "heartbeat": record})
+
+
+@pytest.mark.parametrize("counter", ["events", "steps", "updates", "pieces", "enqueued", "completed"])
 def test_whatever_a_rank_counts_is_progress(counter: str) -> None:
-    assert replace(View(rank=0), **{counter: 5}).changed_since(View(rank=0))  # type: ignore[arg-type]
+    assert View(rank=0).replaced(**{counter: 5}).changed_since(View(rank=0))
     assert not View(rank=0, state=State.WAITING, cpu=0.5).changed_since(View(rank=0))
 
 

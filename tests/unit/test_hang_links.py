@@ -5,14 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, waiting
 from trainer.watch.hub import Hub
-from trainer.watch.views import Host, View
+from trainer.watch.judge import Host, View
 from trainer.watch.wire import Link, RefusedError
 
 
@@ -150,7 +149,7 @@ def test_a_job_that_is_stopped_while_it_is_looked_at_counts_anew(job: Job, capfd
     link = job.connect()
     job.look(link)
     for _ in range(2):
-        job.ranks.seen[0] = replace(waiting(0), process="T")
+        job.ranks.seen[0] = waiting(0).replaced(process="T")
         job.after(0.1)
         job.ranks.seen[0] = waiting(0)
         job.hear(link, View(rank=1, steps=9), looked=True)
@@ -174,7 +173,7 @@ class Compiling(Ranks):
 
     def views_with_stacks(self) -> dict[int, View]:
         self.looks += 1
-        return {**self.seen, 1: replace(self.seen[1], excuse="compiles", stacks="compile_fx")}
+        return {**self.seen, 1: self.seen[1].replaced(excuse="compiles", stacks="compile_fx")}
 
 
 def test_what_a_stack_excuses_holds_until_the_next_look_which_is_not_at_once(job: Job) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.watch import marks
-from trainer.watch.mark_layout import BATCH_NORM, ENDED, Mark, State, read_mark
+from trainer.watch import heartbeat
+from trainer.watch.heartbeat import BATCH_NORM, State
+from trainer.watch.judge import Host, View
 from trainer.watch.mismatch import explain, has_failed
-from trainer.watch.views import Host, View
 
 STEP = ("gradients", "all_reduce 10", "step")
 EVALUATION = ("all_reduce 4", "broadcast")
@@ -33,7 +32,7 @@ def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: State
         counts["last"], _, elements = counted[-1].partition(" ")
         counts["last_elements"] = int(elements or 0)
     if place == len(program):
-        return View(rank=rank, phase=ENDED, process="X", **counts)
+        return View(rank=rank, is_at_end=True, process="X", **counts)
     if program[place] == "step":
         return View(rank=rank, process="X", **counts)
     what, _, elements = program[place].partition(" ")
@@ -86,7 +85,7 @@ def test_the_rank_with_another_program_is_named(
 
 def test_who_has_ended_early_is_behind_nobody() -> None:
     ahead = at(4, (*STEP, "broadcast", "barrier"), state=State.FAILED)  # whose root does not wait for the others
-    lines = explained(ahead, at(3, STEP, rank=1), replace(ahead, rank=2))
+    lines = explained(ahead, at(3, STEP, rank=1), ahead.replaced(rank=2))
     assert lines[0].startswith("rank 1 on a has ended")
     assert lines[1].startswith("ranks 0, 2 called barrier")
 
@@ -97,7 +96,7 @@ def test_of_two_ranks_the_one_that_has_ended_is_the_cause() -> None:
 
 
 def test_who_ends_because_a_collective_has_failed_is_not_the_cause() -> None:
-    caught = replace(at(4, rank=1, state=State.FAILED), phase=ENDED)
+    caught = at(4, rank=1, state=State.FAILED).replaced(is_at_end=True)
     assert explained(at(6, rank=0, state=State.FAILED), caught) == ()
 
 
@@ -108,7 +107,7 @@ def test_of_two_ranks_both_are_named() -> None:
 
 
 def test_a_forward_pass_with_batch_norm_on_one_rank_alone_has_a_remedy() -> None:
-    normalizes = replace(at(1, ("gradients", "all_reduce 9"), rank=1), what=BATCH_NORM)
+    normalizes = at(1, ("gradients", "all_reduce 9"), rank=1).replaced(what=BATCH_NORM)
     assert "model.eval()" in explained(at(1, rank=0, state=State.FAILED), normalizes)[-1]
 
 
@@ -139,19 +138,19 @@ def test_a_rank_that_has_come_through_is_a_witness() -> None:
     beyond = at(3, ("gradients", "all_reduce 11", "step", "gradients"), rank=1)
     assert (
         "rank 1 on a called all_reduce of 11 elements at the start (collective 1"
-        in explained(replace(at(1), process="X"), beyond)[1]
+        in explained(at(1).replaced(process="X"), beyond)[1]
     )
-    lines = explained(replace(through, rank=0), wrong, through)
+    lines = explained(through.replaced(rank=0), wrong, through)
     assert lines[:-1] == (
         "rank 1 on a called all_reduce of 11 elements at the start (collective 1, after step 0)",
         "ranks 0, 2 called all_reduce of 10 elements at the start (collective 1, after step 0)",
     )
-    assert explained(at(1), wrong, replace(through, last_elements=9))[1].startswith("rank 1 on a")
+    assert explained(at(1), wrong, through.replaced(last_elements=9))[1].startswith("rank 1 on a")
 
 
 def test_a_rank_that_the_transport_has_aborted_has_failed() -> None:
     assert has_failed([View(rank=0, process="X")])
-    assert not has_failed([View(rank=0, process="X", phase=ENDED)])
+    assert not has_failed([View(rank=0, process="X", is_at_end=True)])
 
 
 def test_many_ranks_are_shown_in_part() -> None:
@@ -164,39 +163,38 @@ def test_many_ranks_are_shown_in_part() -> None:
 
 
 def test_a_rank_that_fails_later_is_at_the_same_place() -> None:
-    """As the marks say it: of two ranks in one collective, one has its error, and one still waits."""
+    """As the heartbeats say it: of two ranks in one collective, one has its error, and one still waits."""
     views = {}
     for rank, moment in enumerate(("waits", "failed", "went on")):
-        descriptor = marks.open_record(rank)
+        descriptor = heartbeat.open_record(rank)
         for _ in range(2):
-            with marks.waits("broadcast", counts=True):
+            with heartbeat.waits("broadcast", counts=True):
                 pass
-        with suppress(ValueError), marks.waits("all_reduce", 10, counts=True):
+        with suppress(ValueError), heartbeat.waits("all_reduce", 10, counts=True):
             if moment == "waits":
                 views[rank] = view_of(descriptor)
             raise ValueError
         if moment == "went on":
-            with marks.waits("barrier", counts=True):
+            with heartbeat.waits("barrier", counts=True):
                 views[rank] = view_of(descriptor)
         views.setdefault(rank, view_of(descriptor))
-        marks.close_record()
+        heartbeat.close_record()
     assert [view.failures for view in views.values()] == [0, 1, 1]
     assert [view.last for view in views.values()] == ["broadcast", "broadcast", "all_reduce"]
     assert explained(*views.values()) == ()
 
 
 def view_of(descriptor: int | None) -> View:
-    mark = read_mark(Path(f"/proc/self/fd/{descriptor}").read_bytes())
-    assert mark is not None
-    names = {field.name for field in fields(View)} & {field.name for field in fields(Mark)}
-    return View(**{name: getattr(mark, name) for name in names})
+    view = View.from_bytes(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+    assert view is not None
+    return view
 
 
 def test_who_has_gone_on_after_an_error_neither_fails_nor_witnesses() -> None:
     wrong = at(1, ("gradients", "all_reduce 11"), rank=1)
-    assert explained(at(1, rank=0), replace(wrong, failures=1), View(rank=2, process="X")) == ()
-    assert explained(at(1, rank=0), replace(wrong, failures=2, state=State.FAILED)) == ()
-    assert explained(at(1, rank=0), replace(wrong, failures=1, state=State.FAILED)) != ()
+    assert explained(at(1, rank=0), wrong.replaced(failures=1), View(rank=2, process="X")) == ()
+    assert explained(at(1, rank=0), wrong.replaced(failures=2, state=State.FAILED)) == ()
+    assert explained(at(1, rank=0), wrong.replaced(failures=1, state=State.FAILED)) != ()
 
 
 def test_a_rank_that_most_contradict_is_named_alone() -> None:
@@ -208,7 +206,7 @@ def test_a_rank_that_most_contradict_is_named_alone() -> None:
 
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_last_average_of_weights_or_a_backward_without_a_step_blames_nobody(steps: int) -> None:
-    ended = View(rank=1, phase=ENDED, process="X", steps=steps, collectives=4, last="barrier")
+    ended = View(rank=1, is_at_end=True, process="X", steps=steps, collectives=4, last="barrier")
     what = "weights" if steps else "gradients"
     failed = View(rank=0, state=State.FAILED, what=what, steps=steps, collectives=4, last="barrier", failures=1)
     assert explained(failed, ended) == ()

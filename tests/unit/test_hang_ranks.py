@@ -11,19 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.watch import marks
+from trainer.cluster.processes import Process
+from trainer.watch import heartbeat
 from trainer.watch import ranks as ranks_module
-from trainer.watch.looks import Process
+from trainer.watch.judge import WORKS, View
 from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
-from trainer.watch.views import WORKS, View
 
 # A rank that cannot be ended by a signal it may ignore.
 IGNORES = """
 import json, signal, time
 from trainer.watch.ranks import own_address
-from trainer.watch import marks
+from trainer.watch import heartbeat
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
+print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
 time.sleep(60)
 """
 
@@ -49,10 +49,10 @@ class Looked:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looked]:
-    record = marks.open_record(0)
+    record = heartbeat.open_record(0)
     assert record is not None
     yield Looked(monkeypatch, record)
-    marks.close_record()
+    heartbeat.close_record()
 
 
 def test_a_moment_of_uninterruptible_sleep_is_none(looked: Looked) -> None:
@@ -84,14 +84,14 @@ def test_a_rank_works_that_has_computed_since_it_did_something_last(looked: Look
     assert looked.rank.with_stacks(0).excuse == ""  # whatever it has computed before
     looked.after(40.0, cpu_s=520.0)
     assert looked.rank.with_stacks(0).excuse == WORKS
-    marks.progress()
+    heartbeat.progress()
     looked.after(1.0, cpu_s=520.0)
     looked.after(40.0, cpu_s=520.5)
     assert looked.rank.with_stacks(0).excuse == ""
 
 
 def test_it_is_the_thread_that_trains_which_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, seen = marks.open_record(0), list[tuple[int, ...]]()
+    record, seen = heartbeat.open_record(0), list[tuple[int, ...]]()
     assert record is not None
     address = own_address(0, record, record)
 
@@ -101,19 +101,19 @@ def test_it_is_the_thread_that_trains_which_is_looked_at(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ranks_module, "look", look)
     LocalRank(address).view()
-    marks.close_record()
+    heartbeat.close_record()
     assert seen == [(address.pid, address.started, address.thread)]
 
 
-def test_who_ignores_the_first_signal_is_killed_and_as_many_are_blamed_as_there_is_room_for(
+def test_who_ignores_the_first_signal_is_killed_and_all_who_are_to_blame_are_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    told: list[tuple[object, ...]] = []
     monkeypatch.setattr(ranks_module, "_TERMINATED_S", 0.1)
-    monkeypatch.setattr(ranks_module, "report_verdict", lambda rank, kind, message: told.append(message))
+    monkeypatch.setattr(ranks_module, "write_verdict", lambda *verdict: told.append(verdict))
     with subprocess.Popen([sys.executable, "-c", IGNORES], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         address = Address(**json.loads(process.stdout.readline()))
         LocalRanks({0: address}).end("no progress", tuple(range(100)))
         assert process.wait(timeout=5) == -signal.SIGKILL
-    assert set(told) == {f"{','.join(map(str, range(32)))}: no progress"}
+    assert told == [("hang", "no progress", tuple(range(100)))]

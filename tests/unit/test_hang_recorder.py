@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder: what is read of a recorded sample, when, and what it says beside the marks."""
+"""PyTorch's flight recorder: what is read of a recorded sample, when, and what it says in the heartbeat."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.watch import marks
+from trainer.watch import heartbeat
 from trainer.watch import ranks as ranks_module
 from trainer.watch import recorder as recorder_module
-from trainer.watch.looks import Frame
-from trainer.watch.mark_layout import AT_RECORDED, SIZE, Mark, Recorded, State, read_mark
+from trainer.watch.heartbeat import SIZE, Heartbeat, Recorded, State
+from trainer.watch.judge import WORKS, View
+from trainer.watch.probe import Frame
 from trainer.watch.ranks import LocalRank, own_address
 from trainer.watch.recorder import Reader, counts_of, find_recorder, first_that_waits
-from trainer.watch.views import WORKS, View
 
 # Of rank 0 of two over Gloo (PyTorch 2.14.1), which has begun all_reduce 6 and broadcast 7, and rank 1 has not.
 SAMPLE: dict[str, Any] = json.loads(Path(__file__).with_name("flight_recorder.json").read_text())
@@ -54,22 +54,22 @@ class Told:
 
 @pytest.fixture
 def record() -> Iterator[int]:
-    descriptor = marks.open_record(0)
+    descriptor = heartbeat.open_record(0)
     assert descriptor is not None
     yield descriptor
-    marks.close_record()
+    heartbeat.close_record()
 
 
 def noted(record: int) -> Recorded:
-    mark = read_mark(os.pread(record, SIZE, 0))
-    assert isinstance(mark, Mark)
-    return mark.recorded
+    heartbeat = Heartbeat.from_bytes(os.pread(record, SIZE, 0))
+    assert heartbeat is not None
+    return Recorded.from_buffer_copy(heartbeat.recorded)
 
 
 def test_the_first_collective_that_is_not_completed_is_found() -> None:
     assert counts_of(SAMPLE) == {"0": (7, 5)}
     assert first_that_waits(SAMPLE) == {
-        "number": 6, "elements": 7, "steps": 0, "what": "all_reduce", "group": "Gloo 0",
+        "number": 6, "pending_elements": 7, "steps_before": 0, "pending": "all_reduce", "group": "Gloo 0",
     }  # fmt: skip
 
 
@@ -77,12 +77,15 @@ def test_the_first_collective_that_is_not_completed_is_found() -> None:
     ("facts", "found"),
     [
         ({"profiling_name": "nccl:all_reduce"}, {"group": "NCCL 0"}),
-        ({"profiling_name": "nccl:_all_gather_base"}, {"what": "all_gather", "elements": 7}),
-        ({"profiling_name": "nccl:all_reduce_barrier"}, {"what": "barrier", "elements": 0}),
-        ({"profiling_name": "nccl:all_to_all"}, {"what": "all_to_all", "elements": 0}),  # ranks' lengths may differ
-        ({"thread_name": "pt_autograd_0"}, {"what": "gradients", "elements": 7}),
-        ({"input_sizes": [[2, 3], [5]]}, {"elements": 11}),
-        ({"retired": True}, {"number": 7, "what": "broadcast", "elements": 6}),
+        ({"profiling_name": "nccl:_all_gather_base"}, {"pending": "all_gather", "pending_elements": 7}),
+        ({"profiling_name": "nccl:all_reduce_barrier"}, {"pending": "barrier", "pending_elements": 0}),
+        (
+            {"profiling_name": "nccl:all_to_all"},
+            {"pending": "all_to_all", "pending_elements": 0},
+        ),  # ranks' lengths may differ
+        ({"thread_name": "pt_autograd_0"}, {"pending": "gradients", "pending_elements": 7}),
+        ({"input_sizes": [[2, 3], [5]]}, {"pending_elements": 11}),
+        ({"retired": True}, {"number": 7, "pending": "broadcast", "pending_elements": 6}),
         ({"state": "completed"}, {"number": 7}),  # as its events on the GPU say before the watchdog does
         ({"is_p2p": True, "p2p_seq_id": 3}, {"number": 3, "group": "Gloo 0, all_reduce"}),
     ],
@@ -116,27 +119,32 @@ def test_a_collective_belongs_to_the_step_in_which_it_was_enqueued(record: int) 
     times = []
     for _ in range(3):
         times.append(time.time_ns())
-        marks.note_step()
-    assert [first_that_waits(sample(time_created_ns=at))["steps"] for at in (*times, time.time_ns())] == [0, 1, 2, 3]
+        heartbeat.note_step()
+    assert [first_that_waits(sample(time_created_ns=at))["steps_before"] for at in (*times, time.time_ns())] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_entries_are_read_once_nothing_has_changed_for_a_while(record: int) -> None:
     told = Told()
     reader = Reader(told, is_root=True)
     reader.read(100.0)
-    assert noted(record) == Recorded(read_at=100.0, enqueued=7, completed=5)
+    assert bytes(noted(record)) == bytes(Recorded(read_at=100.0, enqueued=7, completed=5))
     reader.read(101.5)
     assert told.asked == [False, False]
     for now in (102.0, 102.5, 103.0):
         reader.read(now)
     assert told.asked.count(True) == 1
     waits = Recorded(
-        read_at=103.0, enqueued=7, completed=5, number=6, elements=7, what="all_reduce", group="Gloo 0"
+        read_at=103.0, enqueued=7, completed=5, number=6, pending_elements=7, pending="all_reduce", group="Gloo 0"
     )  # fmt: skip
-    assert noted(record) == waits
+    assert bytes(noted(record)) == bytes(waits)
     told.complete()
     reader.read(104.0)
-    assert noted(record) == Recorded(read_at=104.0, enqueued=7, completed=6)
+    assert bytes(noted(record)) == bytes(Recorded(read_at=104.0, enqueued=7, completed=6))
     reader.read(106.0)
     assert noted(record).number == 7
 
@@ -150,7 +158,7 @@ def test_where_nothing_waits_the_entries_are_read_once(record: int) -> None:
     for now in (100.0, 110.0, 120.0):
         reader.read(now)
     assert told.asked.count(True) == 1
-    assert noted(record) == Recorded(read_at=120.0, enqueued=7, completed=7)
+    assert bytes(noted(record)) == bytes(Recorded(read_at=120.0, enqueued=7, completed=7))
 
 
 def test_a_collective_whose_call_has_not_returned_is_found_before_it_is_counted(record: int) -> None:
@@ -164,17 +172,19 @@ def test_a_collective_whose_call_has_not_returned_is_found_before_it_is_counted(
 
 def test_a_watcher_never_sees_a_record_that_is_half_written(record: int) -> None:
     """Zeros in between would be progress."""
-    values = Recorded(read_at=1.0, enqueued=7, completed=5, number=6, elements=7, what="all_reduce", group="NCCL 0")
-    marks.note_recorded(values)
+    values = Recorded(
+        read_at=1.0, enqueued=7, completed=5, number=6, pending_elements=7, pending="all_reduce", group="NCCL 0"
+    )
+    heartbeat.note_recorded(values)
     ended = threading.Event()
 
     def write() -> None:
         while not ended.is_set():
-            marks.note_recorded(values)
+            heartbeat.note_recorded(values)
 
     writer = threading.Thread(target=write)
     writer.start()
-    command = [sys.executable, "-c", _READS, str(record), str(AT_RECORDED)]
+    command = [sys.executable, "-c", _READS, str(record), str(SIZE), str(Heartbeat.recorded.offset)]
     child = subprocess.run(command, pass_fds=[record], capture_output=True, text=True, timeout=30, check=False)
     ended.set()
     writer.join()
@@ -183,8 +193,8 @@ def test_a_watcher_never_sees_a_record_that_is_half_written(record: int) -> None
 
 _READS = """
 import mmap, sys
-record = mmap.mmap(int(sys.argv[1]), 1024, prot=mmap.PROT_READ)
-print(len({record[int(sys.argv[2]):] for _ in range(100_000)}))
+record = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]), prot=mmap.PROT_READ)
+print(len({record[int(sys.argv[3]):] for _ in range(100_000)}))
 """
 
 
@@ -200,7 +210,7 @@ def test_a_recorder_with_another_format_is_said_once_and_ends_nothing(
     reader.join(5.0)
     assert not reader.is_alive()
     assert len(told.asked) == 1
-    assert noted(record) == Recorded()
+    assert bytes(noted(record)) == bytes(Recorded())
     assert capfd.readouterr().err.count("flight recorder is not read: KeyError: 'pg_status'") == lines
 
 
@@ -240,24 +250,24 @@ def looked(record: int, monkeypatch: pytest.MonkeyPatch) -> Looked:
 
 
 def waits(**facts: Any) -> Recorded:
-    known = {"read_at": time.monotonic(), "enqueued": 7, "completed": 5, "number": 6, "elements": 7}
-    return Recorded(**{**known, "what": "all_reduce", "group": "NCCL 0", "steps": 3, **facts})
+    known = {"read_at": time.monotonic(), "enqueued": 7, "completed": 5, "number": 6, "pending_elements": 7}
+    return Recorded(**{**known, "pending": "all_reduce", "group": "NCCL 0", "steps_before": 3, **facts})
 
 
 @pytest.mark.parametrize("state", [State.BETWEEN, State.LOADER, State.WAITING])
 def test_a_rank_whose_collective_is_not_completed_waits_in_it(looked: Looked, state: State) -> None:
-    assert marks._record is not None
-    marks._record.set(int(state), b"something", 0)
-    marks.note_recorded(waits())
+    assert heartbeat._record is not None
+    heartbeat._record.set(int(state), b"something", 0)
+    heartbeat.note_recorded(waits())
     view = looked.seen()
     assert (view.waits, view.what, view.elements) == (True, "all_reduce", 7)
     assert (view.group, view.number, view.steps_before, view.steps) == ("NCCL 0", 6, 3, 0)
 
 
 def test_a_rank_that_has_failed_has_failed(looked: Looked) -> None:
-    assert marks._record is not None
-    marks._record.fail(b"all_reduce")
-    marks.note_recorded(waits())
+    assert heartbeat._record is not None
+    heartbeat._record.fail(b"all_reduce")
+    heartbeat.note_recorded(waits())
     assert looked.seen().state == State.FAILED
 
 
@@ -265,32 +275,32 @@ def test_a_rank_that_has_failed_has_failed(looked: Looked) -> None:
     "facts",
     [
         {"read_at": time.monotonic() - 3.0},  # since then another thread may hold the interpreter's lock
-        {"what": "", "completed": 7},
+        {"pending": "", "completed": 7},
         {"read_at": 0.0},
     ],
 )
 def test_what_is_old_or_completed_makes_nobody_wait(looked: Looked, facts: dict[str, Any]) -> None:
-    marks.note_recorded(waits(**facts))
+    heartbeat.note_recorded(waits(**facts))
     view = looked.seen()
     assert (view.waits, view.group) == (False, "")
 
 
 def test_in_a_backward_pass_nobody_waits_for_others_where_all_collectives_are_completed(looked: Looked) -> None:
     looked.frames = [Frame("/x/site-packages/torch/autograd/graph.py", 1, "run")]
-    marks.note_recorded(waits(what="", completed=7))
+    heartbeat.note_recorded(waits(pending="", completed=7))
     view = looked.seen()
     assert (view.waits, view.excuse) == (False, WORKS)  # its GPU's threads of autograd may be at work
-    marks.note_recorded(waits(what="", completed=7, read_at=time.monotonic() - 3.0))
+    heartbeat.note_recorded(waits(pending="", completed=7, read_at=time.monotonic() - 3.0))
     assert looked.seen().what == "gradients"  # as without a recorder
-    marks.note_recorded(Recorded())
+    heartbeat.note_recorded(Recorded())
     assert looked.seen().what == "gradients"
 
 
 def test_collectives_that_are_completed_are_progress(looked: Looked) -> None:
     before = looked.rank.view()
-    marks.note_recorded(waits())
+    heartbeat.note_recorded(waits())
     after = looked.rank.view()
     assert after.changed_since(before)
-    marks.note_recorded(waits())  # read again
+    heartbeat.note_recorded(waits())  # read again
     assert not looked.rank.view().changed_since(after)
     assert not looked.seen().changed_since(after)  # nor does a look make any

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.watch.judge import Verdict
+from trainer.watch.judge import Host, Verdict, View
 from trainer.watch.report import say, write_stacks
-from trainer.watch.views import Host, View
 
 VERDICT = Verdict(("no progress for 31 s: rank 1 on b did not come", "what to do: look"), (1,))
 

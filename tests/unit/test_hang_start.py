@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +17,9 @@ import pytest
 
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.watch import marks
+from trainer.watch import heartbeat
 from trainer.watch import start as hang
-from trainer.watch.looks import SIGNAL
+from trainer.watch.probe import SIGNAL
 from trainer.watch.recorder import Recorder
 from trainer.watch.start import Entry, connection_limit_s, hang_timeout_s
 from trainer.watch.watcher import IGNORED
@@ -57,8 +57,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr("trainer.watch.start.atexit.register", lambda *_: None)
     monkeypatch.delenv("TRAINER_HANG_TIMEOUT", raising=False)
     yield Ranks()
-    marks.close_record()
+    heartbeat.close_record()
     faulthandler.unregister(SIGNAL)
+
+
+def start(ranks: Ranks, entries: Sequence[Entry | None], given_s: float | None) -> None:
+    hang.start(ranks.world, entries, given_s, ranks.broadcast_object, ranks.flight_recorder)
 
 
 def entries(ranks: Ranks) -> list[Entry | None]:
@@ -68,7 +72,7 @@ def entries(ranks: Ranks) -> list[Entry | None]:
 
 
 def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
-    hang.start(ranks, entries(ranks), None)
+    start(ranks, entries(ranks), None)
     ((command, options),) = Process.started
     assert command[-2:] == ["-m", "trainer.watch.watcher"]
     assert options["pass_fds"] == []
@@ -83,7 +87,7 @@ def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
     own, _ = entries(ranks)
     assert own is not None
     other = Entry("b boot ns", "b boot", "ff", own.address)
-    hang.start(ranks, [own, other], 40.0)
+    start(ranks, [own, other], 40.0)
     ((_, options),) = Process.started
     assert len(options["pass_fds"]) == 1
     (plan,) = ranks.broadcasts
@@ -97,7 +101,7 @@ def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
 
 def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    hang.start(ranks, entries(ranks), None)
+    start(ranks, entries(ranks), None)
     ((_, options),) = Process.started
     assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/watch/watcher.py").is_file()
     assert options["blocked"] >= set(IGNORED)
@@ -109,13 +113,13 @@ def test_the_port_of_the_hub_is_the_watchers_alone(ranks: Ranks, monkeypatch: py
     monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
     monkeypatch.setattr(hang, "serve", lambda _: server)
     own, _ = entries(ranks)
-    hang.start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
     assert server.fileno() == -1
 
 
 def test_a_rank_that_has_joined_before_keeps_all_from_the_broadcast(ranks: Ranks) -> None:
     own, _ = entries(ranks)
-    hang.start(ranks, [own, None], None)
+    start(ranks, [own, None], None)
     assert ranks.broadcasts == Process.started == []
 
 
@@ -126,17 +130,17 @@ def test_the_first_rank_that_can_be_watched_starts_the_watcher(ranks: Ranks, mon
     ranks.world = World(rank=2, size=3, local_rank=1, local_size=2)
     known = [Entry("b boot ns", "b boot", "ff", {"pid": 1}), Entry(own.host, own.host_id, "", {}, "why"), own]
     monkeypatch.setattr(ranks, "broadcast_object", lambda *_: {"given_s": None, "endpoint": "b:1"})
-    hang.start(ranks, known, None)
+    start(ranks, known, None)
     assert len(Process.started) == 1
     settings = hang._settings([one for one in known if one is not None], own, {})
-    assert (settings["own"], settings["addresses"]) == (1, {2: own.address})
+    assert (settings["host"], settings["addresses"]) == (1, {2: own.address})
 
 
 def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
     own, _ = entries(ranks)
-    hang.start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
+    start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
     assert ranks.broadcasts == [None]
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 @pytest.mark.parametrize(("timeout", "followed"), [("", 1), ("0", 0)])
@@ -147,10 +151,10 @@ def test_a_recorder_is_followed_where_hangs_are_watched_for(
     monkeypatch.setattr(hang, "follow", lambda recorder, is_root: seen.append((recorder, is_root)))
     monkeypatch.setenv("TRAINER_HANG_TIMEOUT", timeout)
     own = entries(ranks)
-    hang.start(ranks, own, None)
+    start(ranks, own, None)
     assert seen == []
     ranks.flight_recorder = lambda includeCollectives: b"{}"  # noqa: N803 (PyTorch's)
-    hang.start(ranks, own, None)
+    start(ranks, own, None)
     assert seen == [(ranks.flight_recorder, True)] * followed
 
 
@@ -164,17 +168,17 @@ def test_it_can_be_switched_off(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("TRAINER_HANG_TIMEOUT", variable)
-    hang.start(ranks, entries(ranks), given)
+    start(ranks, entries(ranks), given)
     assert Process.started == []
     assert ranks.broadcasts == [None]
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 def test_what_is_no_number_is_said_and_ends_nothing(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRAINER_HANG_TIMEOUT", "soon")
-    hang.start(ranks, entries(ranks), None)
+    start(ranks, entries(ranks), None)
     assert ranks.broadcasts == [None]
     line = "TRAINER_HANG_TIMEOUT is 'soon'; valid is a number of seconds, or 0 to watch for no hangs"
     assert line in capfd.readouterr().err
@@ -195,7 +199,7 @@ def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
     monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
     monkeypatch.setattr(hang, place, _fail)
     own, _ = entries(ranks)
-    hang.start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
     assert len(ranks.broadcasts) == 1
     assert Process.started == []
     assert capfd.readouterr().err.count("hangs are not watched for") == 1
@@ -205,7 +209,7 @@ def test_a_watcher_that_cannot_be_started_is_said(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trainer.watch.start.subprocess.Popen", _fail)
-    hang.start(ranks, entries(ranks), None)
+    start(ranks, entries(ranks), None)
     assert "not permitted" in capfd.readouterr().err
 
 
@@ -213,12 +217,12 @@ def test_a_rank_that_cannot_be_watched_takes_part_all_the_same(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own, _ = entries(ranks)
-    marks.close_record()
+    heartbeat.close_record()
     monkeypatch.setattr(hang, "open_record", _fail)
     broken = hang.describe(ranks.world)
     assert broken is not None
     assert (broken.address, broken.problem) == ({}, "PermissionError: [Errno 1] not permitted")
-    hang.start(ranks, [own, broken], None)
+    start(ranks, [own, broken], None)
     assert len(ranks.broadcasts) == 1
     assert capfd.readouterr().err.count("hangs are not watched for on every rank") == 1
 
@@ -228,12 +232,12 @@ def test_a_rank_that_cannot_be_watched_notes_nothing(ranks: Ranks, monkeypatch: 
     broken = hang.describe(ranks.world)
     assert broken is not None
     assert broken.address == {}
-    assert marks._record is None
+    assert heartbeat._record is None
 
 
 def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
-    hang.start(ranks, entries(ranks), None)
-    hang.start(ranks, [hang.describe(ranks.world)] * 2, None)
+    start(ranks, entries(ranks), None)
+    start(ranks, [hang.describe(ranks.world)] * 2, None)
     assert len(Process.started) == len(ranks.broadcasts) == 1
 
 
@@ -249,21 +253,21 @@ def test_the_watcher_starts_without_pytorch() -> None:
 ENDING = """
 import atexit, pathlib, sys
 from trainer.watch import start
-from trainer.watch.mark_layout import read_mark
+from trainer.watch.heartbeat import Heartbeat
 from trainer.cluster.world import World
-atexit.register(lambda: print(repr(read_mark(path.read_bytes()).phase)))
+atexit.register(lambda: print(repr(Heartbeat.from_bytes(path.read_bytes()).is_at_end)))
 entry = start.describe(World(rank=0, size=2, local_rank=0, local_size=2))
-path = pathlib.Path(f"/proc/self/fd/{{entry.address['marks']}}")
+path = pathlib.Path(f"/proc/self/fd/{{entry.address['heartbeat']}}")
 sys.excepthook = lambda *_: None
 {end}
 """
 
 
-@pytest.mark.parametrize(("end", "phase"), [("pass", "ended"), ("sys.exit(3)", "ended"), ("1 / 0", "")])
-def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, phase: str) -> None:
+@pytest.mark.parametrize(("end", "is_at_end"), [("pass", True), ("sys.exit(3)", True), ("1 / 0", False)])
+def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, is_at_end: bool) -> None:
     """Also where another hook has shown the exception, so that Python ends as ever."""
     done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
-    assert done.stdout == f"{phase!r}\n", done.stderr
+    assert done.stdout == f"{is_at_end}\n", done.stderr
 
 
 @pytest.mark.parametrize(

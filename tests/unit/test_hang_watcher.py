@@ -17,8 +17,8 @@ from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, mak
 from trainer.watch import spoke as spoke_module
 from trainer.watch import watcher as watcher_module
 from trainer.watch.hub import Hub
+from trainer.watch.judge import WORKS, Host, View
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import WORKS, Host, View
 
 __all__ = ["listener"]
 
@@ -26,8 +26,8 @@ __all__ = ["listener"]
 RANK = """
 import json, sys
 from trainer.watch.ranks import own_address
-from trainer.watch import marks
-print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
+from trainer.watch import heartbeat
+print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
 sys.stdin.read()
 """
 
@@ -77,7 +77,7 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
         assert rank.stdout is not None
         settings = {
             "hosts": [{"name": "a", "ranks": [0]}],
-            "own": 0,
+            "host": 0,
             "addresses": {0: json.loads(rank.stdout.readline())},
         }
         settings |= {"token": TOKEN, "given_s": None, "script": "job", "listener": -1}

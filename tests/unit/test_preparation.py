@@ -12,7 +12,7 @@ import torch
 from trainer import World
 from trainer.config import RunConfig
 from trainer.loop import preparation
-from trainer.watch.status import LOST_PEER
+from trainer.watch.heartbeat import LOST_PEER
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The status file of a rank: what is reported is read back, and without a job nothing happens."""
+"""The heartbeat of a rank of `trainer run`: what is reported is read back, and without a job nothing happens."""
 
 from __future__ import annotations
 
@@ -10,108 +10,103 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.environment import Launch
-from trainer.watch import status
-from trainer.watch.status import MISTAKE, RankStatus, UpdateCounter, folder_name, read_status
+from trainer.watch import heartbeat, job_folder
+from trainer.watch.heartbeat import MISTAKE, Heartbeat, UpdateCounter, read_heartbeat
+from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict, folder_name, parse_verdict, write_verdict
 
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The status file of rank 1, which has joined."""
-    monkeypatch.setattr(status, "_file", None)
+    """The record of rank 1, which has joined."""
+    monkeypatch.setattr(heartbeat, "_record", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("trainer.watch.status.atexit.register", lambda _: None)
+    monkeypatch.setattr("trainer.watch.heartbeat.atexit.register", lambda _: None)
     monkeypatch.setenv("TRAINER_JOB", "abc")
-    status.report_join(Launch(rank=1, size=4))
+    heartbeat.report_join(1)
     return tmp_path / folder_name("abc", os.geteuid()) / "rank-1"
 
 
-def read(path: Path) -> RankStatus:
-    found = read_status(path.read_bytes())
-    assert found is not None
-    return found
+def read(path: Path) -> Heartbeat:
+    record = read_heartbeat(Heartbeat, path.read_bytes)
+    assert record is not None
+    return record
 
 
 def test_a_rank_says_who_it_is(file: Path) -> None:
-    found = read(file)
-    assert (found.pid, found.rank, found.size) == (os.getpid(), 1, 4)
-    assert (found.update, found.first_update, found.phase, found.error) == (0, 0, "joining", "")
+    record = read(file)
+    assert (record.pid, record.rank) == (os.getpid(), 1)
+    assert (record.updates, record.first_update, record.phase, record.error) == (0, 0, "joining", "")
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_updates_and_the_first_of_them_are_told(file: Path) -> None:
     for update in (51, 52, 53):
-        status.report_update(update)
-    found = read(file)
-    assert (found.update, found.first_update) == (53, 51)
-    assert 0 < found.first_update_s <= found.progress_s
+        heartbeat.report_update(update)
+    record = read(file)
+    assert (record.updates, record.first_update) == (53, 51)
+    assert 0 < record.first_update_s <= record.progress_s
 
 
 def test_a_phase_is_progress_and_keeps_the_counters(file: Path) -> None:
-    status.report_update(7)
+    heartbeat.report_update(7)
     before = read(file)
-    status.report_phase("evaluation")
-    found = read(file)
-    assert (found.update, found.phase, found.reports) == (7, "evaluation", 1)
-    status.report_phase("evaluation")
+    heartbeat.report_phase("evaluation")
+    record = read(file)
+    assert (record.updates, record.phase, record.reports) == (7, "evaluation", 1)
+    heartbeat.report_phase("evaluation")
     assert read(file).reports == 2
-    status.report_update(8)
+    heartbeat.report_update(8)
     assert read(file).reports == 0
-    assert found.progress_s >= before.progress_s
+    assert record.progress_s >= before.progress_s
 
 
 def test_a_failure_keeps_the_phase_and_a_long_message_is_cut(file: Path) -> None:
-    status.report_phase("saving")
-    status.report_failure(MISTAKE, "é" * 1000, Launch(rank=1, size=4))
-    found = read(file)
-    assert (found.phase, found.error) == ("saving", MISTAKE)
-    assert found.message == "é" * 256
+    heartbeat.report_phase("saving")
+    heartbeat.report_failure(MISTAKE, "é" * 1000, 1)
+    record = read(file)
+    assert (record.phase, record.error) == ("saving", MISTAKE)
+    assert record.message == "é" * 256
 
 
 def test_a_signal_is_kept_beside_the_longest_texts(file: Path) -> None:
     assert read(file).signal == 0
-    status.report_signal(12)
-    status.report_failure("x" * 80, "y" * 512, Launch(rank=1, size=4))
-    found = read(file)
-    assert (found.signal, found.error, found.message) == (12, "x" * 80, "y" * 512)
+    heartbeat.report_signal(12)
+    heartbeat.report_failure("x" * 80, "y" * 512, 1)
+    record = read(file)
+    assert (record.signal, record.error, record.message) == (12, "x" * 80, "y" * 512)
 
 
 def test_python_s_end_is_done_unless_the_rank_was_preempted(file: Path) -> None:
-    status._report_exit()
+    heartbeat._report_exit()
     assert read(file).phase == "done"
-    status.report_end("preempted")
-    status._report_exit()
+    heartbeat.report_end("preempted")
+    heartbeat._report_exit()
     assert read(file).phase == "preempted"
 
 
 def test_a_child_with_the_same_environment_leaves_the_rank_s_file_alone(file: Path) -> None:
-    script = "from trainer.watch import status; from trainer.cluster.environment import Launch; "
-    script += "status.report_failure('Child', 'x', Launch(rank=1, size=4))"
+    script = "from trainer.watch import heartbeat; "
+    script += "heartbeat.report_failure('Child', 'x', 1)"
     environment = {**os.environ, "TMPDIR": str(file.parent.parent)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
     assert read(file).error == ""
 
 
 def test_without_a_job_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(status, "_file", None)
+    monkeypatch.setattr(heartbeat, "_record", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TRAINER_JOB", raising=False)
-    status.report_join(Launch())
-    status.report_update(1)
-    status.report_failure("ValueError", "", Launch())
-    status.report_end("done")
+    heartbeat.report_join(0)
+    heartbeat.report_update(1)
+    heartbeat.report_failure("ValueError", "", 0)
+    heartbeat.report_end("done")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("record", [b"", b"\0" * status.SIZE, b"trainer-status 1 2"])
-def test_what_is_no_status_is_not_read(record: bytes) -> None:
-    assert read_status(record) is None
 
 
 @pytest.mark.usefixtures("file")
 def test_counting_an_update_costs_less_than_a_microsecond() -> None:
     # The bound leaves room for a machine that does something else as well.
-    assert min(timeit.repeat(lambda: status.report_update(5), number=10_000, repeat=5)) / 10_000 < 3e-6
+    assert min(timeit.repeat(lambda: heartbeat.report_update(5), number=10_000, repeat=5)) / 10_000 < 3e-6
 
 
 def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
@@ -129,40 +124,41 @@ def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
     assert counter.count == 2
 
 
-def test_a_hang_is_noted_in_the_file_of_another_process_and_stays(file: Path) -> None:
-    status.report_phase("training")
-    status.report_verdict(1, status.HANG, "1: rank 1 did not come")
-    status.report_failure("lost peer", "follows from it", Launch(rank=1, size=4))
-    found = read(file)
-    assert (found.error, found.message, found.phase) == ("hang", "1: rank 1 did not come", "training")
-    status.report_verdict(3, status.HANG, "nobody's")  # has no file
+def test_a_verdict_is_noted_in_the_job_s_folder_beside_what_the_ranks_say(file: Path) -> None:
+    write_verdict(DIFFERENT, "rank 2 called another one")
+    write_verdict(HANG, "rank 1 did not come", (1, 3))
+    heartbeat.report_failure("lost peer", "follows from it", 1)
+    line = (file.parent / "verdict.json").read_text()
+    assert parse_verdict(line) == JobVerdict(HANG, "rank 1 did not come", (1, 3))
+    assert line.count("\n") == 1
+    assert read(file).error == "lost peer"
+    assert sorted(path.name for path in file.parent.iterdir()) == ["rank-1", "verdict.json"]
 
 
-def test_that_ranks_called_different_collectives_is_noted_beside_no_error_of_a_rank_s_own(file: Path) -> None:
-    launch = Launch(rank=1, size=4)
-    status.report_failure("lost peer", "follows from it", launch)
-    status.report_verdict(1, status.DIFFERENT, "rank 2 called another one")
-    status.report_failure("lost peer", "follows from it", launch)
-    assert (read(file).error, read(file).message) == ("different collectives", "rank 2 called another one")
-
-
-def test_a_rank_s_own_error_stays(file: Path) -> None:
-    status.report_failure("MemoryError", "", Launch(rank=1, size=4))
-    status.report_verdict(1, status.DIFFERENT, "rank 2 called another one")
-    assert read(file).error == "MemoryError"
+@pytest.mark.parametrize("line", ["", "trainer-heartbeat 1", "[]", "{}", '{"kind": "hang", "text": "", "culprits": 1}'])
+def test_anything_else_is_no_verdict(line: str) -> None:
+    assert parse_verdict(line) is None
 
 
 @pytest.mark.parametrize("job", ["abc", None])
-def test_a_hang_is_not_noted_in_a_folder_that_another_user_could_have_made(
+def test_a_verdict_is_not_noted_in_a_folder_that_another_user_could_have_made(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: str | None
 ) -> None:
     folder = tmp_path / folder_name("", os.geteuid())
     folder.mkdir()
-    (folder / "rank-1").write_bytes(bytes(status.SIZE))
     if job is None:
         monkeypatch.delenv("TRAINER_JOB")
     else:
-        monkeypatch.setattr(status, "is_own", lambda _: False)
-    status.report_verdict(1, status.HANG, "1: rank 1 did not come")
-    assert (folder / "rank-1").read_bytes() == bytes(status.SIZE)
-    assert read(file).error == ""
+        monkeypatch.setattr(job_folder, "is_own", lambda _: False)
+    write_verdict(HANG, "rank 1 did not come", (1,))
+    assert not list(tmp_path.glob("*/verdict.json"))
+
+
+def test_the_watcher_is_given_the_record_that_trainer_run_reads(file: Path) -> None:
+    descriptor = heartbeat.open_record(1)
+    assert descriptor is not None
+    assert os.path.sameopenfile(descriptor, os.open(file, os.O_RDONLY))
+    assert heartbeat.open_record(1) is None, "it is watched already"
+    heartbeat.close_record()
+    heartbeat.report_update(9)
+    assert read(file).updates == 9

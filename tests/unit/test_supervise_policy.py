@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.judge import Verdict
+from trainer.ops.supervise.outcome import Verdict
 from trainer.ops.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide
 
 A, B = Host("a", 2), Host("b", 2)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.supervise import watch
+from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.sweep import Answer
+from trainer.ops.supervise.remote import Answer
 from trainer.ops.supervise.watch import Ranks
-from trainer.watch.status import RankStatus
+from trainer.watch.heartbeat import Heartbeat
 
 HOSTS = (Host("localhost", 1), Host("b", 1))
 
@@ -25,12 +25,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(HOSTS, "job", timeout_s=100.0)
     yield made
     made.close()
-    made._pool.shutdown()  # which nothing else waits for
+    made._inquiry._pool.shutdown()  # which nothing else waits for
 
 
-def status(number: int, process: int, **reported: Any) -> RankStatus:
+def heartbeat(number: int, process: int, **reported: Any) -> Heartbeat:
     values = {"phase": "training", "progress_s": time.monotonic(), **reported}
-    return RankStatus(pid=process, rank=number, size=2, host="node", **values)
+    return Heartbeat(pid=process, rank=number, **values)
 
 
 def ended_process() -> int:
@@ -42,13 +42,13 @@ def ended_process() -> int:
 
 
 def test_ranks_that_are_gone_are_dead_unless_they_had_ended(ranks: Ranks) -> None:
-    ranks.note("localhost", status(0, os.getpid()))
-    ranks.note("localhost", status(1, ended_process()))
-    ranks.note("localhost", status(2, ended_process(), phase="done"))
-    ranks.note("localhost", status(3, ended_process(), phase="preempted"))
+    ranks.note("localhost", heartbeat(0, os.getpid()))
+    ranks.note("localhost", heartbeat(1, ended_process()))
+    ranks.note("localhost", heartbeat(2, ended_process(), phase="done"))
+    ranks.note("localhost", heartbeat(3, ended_process(), phase="preempted"))
     ranks.read()
     assert (ranks.dead, ranks.ended) == ((1,), (2, 3))
-    ranks.note("localhost", status(4, ended_process()))
+    ranks.note("localhost", heartbeat(4, ended_process()))
     ranks.read()
     assert ranks.dead == (1,), "those that die later have followed the first"
     assert len(ranks.descriptors) == 1
@@ -57,15 +57,15 @@ def test_ranks_that_are_gone_are_dead_unless_they_had_ended(ranks: Ranks) -> Non
 def test_progress_is_whatever_a_rank_reports(ranks: Ranks) -> None:
     now = time.monotonic()
     ranks.progress_at = now - 200
-    ranks.note("localhost", status(0, os.getpid(), progress_s=now - 150))
+    ranks.note("localhost", heartbeat(0, os.getpid(), progress_s=now - 150))
     assert ranks.idle_s == pytest.approx(150, abs=5)
-    ranks.note("localhost", status(0, os.getpid(), progress_s=now - 50))
+    ranks.note("localhost", heartbeat(0, os.getpid(), progress_s=now - 50))
     assert ranks.idle_s is None
 
 
 def test_nothing_is_expected_of_a_rank_that_has_ended_its_work(ranks: Ranks) -> None:
     ranks.progress_at = time.monotonic() - 200
-    ranks.note("localhost", status(0, os.getpid(), progress_s=1.0, phase="done"))
+    ranks.note("localhost", heartbeat(0, os.getpid(), progress_s=1.0, phase="done"))
     assert ranks.idle_s is None
 
 
@@ -76,7 +76,7 @@ def test_before_a_rank_has_joined_there_is_no_hang(ranks: Ranks) -> None:
 
 def test_without_a_timeout_nothing_hangs(tmp_path: Path) -> None:
     ranks = Ranks(HOSTS, "job", timeout_s=0.0)
-    ranks.note("localhost", status(0, os.getpid(), progress_s=1.0))
+    ranks.note("localhost", heartbeat(0, os.getpid(), progress_s=1.0))
     ranks.progress_at = time.monotonic() - 1e6
     assert ranks.idle_s is None
     ranks.close()
@@ -84,18 +84,18 @@ def test_without_a_timeout_nothing_hangs(tmp_path: Path) -> None:
 
 def test_updates_span_all_ranks(ranks: Ranks) -> None:
     before = ranks.updates
-    ranks.note("localhost", status(0, os.getpid(), update=20, first_update=11, first_update_s=5.0))
-    ranks.note("b", status(1, 1, update=21, first_update=11, first_update_s=900.0))
-    ranks.note("b", status(2, 1))
+    ranks.note("localhost", heartbeat(0, os.getpid(), updates=20, first_update=11, first_update_s=5.0))
+    ranks.note("b", heartbeat(1, 1, updates=21, first_update=11, first_update_s=900.0))
+    ranks.note("b", heartbeat(2, 1))
     assert (before, ranks.updates) == (None, (11, 21))
     assert ranks.first_update_at == 5.0
 
 
 def test_a_host_that_stops_to_answer_is_lost(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [Answer("localhost", True), Answer("b", False, problem="no route")]
-    monkeypatch.setattr(watch, "on_all_hosts", lambda *_: answers)
-    monkeypatch.setattr(watch, "_POLL_S", 0.0)
-    ranks.note("localhost", status(0, os.getpid()))
+    monkeypatch.setattr(remote, "on_all_hosts", lambda *_: answers)
+    monkeypatch.setattr(ranks._inquiry, "_every_s", 0.0)
+    ranks.note("localhost", heartbeat(0, os.getpid()))
 
     def ask() -> set[str]:
         for _ in range(2):  # asks, and takes the answer

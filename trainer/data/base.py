@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.marks import note_phase
+from trainer.watch.heartbeat import report_phase
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes one
@@ -229,7 +229,7 @@ class Loader(ABC):
                 observer.ended(self, was_left=was_left)
             if on_step is not None:
                 on_step(NO_STEP)
-            note_phase("between epochs")
+            report_phase("between epochs")
 
     def _weighed(self, weigh: Callable[[Step], float]) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""

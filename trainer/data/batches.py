@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from trainer.data.shard_plan import mix_seeds
-from trainer.watch.marks import loading
+from trainer.watch.heartbeat import loading
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from trainer.data.batches import Counted, batches_of, collate, move
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
-from trainer.watch.status import report_phase
+from trainer.watch.heartbeat import report_phase
 
 Batch = tuple[Any, Any]
 

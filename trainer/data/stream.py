@@ -15,7 +15,7 @@ from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes
 from trainer.data.batches import batches_of, collate, move
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.status import report_phase
+from trainer.watch.heartbeat import report_phase
 
 
 class StreamLoader(Loader):

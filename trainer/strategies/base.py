@@ -14,8 +14,7 @@ from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.mark_layout import BATCH_NORM
-from trainer.watch.marks import note_waits, waits
+from trainer.watch.heartbeat import BATCH_NORM, note_waits, waits
 from trainer.watch.recorder import Recorder
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]

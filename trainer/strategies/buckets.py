@@ -20,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
 from trainer.strategies.gradients import GradientSynchronizer, assign_means
-from trainer.watch.marks import waits
+from trainer.watch.heartbeat import waits
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """Least size of a bucket but the last: large enough for its latency not to count."""

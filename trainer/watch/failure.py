@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
+from trainer.cluster import exit_codes
 from trainer.cluster.environment import Launch, launches, read_launch
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.files import writable_places
-from trainer.watch.marks import note_failure
-from trainer.watch.stacks import Call, waits_for
-from trainer.watch.status import LOST_PEER, MISTAKE, report_failure
+from trainer.watch.heartbeat import LOST_PEER, MISTAKE, note_failure, report_failure
+from trainer.watch.probe import Call, waits_for
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
 # them by then, so that the line appears once.
@@ -35,9 +35,6 @@ _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
 # Time for other libraries to write what they hold, such as loggers of metrics.
 _FLUSH_S = 3.0
-
-MISTAKE_CODE = 78
-"""Exit code of a rank that a user's mistake has ended, EX_CONFIG of sysexits.h: it is not worth another try."""
 
 _earlier_hooks: list[Callable[..., object]] = []
 _explanations: list[Callable[[BaseException], str]] = []
@@ -82,11 +79,11 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     # An error of a backward pass on this rank alone has the same innermost line.
     was_in_collective = note_failure(waits_for(_calls(trace)) if lost_peer else "")
     is_mistake = issubclass(kind, (ConfigError, DataError))
-    report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch)
+    report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch.rank)
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        _end(launch, f"{error}{writable_places(error)}", MISTAKE_CODE if is_mistake else 1)
+        _end(launch, f"{error}{writable_places(error)}", exit_codes.MISTAKE if is_mistake else 1)
     if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _end(launch, f"lost another rank, and with it the job ({kind.__name__})", 1)
@@ -161,7 +158,7 @@ def _flush_files() -> None:
     # TensorBoard's writers have no exit handler, and by themselves write every two minutes.
     board = sys.modules.get("tensorboard.summary.writer.event_file_writer")
     kinds = (io.IOBase, *([board.EventFileWriter] if board else []))
-    for one in gc.get_objects():
-        if issubclass(type(one), kinds):  # isinstance would wake proxies that warn
+    for value in gc.get_objects():
+        if issubclass(type(value), kinds):  # isinstance would wake proxies that warn
             with suppress(Exception):
-                one.flush()
+                value.flush()

@@ -6,15 +6,13 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from trainer.watch.judge import Verdict, is_paused, judge, notice
+from trainer.watch.judge import Host, Verdict, View, is_paused, judge, notice, view_from
 from trainer.watch.limits import Limit, Notices
 from trainer.watch.mismatch import explain, has_failed
 from trainer.watch.ranks import LocalRanks
 from trainer.watch.report import announce, say, say_why, warn, write_stacks
-from trainer.watch.views import Host, View, view_from
 from trainer.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
 SILENT_S = 15.0
@@ -183,10 +181,10 @@ class Hub:
                 moved = True
             elif not view.stacks and self._look_until:
                 # What was seen of its stack holds until it goes on.
-                view = replace(before, process=view.process, cpu=view.cpu)
+                view = before.replaced(process=view.process, cpu=view.cpu)
             host.views[rank] = view
         if moved:
-            self._limit.on_progress([view for one in self._hosts for view in one.views.values()], now)
+            self._limit.on_progress([view for known in self._hosts for view in known.views.values()], now)
             self._notices.on_progress()
             self._look_until = 0.0
 
@@ -218,7 +216,7 @@ class Hub:
             if number not in range(1, len(self._hosts)):
                 raise RefusedError(f"the job has no host {number} beside this one")
             link.host = number
-            for earlier in [one for one in self._links if one.host == link.host and one is not link]:
+            for earlier in [other for other in self._links if other.host == link.host and other is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]
         host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
@@ -231,7 +229,7 @@ class Hub:
         if link in self._links:
             self._links.remove(link)
         link.close()
-        if link.host >= 0 and not any(one.host == link.host for one in self._links):
+        if link.host >= 0 and not any(other.host == link.host for other in self._links):
             host = self._hosts[link.host]
             host.is_connected, host.is_lost = False, is_lost and not host.has_left
 

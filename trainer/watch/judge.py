@@ -7,15 +7,20 @@ process groups do not compare: ranks of one may wait for those of another.
 
 from __future__ import annotations
 
+import base64
+import copy
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from trainer.watch.limits import TRAINING
-from trainer.watch.looks import GONE, STOPPED, TRACED, UNINTERRUPTIBLE, is_users
-from trainer.watch.mark_layout import BATCH_NORM, ENDED, State
-from trainer.watch.views import SAVING, WORKS, Host, View
+from trainer.cluster.processes import GONE
+from trainer.watch.heartbeat import BATCH_NORM, SAVING, SIZE, TRAINING, Heartbeat, State
+from trainer.watch.probe import STOPPED, TRACED, UNINTERRUPTIBLE, is_users
 
+WORKS = "works"
+"""Excuse of a rank that may be at work outside all collectives, as where rank 0 alone evaluates or saves."""
 MOST_NAMED, _MOST_FRAMES, _MOST_PLACES = 8, 6, 4
 _INNERMOST = 2
 EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
@@ -30,6 +35,95 @@ _STATES = {
     STOPPED: "stopped (by SIGSTOP or Ctrl-Z)",
     UNINTERRUPTIBLE: "in uninterruptible sleep: a disk or a network file system does not answer",
 }
+
+
+class View(Heartbeat):
+    """A rank, as its host's watcher sees it: its heartbeat, and what a look from outside has added.
+
+    A look may replace what the rank itself has noted that it waits for. `group`, `number` and `steps_before` are set
+    only where the flight recorder tells what that is.
+    """
+
+    process = "S"
+    """The kernel's letter for its main thread."""
+    cpu = 0.0
+    """Share of a processor that its main thread takes."""
+    frames: tuple[str, ...] = ()
+    """Its main thread's stack, the innermost line first, once it was looked at."""
+    at = ""
+    """Where the user's own code is in that stack, such as "train.py:31"."""
+    stacks = ""
+    """Of all threads."""
+    excuse = ""
+    """Why its silence is none: it compiles, it works, or a debugger is at work."""
+
+    def changed_since(self, other: View) -> bool:
+        """Return whether it has done anything since."""
+        return self.counters != other.counters
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """What grows while it goes on."""
+        return (self.events, self.steps, self.updates, self.pieces, self.enqueued, self.completed)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.state == State.WAITING)
+
+    @property
+    def collective(self) -> tuple[object, ...]:
+        """What tells the collective that it waits in from any other one."""
+        if self.group:
+            return (self.what, self.group, self.number, self.elements)
+        return (self.what, self.collectives, self.steps, self.elements)
+
+    def replaced(self, **changes: Any) -> View:
+        """Return a copy with some fields changed."""
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            setattr(changed, name, value)
+        return changed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON can tell it."""
+        record = base64.b85encode(zlib.compress(bytes(self), 1)).decode()
+        return {"heartbeat": record, **{name: getattr(self, name) for name in _SEEN}}
+
+
+_SEEN = ("process", "cpu", "frames", "at", "stacks", "excuse")
+
+
+def view_from(fields: Mapping[str, Any]) -> View:
+    """Return the view that `as_dict` has described.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is something else.
+    """
+    try:
+        record = zlib.decompressobj().decompress(base64.b85decode(fields["heartbeat"]), SIZE)
+    except zlib.error as error:
+        raise ValueError(f"no heartbeat: {error}") from None
+    view = View.from_buffer_copy(record)
+    seen = {name: type(getattr(View, name))(fields[name]) for name in _SEEN}
+    return view.replaced(**{**seen, "frames": tuple(map(str, seen["frames"]))})
+
+
+@dataclass
+class Host:
+    """A host of the job, as the hub sees it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    views: dict[int, View] = field(default_factory=dict)
+    heard_at: float = 0.0
+    """When its watcher was heard last; 0 before."""
+    is_connected: bool = False
+    has_left: bool = False
+    """Its watcher has said goodbye: its ranks have ended."""
+    is_lost: bool = False
+    """Its connection has timed out, which a watcher that ends does not do."""
+    is_silent: bool = False
+    """Its watcher has not answered a question, and nothing else has come from it since."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +204,7 @@ def _different(waiting: Mapping[int, View]) -> list[int]:
 
 def _surest(absent: Mapping[int, str], views: Mapping[int, View]) -> Mapping[int, str]:
     # Others may fail because one has ended or is gone. A host that is merely not watched is blamed last.
-    ended = {rank: why for rank, why in absent.items() if not why and views[rank].phase == ENDED}
+    ended = {rank: why for rank, why in absent.items() if not why and views[rank].is_at_end}
     gone = {rank: why for rank, why in absent.items() if not why and views[rank].process == GONE}
     return ended or gone or {rank: why for rank, why in absent.items() if why != UNWATCHED} or absent
 
@@ -150,8 +244,8 @@ def _may_go_on(view: View | None, why: str) -> bool:
 
 def _shown(frames: Sequence[str]) -> list[str]:
     """Return the innermost frames, and those of the user's own files around them."""
-    own = [frame for frame in frames if is_users(frame)]
-    shown = dict.fromkeys((*frames[:_INNERMOST], *own))
+    users = [frame for frame in frames if is_users(frame)]
+    shown = dict.fromkeys((*frames[:_INNERMOST], *users))
     return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
@@ -162,12 +256,12 @@ def _in_short(blamed: Mapping[int, str], host_of: Mapping[int, str], waiting: Ma
         return what if len(by_place(waiting)) == 1 else f"{what}: {_in_places(waiting)}"
     who = " and ".join(f"rank {rank} on {host_of[rank]}" for rank in list(blamed)[:MOST_NAMED])
     others = {rank: view for rank, view in waiting.items() if rank not in blamed}
-    own = {rank: view for rank, view in waiting.items() if rank in blamed}
+    theirs = {rank: view for rank, view in waiting.items() if rank in blamed}
     if others:
         what = f"{who} did not come to {next(iter(by_collective(others)))}"
-        return f"{what}: {_in_places(own)}" if own else what
+        return f"{what}: {_in_places(theirs)}" if theirs else what
     what = f"{who} wait in different collectives"
-    return f"{what}: {_in_places(own)}" if len(by_place(own)) > 1 else what
+    return f"{what}: {_in_places(theirs)}" if len(by_place(theirs)) > 1 else what
 
 
 def _in_places(waiting: Mapping[int, View]) -> str:
@@ -176,7 +270,7 @@ def _in_places(waiting: Mapping[int, View]) -> str:
 
 
 def _where_it_is(view: View | None, why: str) -> str:
-    if why or view is None or view.process in _STATES or view.phase == ENDED or view.state == State.FAILED:
+    if why or view is None or view.process in _STATES or view.is_at_end or view.state == State.FAILED:
         return _what_it_does(view, why, has_others=False).removesuffix(":")
     doing = "waits for its data" if view.state == State.LOADER else "is in user code"
     return f"{doing}{f' at {view.at}' * bool(view.at)}{_phase(view)}"
@@ -191,7 +285,7 @@ def _what_it_does(view: View | None, why: str, has_others: bool) -> str:
         return "cannot be asked: host unreachable"
     if why or view is None:
         return f"cannot be asked: {why or UNWATCHED}"
-    if view.phase == ENDED:
+    if view.is_at_end:
         return "has ended: its script has reached its end, or has called sys.exit"
     if view.process in _STATES:
         return f"is {_STATES[view.process]}"
@@ -260,7 +354,7 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
         STOPPED: "kill -CONT lets it go on, if you have stopped it",
         UNINTERRUPTIBLE: "look at the disks and network file systems of its host (dmesg)",
     }
-    if view.phase == ENDED:
+    if view.is_at_end:
         return EARLY_END
     if view.process in known:
         return known[view.process]

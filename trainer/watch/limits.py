@@ -6,7 +6,8 @@ import math
 from collections import deque
 from collections.abc import Collection
 
-from trainer.watch.views import View
+from trainer.watch.heartbeat import TRAINING
+from trainer.watch.judge import View
 
 LEAST_S, LONGEST_S = 30.0, 540.0
 """The longest is below the 600 s after which torch.distributed ends a job by itself."""
@@ -18,8 +19,6 @@ FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
 """The first ones compile, allocate and connect."""
-TRAINING = {"", "joining", "joined", "training"}
-"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
 
 
 class Limit:
@@ -103,7 +102,7 @@ def stage_of(views: Collection[View]) -> str:
     steps = max((view.steps for view in views), default=0)
     if steps < 1:
         return "start"
-    others = sorted({view.phase for view in views} - TRAINING)
+    others = sorted({"ended" if view.is_at_end else view.phase for view in views} - TRAINING)
     if others:
         return ", ".join(others)
     return "training" if steps > _FIRST_STEPS else "first steps"

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trainer.watch.judge import EARLY_END, MOST_NAMED, by_collective, list_of, name, same_collectives
-from trainer.watch.looks import GONE
-from trainer.watch.mark_layout import ENDED, State
-from trainer.watch.views import Host, View
+from trainer.cluster.processes import GONE
+from trainer.watch.heartbeat import State
+from trainer.watch.judge import EARLY_END, MOST_NAMED, Host, View, by_collective, list_of, name, same_collectives
 
 
 def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
@@ -46,7 +45,7 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
 
 def has_failed(views: Iterable[View]) -> bool:
     """Return whether a rank has failed: in a collective, or because its process has gone."""
-    return any(view.state == State.FAILED or (view.process == GONE and view.phase != ENDED) for view in views)
+    return any(view.state == State.FAILED or (view.process == GONE and not view.is_at_end) for view in views)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class _Place:
 
 def _place(view: View) -> _Place:
     is_in = view.state in (State.WAITING, State.FAILED)
-    has_ended = view.phase == ENDED and view.state != State.FAILED
+    has_ended = view.is_at_end and view.state != State.FAILED
     collective, last = (view.what, view.elements), (view.last, view.last_elements)
     counts = (view.collectives, view.steps, is_in and view.is_counted)
     return _Place(is_in, has_ended, collective if is_in else ("", 0), last, *counts)
@@ -79,7 +78,7 @@ def _different(views: Mapping[int, View]) -> dict[int, View]:
     Where ranks have ended too early, it is these.
     """
     ranks_at = Counter(map(_place, views.values()))
-    against = {one: {other for other in ranks_at if not _are_in_order(one, other)} for one in ranks_at}
+    against = {place: {other for other in ranks_at if not _are_in_order(place, other)} for place in ranks_at}
     doubts = {place: sum(ranks_at[other] for other in others) for place, others in against.items()}
     different = set()
     for place, others in against.items():
@@ -96,8 +95,8 @@ def _has_been_through(other: _Place, place: _Place) -> bool:
     return place.is_in_counted and other.collectives == place.collectives + 1 and other.last == place.collective
 
 
-def _are_in_order(one: _Place, other: _Place) -> bool:
-    return one == other or _is_past(one, other) or _is_past(other, one)
+def _are_in_order(place: _Place, other: _Place) -> bool:
+    return place == other or _is_past(place, other) or _is_past(other, place)
 
 
 def _is_past(ahead: _Place, behind: _Place) -> bool:
@@ -116,8 +115,14 @@ def _called_beside(behind: View, view: View) -> View:
     """Return a rank as it was in the collective that the other one is still in, if it has been through it."""
     if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
         return view
-    earlier = replace(view, what=view.last, elements=view.last_elements, state=behind.state)
-    return replace(earlier, is_counted=True, collectives=behind.collectives, steps=behind.steps)
+    return view.replaced(
+        what=view.last,
+        elements=view.last_elements,
+        state=behind.state,
+        is_counted=True,
+        collectives=behind.collectives,
+        steps=behind.steps,
+    )
 
 
 def _what_it_did(view: View) -> str:

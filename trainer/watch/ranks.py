@@ -1,4 +1,4 @@
-"""The ranks of one host, as its watcher sees them: their marks, a look from outside, their stacks, and their end."""
+"""The ranks of one host, as its watcher sees them: their heartbeats, their processes, their stacks, and their end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from trainer.watch.looks import (
-    GONE,
+from trainer.cluster.processes import GONE, Process, children_cpu_s, look
+from trainer.watch.heartbeat import SAVING, SIZE, Recorded, State, read_heartbeat
+from trainer.watch.job_folder import DIFFERENT, HANG, write_verdict
+from trainer.watch.judge import WORKS, View
+from trainer.watch.probe import (
     STOPPED,
     UNINTERRUPTIBLE,
     Frame,
-    Process,
     all_frames,
     ask_for_stacks,
-    children_cpu_s,
     compiles,
     is_debugged,
     is_in_backward,
-    look,
     main_frames,
     place_of,
     read_stacks,
@@ -32,9 +32,6 @@ from trainer.watch.looks import (
     wait_for_stacks,
     waits_in,
 )
-from trainer.watch.mark_layout import SIZE, Recorded, State, read_mark
-from trainer.watch.status import DIFFERENT, HANG, report_verdict
-from trainer.watch.views import SAVING, WORKS, View
 
 _LOOK_S = 1.0
 _WORKS = 0.1
@@ -42,8 +39,6 @@ _WORKS = 0.1
 _FRESH_S = 2.0
 """What the flight recorder has said is old after eight readings that did not come."""
 _TERMINATED_S = 3.0
-_MOST_TOLD = 32
-"""Ranks to blame that fit into a status file beside what is said of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +49,8 @@ class Address:
     pid: int
     started: int
     """See `Process.started`."""
-    marks: int
-    """Its descriptor of the record of `trainer.watch.marks`."""
+    heartbeat: int
+    """Its descriptor of the record of `trainer.watch.heartbeat`."""
     stacks: int
     """Its descriptor of the file that it writes its stacks to."""
     thread: int = 0
@@ -74,15 +69,15 @@ class LocalRank:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        descriptor = os.open(f"/proc/{address.pid}/fd/{address.marks}", os.O_RDONLY)
+        descriptor = os.open(f"/proc/{address.pid}/fd/{address.heartbeat}", os.O_RDONLY)
         try:
-            self._marks = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
+            self._record = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        mark = read_mark(self._marks[:])
-        if mark is None or (mark.pid, mark.rank) != (address.pid, address.rank):
-            raise OSError("its marks are another process's")
-        self._thread = mark.thread
+        heartbeat = self._read()
+        if heartbeat is None or (heartbeat.pid, heartbeat.rank) != (address.pid, address.rank):
+            raise OSError("its heartbeat is another process's")
+        self._thread = heartbeat.thread
         self._stacks = os.open(f"/proc/{address.pid}/fd/{address.stacks}", os.O_RDONLY)
         self.process = os.pidfd_open(address.pid)
         self._looked_at, self._look, self._cpu = 0.0, Process("S", 0, 0.0), 0.0
@@ -96,20 +91,17 @@ class LocalRank:
     def is_gone(self) -> bool:
         return bool(select.select([self.process], [], [], 0)[0])
 
+    def _read(self) -> View | None:
+        return read_heartbeat(View, lambda: self._record[:])
+
     def view(self) -> View:
         """Return what it does now."""
         self._look_again(time.monotonic())
-        mark = read_mark(self._marks[:])
-        assert mark is not None  # noqa: S101 (it was one, and its head never changes)
-        self._recorded = mark.recorded
-        view = View(
-            rank=mark.rank, state=int(mark.state), what=mark.what, is_counted=mark.is_counted,
-            collectives=mark.collectives, steps=mark.steps,
-            elements=mark.elements, updates=mark.updates, events=mark.events, progress=mark.progress, phase=mark.phase,
-            last=mark.last, last_elements=mark.last_elements, failures=mark.failures, folder=mark.folder,
-            process=GONE if self.is_gone else self._state, cpu=self._cpu,
-            enqueued=mark.recorded.enqueued, completed=mark.recorded.completed,
-        )  # fmt: skip
+        view = self._read()
+        assert view is not None  # noqa: S101 (it was one, and its head never changes)
+        self._recorded = Recorded.from_buffer_copy(view.recorded)
+        view.group, view.number, view.steps_before = "", 0, 0
+        view.process, view.cpu = GONE if self.is_gone else self._state, self._cpu
         if view.counters != self._last:
             self._last, self._went_on = view.counters, (self._looked_at, self._look.cpu_s)
         return view
@@ -117,11 +109,11 @@ class LocalRank:
     def _look_again(self, now: float) -> None:
         if (passed := now - self._looked_at) < _LOOK_S:
             return
-        found, before = look(self.address.pid, self.address.started, self.address.thread), self._look
-        self._cpu = min(1.0, (found.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
+        process, before = look(self.address.pid, self.address.started, self.address.thread), self._look
+        self._cpu = min(1.0, (process.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
         # A healthy process is in uninterruptible sleep for moments.
-        is_moment = found.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
-        self._state, self._look, self._looked_at = "S" if is_moment else found.state, found, now
+        is_moment = process.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
+        self._state, self._look, self._looked_at = "S" if is_moment else process.state, process, now
 
     def note_children(self) -> None:
         """Begin to measure what its children compute."""
@@ -149,31 +141,36 @@ class LocalRank:
         view = self.view()
         if before is None:
             # Where a disk does not answer in time, it may do so later; who is stopped or gone does nothing.
-            return replace(view, excuse=WORKS if view.process == UNINTERRUPTIBLE else "")
+            return view.replaced(excuse=WORKS if view.process == UNINTERRUPTIBLE else "")
         stacks = read_stacks(self._stacks, before)
         frames = main_frames(stacks, self._thread)
-        view = replace(view, stacks=stacks, frames=tuple(map(str, frames)), at=place_of(frames))
+        view = view.replaced(stacks=stacks, frames=tuple(map(str, frames)), at=place_of(frames))
         view = self._with_wait(view, frames)
         if is_debugged(frames):
-            return replace(view, excuse="debugger")
+            return view.replaced(excuse="debugger")
         if compiles(all_frames(stacks)):  # of a backward pass on a GPU, autograd's thread does
-            return replace(view, excuse="compiles")
+            return view.replaced(excuse="compiles")
         is_at_work = view.phase == SAVING or saves(frames) or is_in_backward(frames)
         is_at_work = is_at_work or self._works() or self._children_work
-        return replace(view, excuse=WORKS if is_at_work and not view.waits else "")
+        return view.replaced(excuse=WORKS if is_at_work and not view.waits else "")
 
     def _with_wait(self, view: View, frames: list[Frame]) -> View:
         """Return what it waits in that it has not noted: by the flight recorder, else by its stack."""
-        recorded, waiting = self._recorded, int(State.WAITING)
+        recorded = self._recorded
         is_known = recorded.enqueued > 0 and time.monotonic() - recorded.read_at < _FRESH_S
-        if is_known and recorded.what and view.state != State.FAILED:
+        if is_known and recorded.pending and view.state != State.FAILED:
             # It has not changed since the job's last progress, as its counters are progress.
-            return replace(
-                view, state=waiting, what=recorded.what, elements=recorded.elements, is_counted=False,
-                group=recorded.group, number=recorded.number, steps_before=recorded.steps,
-            )  # fmt: skip
+            return view.replaced(
+                state=State.WAITING,
+                what=recorded.pending,
+                elements=recorded.pending_elements,
+                is_counted=False,
+                group=recorded.group,
+                number=recorded.number,
+                steps_before=recorded.steps_before,
+            )
         if view.state == State.BETWEEN and (what := waits_in(frames, view.cpu, is_recorded=is_known)):
-            return replace(view, state=waiting, what=what)
+            return view.replaced(state=State.WAITING, what=what)
         return view
 
     def _works(self) -> bool:
@@ -225,24 +222,21 @@ class LocalRanks:
 
     def note_why(self, said: str) -> None:
         """Note why the job has failed where `trainer run` finds it."""
-        for rank in self.by_rank:
-            report_verdict(rank, DIFFERENT, said)
+        write_verdict(DIFFERENT, said)
 
     def end(self, said: str, culprits: tuple[int, ...]) -> None:
         """End all ranks, and note why where `trainer run` finds it."""
-        message = f"{','.join(map(str, culprits[:_MOST_TOLD]))}: {said}"
+        write_verdict(HANG, said, culprits)
         for number, wait_s in ((signal.SIGTERM, _TERMINATED_S), (signal.SIGKILL, 0.0)):
-            for rank in self.by_rank:
-                report_verdict(rank, HANG, message)
-            for one in self.by_rank.values():
-                one.signal(number)
+            for rank in self.by_rank.values():
+                rank.signal(number)
             deadline = time.monotonic() + wait_s
             while not self.are_gone and time.monotonic() < deadline:
                 select.select(self.running, [], [], 0.1)
 
 
-def own_address(rank: int, marks: int, stacks: int) -> Address:
+def own_address(rank: int, heartbeat: int, stacks: int) -> Address:
     """Return where this process is found."""
     pid = os.getpid()
     started, thread = look(pid).started, threading.get_native_id()
-    return Address(rank=rank, pid=pid, started=started, marks=marks, stacks=stacks, thread=thread)
+    return Address(rank=rank, pid=pid, started=started, heartbeat=heartbeat, stacks=stacks, thread=thread)

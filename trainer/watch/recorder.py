@@ -1,8 +1,8 @@
 """PyTorch's flight recorder, where a collective returns before it is done: which ones are enqueued, and not completed.
 
 Over NCCL a rank waits for the device, wherever that is in its program. A thread reads the recorder, and writes what it
-says beside the marks, so that nothing has to be asked of a rank that hangs. It cannot read while another thread holds
-the interpreter's lock; what stands there is then old, and does not count.
+says into this rank's heartbeat, so that nothing has to be asked of a rank that hangs. It cannot read while another
+thread holds the interpreter's lock; what stands there is then old, and does not count.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from trainer.cluster.environment import FLIGHT_RECORDER
-from trainer.watch.mark_layout import Recorded
-from trainer.watch.marks import note_recorded, steps_before
+from trainer.watch.heartbeat import Recorded, note_recorded, steps_before
 from trainer.watch.report import warn
 
 _READ_S = 0.25
@@ -72,12 +71,12 @@ def counts_of(trace: Any) -> dict[str, tuple[int, int]]:
 
 
 def first_that_waits(trace: Any) -> dict[str, Any]:
-    """Return number, elements, steps, what and group of the first collective that is not completed; {} without one.
+    """Return number, name and so on of the first collective that is not completed; {} without one.
 
     Raises:
         LookupError, TypeError, ValueError: it has another format.
     """
-    entries = sorted(trace.get("entries", ()), key=lambda one: int(one["record_id"]))
+    entries = sorted(trace.get("entries", ()), key=lambda entry: int(entry["record_id"]))
     completed: dict[str, int] = {}
     for entry in entries:
         if _is_completed(entry) and not entry["is_p2p"]:
@@ -90,11 +89,12 @@ def first_that_waits(trace: Any) -> dict[str, Any]:
         backend, _, name = str(entry["profiling_name"]).rpartition(":")
         is_gradient = str(entry.get("thread_name", "")).startswith(_BACKWARD_THREADS)
         group = f"{_BACKENDS.get(backend, backend)} {entry['process_group'][0]}"
+        elements = sum(math.prod(map(int, shape)) for shape in entry["input_sizes"])
         return {
             "number": int(entry["p2p_seq_id"]) if is_p2p else number,
-            "elements": sum(math.prod(map(int, shape)) for shape in entry["input_sizes"]) * (name in _SAME_LENGTH),
-            "steps": steps_before(int(entry["time_created_ns"])),
-            "what": "gradients" if is_gradient else _NAMES.get(name, name),
+            "pending_elements": elements * (name in _SAME_LENGTH),
+            "steps_before": steps_before(int(entry["time_created_ns"])),
+            "pending": "gradients" if is_gradient else _NAMES.get(name, name),
             # Messages between two ranks do not compare with what all of a group take part in.
             "group": f"{group}, {name}" if is_p2p else group,
         }
@@ -106,7 +106,7 @@ def _is_completed(entry: Mapping[str, Any]) -> bool:
 
 
 class Reader(threading.Thread):
-    """Reads the recorder four times a second, and writes what it says beside this rank's marks."""
+    """Reads the recorder four times a second, and writes what it says into this rank's heartbeat."""
 
     def __init__(self, recorder: Recorder, *, is_root: bool) -> None:
         super().__init__(name="trainer-recorder", daemon=True)
@@ -120,7 +120,7 @@ class Reader(threading.Thread):
         try:
             while not self._ended.wait(_READ_S):
                 self.read(time.monotonic())
-        except Exception as error:  # another format, say; the watch goes on by the marks alone
+        except Exception as error:  # another format, say; the watch goes on without it
             note_recorded(Recorded())
             if self._is_root:
                 warn(f"PyTorch's flight recorder is not read: {type(error).__name__}: {error}")

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.watch.judge import Verdict
-from trainer.watch.views import Host, View
+from trainer.watch.judge import Host, Verdict, View
 
 PREFIX, WHY = "trainer: hang: ", "trainer: why it failed: "
 _WRITTEN_S = 3.0

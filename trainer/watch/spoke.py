@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.watch.hub import SILENT_S
-from trainer.watch.judge import Verdict, is_paused
+from trainer.watch.judge import Host, Verdict, View, is_paused
 from trainer.watch.limits import Limit
 from trainer.watch.mismatch import has_failed
 from trainer.watch.ranks import LocalRanks
 from trainer.watch.report import announce, write_stacks
-from trainer.watch.views import Host, View
 from trainer.watch.wire import Link, RefusedError, connect, is_refusal, is_timeout
 
 _REPORT_S = 1.0
@@ -25,14 +24,14 @@ class Spoke:
 
     Args:
         hosts: all of the job; the first is the hub's.
-        own: which of them is this one.
+        number: which of them is this one.
     """
 
     def __init__(
-        self, hosts: Sequence[Host], own: int, ranks: LocalRanks, endpoint: str, token: str, given_s: float | None,
+        self, hosts: Sequence[Host], number: int, ranks: LocalRanks, endpoint: str, token: str, given_s: float | None,
         script: str,
     ) -> None:  # fmt: skip
-        self._hosts, self._own, self._ranks = hosts, own, ranks
+        self._hosts, self._number, self._ranks = hosts, number, ranks
         self._endpoint, self._token, self._script = endpoint, token, script
         self._limit = Limit(given_s, time.monotonic())
         self._link: Link | None = None
@@ -70,7 +69,7 @@ class Spoke:
             self._talk(views, now)
         except (RefusedError, OSError, ValueError) as error:
             self._lose(error)
-        if is_paused([self._hosts[self._own]]):
+        if is_paused([self._hosts[self._number]]):
             self._limit.postpone(now)
         elif self._is_lost and now >= self._next_look and self._idle_s(now) > self._limit.seconds + SILENT_S:
             self._next_look = now + SILENT_S
@@ -90,13 +89,13 @@ class Spoke:
         name, ranks = self._hosts[0].name, self._hosts[0].ranks
         text = f"no progress for {self._idle_s(now):.0f} s: host unreachable: {name}, which has rank 0"
         advice = "what to do: look whether the host runs and can be reached (`trainer doctor`)"
-        self.verdict = Verdict((f"{text}, seen from {self._hosts[self._own].name}", advice), ranks)
+        self.verdict = Verdict((f"{text}, seen from {self._hosts[self._number].name}", advice), ranks)
 
     def leave(self) -> None:
         """Tell the hub that the ranks of this host have ended."""
         if self._link is not None:
             try:
-                self._link.send({"host": self._own, "views": self._dicts(self._ranks.views()), "bye": True})
+                self._link.send({"host": self._number, "views": self._dicts(self._ranks.views()), "bye": True})
                 self._link.flush_for(0.5)
             except (RefusedError, OSError):
                 pass
@@ -112,7 +111,7 @@ class Spoke:
             self._ranks.end(*self._end)
 
     def _note(self, views: dict[int, View], now: float) -> dict[int, View]:
-        known = self._hosts[self._own].views
+        known = self._hosts[self._number].views
         if any(rank not in known or view.changed_since(known[rank]) for rank, view in views.items()):
             self._limit.on_progress(list(views.values()), now)
         known.update(views)
@@ -134,11 +133,11 @@ class Spoke:
         self._is_lost, self._failures = False, 0
         if self._looks:
             self._looks, self._reported_at = False, now
-            found = self._ranks.views_with_stacks()
-            self._link.send({"host": self._own, "views": self._dicts(found), "looked": True})
+            views = self._ranks.views_with_stacks()
+            self._link.send({"host": self._number, "views": self._dicts(views), "looked": True})
         elif now - self._reported_at >= _REPORT_S or has_failed(views.values()) > self._has_told_failure:
             self._reported_at, self._has_told_failure = now, has_failed(views.values())
-            self._link.send({"host": self._own, "views": self._dicts(views)})
+            self._link.send({"host": self._number, "views": self._dicts(views)})
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message.get("do") == "look":

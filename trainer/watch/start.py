@@ -1,4 +1,4 @@
-"""Start of the watch, on each rank: its marks, the handler that writes its stacks, and its host's watcher.
+"""Start of the watch, on each rank: its heartbeat, the handler that writes its stacks, and its host's watcher.
 
 Nothing here may end a job: whatever fails is said once, and the job goes on without the watch. All ranks take part in
 the broadcast all the same.
@@ -16,21 +16,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.cluster.identity import token_of
 from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
+from trainer.watch.heartbeat import close_record, note_end, open_record
 from trainer.watch.limits import START_S
-from trainer.watch.looks import SIGNAL
-from trainer.watch.mark_layout import ENDED
-from trainer.watch.marks import close_record, note_phase, open_record
+from trainer.watch.probe import SIGNAL
 from trainer.watch.ranks import own_address
 from trainer.watch.recorder import Recorder, follow
 from trainer.watch.report import warn
@@ -38,16 +37,6 @@ from trainer.watch.watcher import IGNORED
 from trainer.watch.wire import serve
 
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
-
-
-class _Strategy(Protocol):
-    """What is asked of the ranks' strategy."""
-
-    @property
-    def world(self) -> World: ...
-    @property
-    def flight_recorder(self) -> Recorder | None: ...
-    def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Entry:
     """Tells its host from all others; a container with processes of its own is one."""
     host_id: str
     part: str
-    """Of the token of the watchers."""
+    """This rank's random share of the watch token."""
     address: dict[str, int]
     problem: str = ""
     """Why it cannot be watched."""
@@ -99,49 +88,50 @@ def describe(world: World) -> Entry | None:
     if world.size == 1:
         return None
     try:
-        marks = open_record(world.rank)
-        if marks is None:  # it has joined before
+        heartbeat = open_record(world.rank)
+        if heartbeat is None:  # it has joined before
             return None
         stacks = os.memfd_create("trainer-stacks")
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-        atexit.register(_note_end)
+        atexit.register(note_end)
         namespace = Path("/proc/self/ns/pid").readlink()
-        address = own_address(world.rank, marks, stacks).as_dict()
+        address = own_address(world.rank, heartbeat, stacks).as_dict()
         return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)
     except Exception as error:
         close_record()
         return Entry(host_id(), host_id(), "", {}, f"{type(error).__name__}: {error}")
 
 
-def _note_end() -> None:
-    # After an exception that another hook than ours has shown, the script has not come to its end.
-    if getattr(sys, "last_type", None) is None:
-        note_phase(ENDED)
-
-
-def start(strategy: _Strategy, entries: Sequence[Entry | None], given_s: float | None) -> None:
+def start(
+    world: World,
+    entries: Sequence[Entry | None],
+    given_s: float | None,
+    broadcast: Callable[[Any], Any],
+    recorder: Recorder | None,
+) -> None:
     """Start the watcher of this host where this rank is its first. Collective, where rank 0 has an entry.
 
     Args:
         entries: of all ranks, in their order.
         given_s: rank 0's `hang_timeout_s`.
+        broadcast: returns rank 0's value on all ranks.
+        recorder: the flight recorder of this rank's collectives, where it is read.
     """
-    world = strategy.world
-    own = entries[world.rank]
-    if own is None or any(entry is None for entry in entries):
+    entry_here = entries[world.rank]
+    if entry_here is None or any(entry is None for entry in entries):
         return
     known = [entry for entry in entries if entry is not None]
     listener, plan = _plan(known, given_s) if world.is_root else (None, None)
-    plan = strategy.broadcast_object(plan)
+    plan = broadcast(plan)
     try:
-        if plan is None or not own.address:
+        if plan is None or not entry_here.address:
             close_record()
             return
-        if strategy.flight_recorder is not None:
-            follow(strategy.flight_recorder, is_root=world.is_root)
-        if next(entry for entry in known if entry.host == own.host and entry.address) is own:
-            _launch(_settings(known, own, plan), listener)
+        if recorder is not None:
+            follow(recorder, is_root=world.is_root)
+        if next(entry for entry in known if entry.host == entry_here.host and entry.address) is entry_here:
+            _launch(_settings(known, entry_here, plan), listener)
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")
     finally:
@@ -172,15 +162,15 @@ def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socke
     return None, None
 
 
-def _settings(entries: Sequence[Entry], own: Entry, plan: dict[str, Any]) -> dict[str, Any]:
+def _settings(entries: Sequence[Entry], here: Entry, plan: dict[str, Any]) -> dict[str, Any]:
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry.host, []).append(rank)
     return {
         **plan,
         "hosts": [{"name": host.split()[0], "ranks": some} for host, some in ranks.items()],
-        "own": list(ranks).index(own.host),
-        "addresses": {rank: entries[rank].address for rank in ranks[own.host] if entries[rank].address},
+        "host": list(ranks).index(here.host),
+        "addresses": {rank: entries[rank].address for rank in ranks[here.host] if entries[rank].address},
         "token": token_of(["watch", *(entry.part for entry in entries)]),
         "script": Path(sys.argv[0]).stem or "run",
     }

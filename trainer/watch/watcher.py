@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.watch.hub import Hub
+from trainer.watch.judge import Host
 from trainer.watch.ranks import Address, LocalRanks
 from trainer.watch.report import warn
 from trainer.watch.spoke import Spoke
-from trainer.watch.views import Host
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 """Schedulers and launchers send these to all processes of a job; the watcher ends when the ranks have."""
@@ -33,7 +33,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     settings = json.loads(sys.stdin.buffer.read())
-    ranks = LocalRanks({int(rank): Address(**one) for rank, one in settings["addresses"].items()})
+    ranks = LocalRanks({int(rank): Address(**address) for rank, address in settings["addresses"].items()})
     if ranks.problems:
         rank, problem = next(iter(ranks.problems.items()))
         warn(f"hangs are not watched for on rank {rank}: {problem}")
@@ -49,12 +49,12 @@ def main() -> int:
 
 
 def _make(settings: Mapping[str, Any], ranks: LocalRanks) -> Hub | Spoke:
-    hosts = [Host(one["name"], tuple(one["ranks"])) for one in settings["hosts"]]
-    own, token, given_s, script = settings["own"], settings["token"], settings["given_s"], settings["script"]
-    if own == 0:
+    hosts = [Host(host["name"], tuple(host["ranks"])) for host in settings["hosts"]]
+    number, token, given_s, script = settings["host"], settings["token"], settings["given_s"], settings["script"]
+    if number == 0:
         listener = socket.socket(fileno=settings["listener"]) if settings["listener"] >= 0 else None
         return Hub(hosts, ranks, listener, token, given_s, script)
-    return Spoke(hosts, own, ranks, settings["endpoint"], token, given_s, script)
+    return Spoke(hosts, number, ranks, settings["endpoint"], token, given_s, script)
 
 
 def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import DataError
-from trainer.watch.marks import progress
+from trainer.watch.heartbeat import progress
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

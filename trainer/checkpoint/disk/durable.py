@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from trainer.watch.marks import progress
+from trainer.watch.heartbeat import progress
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -14,12 +14,13 @@ from trainer.checkpoint.disk.commit import OthersFailedError
 from trainer.checkpoint.disk.committed import find, order_of
 from trainer.checkpoint.run.contents import Contents
 from trainer.checkpoint.run.positions import Positions
-from trainer.checkpoint.run.preemption import EXIT_CODE, Preemption
+from trainer.checkpoint.run.preemption import Preemption
 from trainer.checkpoint.run.saver import Saver
 from trainer.checkpoint.run.settings import describe_ends, explain
 from trainer.checkpoint.run.snapshot import random_state, set_random_state
 from trainer.checkpoint.run.start import find_start
 from trainer.checkpoint.run.storage import Storage
+from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.data.base import Loader
@@ -28,7 +29,7 @@ from trainer.loop.consistency import check_consistency
 from trainer.loop.lr_schedule import MORE_STEPS
 from trainer.strategies.base import Strategy
 from trainer.watch.failure import explain_failures
-from trainer.watch.status import PREEMPTED, report_end, report_phase
+from trainer.watch.heartbeat import PREEMPTED, report_end, report_phase
 
 _DEFAULT_EVERY_S = 600.0
 _REDUCE_EVERY_S = 0.5
@@ -270,7 +271,7 @@ class Checkpoints:
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
         if not problem:
             report_end(PREEMPTED)
-        raise SystemExit(1 if problem else EXIT_CODE)
+        raise SystemExit(1 if problem else exit_codes.PREEMPTED)
 
     def _problem(self) -> str:
         """Return why a rank could not write; "" where all could. Collective."""

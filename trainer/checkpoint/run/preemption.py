@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from trainer.cluster import exit_codes
 from trainer.watch.failure import end_process
-from trainer.watch.status import PREEMPTED, report_end, report_signal
+from trainer.watch.heartbeat import PREEMPTED, report_end, report_signal
 
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: the training was saved, and goes on when it is started again."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _POLL_S = 0.05
 _ALONE_AFTER_S = 1.0
@@ -88,7 +87,7 @@ class Preemption:
                 return
             if not self._is_handled and time.monotonic() > alone and self._save_alone():
                 report_end(PREEMPTED)
-                end_process("", EXIT_CODE)
+                end_process("", exit_codes.PREEMPTED)
             time.sleep(_POLL_S)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
 

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.errors import TrainerError
 from trainer.ops.doctor.facts import Login
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.sweep import SSH
+from trainer.ops.supervise.remote import SSH
 
 MARK = "trainer-doctor-agent"
 NO_ANSWER = "no answer in time"

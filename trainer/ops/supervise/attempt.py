@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.judge import Facts, Judgement, Verdict, judge
 from trainer.ops.supervise.launchers import launch, program_of
+from trainer.ops.supervise.outcome import Facts, Judgement, Verdict, judge
+from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
-from trainer.ops.supervise.sweep import Answer, on_all_hosts
 from trainer.ops.supervise.watch import Ranks
+from trainer.watch.job_folder import HANG
 
 _TICK_S = 0.25
 _LAUNCHER_ENDS_S = 0.5
@@ -160,20 +161,22 @@ class Running:
         gone = set[int]()
         # A host that is back without being in this attempt may still have the files of an earlier one.
         for answer in (answer for answer in answers if answer.host in names):
-            for status in answer.ranks:
-                ranks.note(answer.host, status)
-                is_killed = answer.host in here and status.rank in ranks.killed
-                if status.pid not in answer.processes and not (status.has_ended or is_killed):
-                    gone.add(status.rank)
-        asked = {number for number, status in ranks.all.items() if status.signal}
+            for heartbeat in answer.ranks:
+                ranks.note(answer.host, heartbeat)
+                is_killed = answer.host in here and heartbeat.rank in ranks.killed
+                if heartbeat.pid not in answer.processes and not (heartbeat.has_ended or is_killed):
+                    gone.add(heartbeat.rank)
+        asked = {number for number, heartbeat in ranks.all.items() if heartbeat.signal}
         # One that has said why it ends may have been seen first, because those that are left take their time.
         silent = [number for number in ranks.dead if not ranks.all[number].has_ended]
         dead = find_dead(silent, gone, asked, ranks.host_of)
         lost = {answer.host: answer.problem for answer in answers if not answer.is_well and answer.host in names}
+        verdicts = [answer.verdict for answer in answers if answer.verdict is not None and answer.host in names]
         facts = Facts(
             launcher=program_of(self._launcher), codes=codes, ranks=ranks.all, host_of=ranks.host_of, dead=dead,
             ended=ranks.ended, lost=lost, idle_s=self._idle_s, asked_for=self._asked_for, is_last=self._is_last,
             was_interrupted=self._signals.interrupted_by is not None,
+            verdict=next((verdict for verdict in verdicts if verdict.kind == HANG), next(iter(verdicts), None)),
         )  # fmt: skip
         attempt.judgement = judge(facts)
         attempt.times.joined, attempt.times.first_update = ranks.joined_at, ranks.first_update_at

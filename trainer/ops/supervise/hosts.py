@@ -22,8 +22,8 @@ class Host:
     @property
     def is_here(self) -> bool:
         """Whether it is this machine, which is reached without ssh."""
-        own = socket.gethostname()
-        return self.name in ("localhost", "127.0.0.1", own, own.partition(".")[0])
+        name = socket.gethostname()
+        return self.name in ("localhost", "127.0.0.1", name, name.partition(".")[0])
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"

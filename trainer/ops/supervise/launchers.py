@@ -19,8 +19,8 @@ from pathlib import Path
 from trainer.cluster.environment import SECRET
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, names, slots_of
-from trainer.ops.supervise.sweep import SSH
-from trainer.watch.status import JOB
+from trainer.ops.supervise.remote import SSH
+from trainer.watch.job_folder import JOB
 
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20000, 32000)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainer.ops.supervise.hosts import Host, fill, slots_of
-from trainer.ops.supervise.judge import Verdict
+from trainer.ops.supervise.outcome import Verdict
 
 SAME_UPDATE = 3
 """Failures in a row at the same update that show that another start will not help."""

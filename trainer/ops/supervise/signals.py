@@ -68,12 +68,3 @@ def open_process(process: int) -> int | None:
     with suppress(OSError, AttributeError):
         return os.pidfd_open(process)
     return None
-
-
-def is_running(process: int) -> bool:
-    """Return whether a process runs, and is more than an entry that its parent has not read yet."""
-    try:
-        with open(f"/proc/{process}/stat", errors="replace") as file:  # noqa: PTH123 (often called)
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

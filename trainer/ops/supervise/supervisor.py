@@ -8,20 +8,21 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.errors import ConfigError
 from trainer.ops.supervise.attempt import Attempt, Running, Times
 from trainer.ops.supervise.events import Events
 from trainer.ops.supervise.folder import locked, read_former, write_job
 from trainer.ops.supervise.hosts import names, slots_of
-from trainer.ops.supervise.judge import PREEMPTED_CODE, Judgement, hint
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
+from trainer.ops.supervise.outcome import Judgement, hint
 from trainer.ops.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
+from trainer.ops.supervise.rejoin import Rejoin
+from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.summary import facts_of, summarize
-from trainer.ops.supervise.sweep import Answer, on_all_hosts
-from trainer.ops.supervise.take_back import TakeBack
 
 _PROBE_S = 5.0
 _NOT_FOUND = 127
@@ -74,7 +75,7 @@ class _Supervisor:
                 return self._end(judgement.text, self._code(judgement.code))
             refusal = self._prepare_next(answers)
             if self._signals.has_any:
-                return self._end("ended by a signal", self._code(PREEMPTED_CODE))
+                return self._end("ended by a signal", self._code(exit_codes.PREEMPTED))
             if refusal is not None:
                 if text := hint(judgement, self._options.hosts):
                     self._events.say("hint", text)
@@ -103,12 +104,12 @@ class _Supervisor:
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
         attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        take_back = TakeBack(options, self._hosts, self._bad)
-        running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, take_back.reason)
+        rejoin = Rejoin(options, self._hosts, self._bad)
+        running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, rejoin.reason)
         try:
             answers = running.run(options.command)
         finally:
-            take_back.close()
+            rejoin.close()
         judgement = attempt.judgement
         self._attempts.append(attempt)
         first, last = attempt.updates or (None, None)

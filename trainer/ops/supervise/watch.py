@@ -1,4 +1,4 @@
-"""The ranks of an attempt while it runs: their status files, the dead among them, and whether any makes progress."""
+"""The ranks of an attempt while it runs: their heartbeats, the dead among them, and whether any makes progress."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.signals import is_running, open_process
-from trainer.ops.supervise.sweep import Answer, on_all_hosts
-from trainer.watch.status import DONE, PREEMPTED, SIZE, RankStatus, folder_name, is_own, read_status
+from trainer.ops.supervise.remote import Inquiry
+from trainer.ops.supervise.signals import open_process
+from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
+from trainer.watch.job_folder import folder_name, is_own
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
@@ -26,14 +27,14 @@ _LOST = 2
 
 
 class Ranks:
-    """The ranks of a job. Those on this host are read from their files.
+    """The ranks of a job. Those on this host are read from the files of their heartbeats.
 
     Other hosts are asked through ssh: for their ranks where this host has none, as all ranks take their updates
     together; and whether they are there when progress stops, because nothing else tells of a host without power.
     """
 
     def __init__(self, hosts: Sequence[Host], job: str, timeout_s: float) -> None:
-        self.all: dict[int, RankStatus] = {}
+        self.all: dict[int, Heartbeat] = {}
         self.host_of: dict[int, str] = {}
         self.dead: tuple[int, ...] = ()
         """Ranks of this host whose processes were found gone first, without an orderly end."""
@@ -46,23 +47,21 @@ class Ranks:
         self.joined_at: float | None = None
         self.first_update_at: float | None = None
         self._here = next((host.name for host in hosts if host.is_here), "")
-        self._hosts, self._job, self._timeout_s = hosts, job, timeout_s
+        self._hosts, self._timeout_s = hosts, timeout_s
         self._folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
         self.progress_at = time.monotonic()
         """When a rank was last seen to have made progress."""
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unanswered = Counter[str]()
-        self._pool = ThreadPoolExecutor(1)
-        self._asked: Future[list[Answer]] | None = None
-        self._asked_at = time.monotonic()
+        self._inquiry = Inquiry(hosts, job, _POLL_S)
 
     def close(self) -> None:
         """Let go of the processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._inquiry.close()
 
     @property
     def descriptors(self) -> list[int]:
@@ -80,7 +79,7 @@ class Ranks:
     def updates(self) -> tuple[int, int] | None:
         """The first and the last completed update."""
         counted = [rank for rank in self.all.values() if rank.first_update]
-        return (min(rank.first_update for rank in counted), max(rank.update for rank in counted)) if counted else None
+        return (min(rank.first_update for rank in counted), max(rank.updates for rank in counted)) if counted else None
 
     def kill(self) -> None:
         """Kill the ranks of this host."""
@@ -93,27 +92,27 @@ class Ranks:
         """Look at the ranks."""
         if self._here:
             with suppress(OSError):
-                for path in self._folder.iterdir() if is_own(self._folder) else ():
-                    if (status := read_status(path.read_bytes()[:SIZE])) is not None:
-                        self.note(self._here, status)
+                for path in self._folder.glob("rank-*") if is_own(self._folder) else ():
+                    if (heartbeat := read_heartbeat(Heartbeat, path.read_bytes)) is not None:
+                        self.note(self._here, heartbeat)
             self._look_for_dead()
         is_idle = bool(self.all) and time.monotonic() - self.progress_at > _SUSPICIOUS_S
         if not self._here or (is_idle and len(self._hosts) > 1):
             self._ask()
 
-    def note(self, host: str, status: RankStatus) -> None:
+    def note(self, host: str, heartbeat: Heartbeat) -> None:
         """Take in what a rank has reported."""
-        known = self.all.get(status.rank)
-        self.all[status.rank] = status
-        self.host_of[status.rank] = host
+        known = self.all.get(heartbeat.rank)
+        self.all[heartbeat.rank] = heartbeat
+        self.host_of[heartbeat.rank] = host
         now = time.monotonic()
-        if known is None or known.progress_s != status.progress_s:
+        if known is None or known.progress_s != heartbeat.progress_s:
             # Clocks of other hosts begin elsewhere.
-            self.progress_at = max(self.progress_at, status.progress_s if host == self._here else now)
-        if status.phase != "joining" and self.joined_at is None:
+            self.progress_at = max(self.progress_at, heartbeat.progress_s if host == self._here else now)
+        if heartbeat.phase != "joining" and self.joined_at is None:
             self.joined_at = now
-        if status.first_update_s and self.first_update_at is None:
-            self.first_update_at = status.first_update_s if host == self._here else now
+        if heartbeat.first_update_s and self.first_update_at is None:
+            self.first_update_at = heartbeat.first_update_s if host == self._here else now
 
     def _look_for_dead(self) -> None:
         running = {number: rank.pid for number, rank in self.all.items() if number not in self._gone}
@@ -129,13 +128,8 @@ class Ranks:
             self.dead, self.ended = tuple(sorted(silent)), tuple(sorted(self._gone - set(silent)))
 
     def _ask(self) -> None:
-        now = time.monotonic()
-        if self._asked is None and now - self._asked_at > _POLL_S:
-            self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
-        if self._asked is not None and self._asked.done():
-            for answer in self._asked.result():
-                self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
-                for status in answer.ranks:
-                    self.note(answer.host, status)
-            self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
-            self._asked, self._asked_at = None, now
+        for answer in self._inquiry.answers():
+            self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
+            for heartbeat in answer.ranks:
+                self.note(answer.host, heartbeat)
+        self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}

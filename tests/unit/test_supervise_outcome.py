@@ -11,20 +11,21 @@ import pytest
 
 from trainer.ops.supervise.attempt import Attempt, Running, Times, find_dead
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.judge import Facts, Judgement, Verdict, hint, judge
+from trainer.ops.supervise.outcome import Facts, Judgement, Verdict, hint, judge
+from trainer.ops.supervise.remote import Answer
 from trainer.ops.supervise.signals import Signals
-from trainer.ops.supervise.sweep import Answer
-from trainer.watch.status import DIFFERENT, HANG, LOST_PEER, MISTAKE, RankStatus
+from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
+from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
 ORDERS = list(permutations(range(3)))
 
 
-def rank(number: int, **reported: Any) -> RankStatus:
-    values = {"update": 9, "first_update": 1, "phase": "training", **reported}
-    return RankStatus(pid=100 + number, rank=number, size=2, host="node", **values)
+def rank(number: int, **reported: Any) -> Heartbeat:
+    values = {"updates": 9, "first_update": 1, "phase": "training", **reported}
+    return Heartbeat(pid=100 + number, rank=number, **values)
 
 
-def judged(*ranks: RankStatus, **facts: Any) -> Judgement:
+def judged(*ranks: Heartbeat, **facts: Any) -> Judgement:
     by_number = {one.rank: one for one in ranks}
     hosts = {one.rank: "abc"[one.rank] for one in ranks}
     return judge(Facts(launcher="horovodrun", ranks=by_number, host_of=hosts, **facts))
@@ -48,7 +49,7 @@ def test_a_mistake_is_told_by_a_rank_or_by_the_code() -> None:
 def test_an_exception_is_told_with_its_rank_and_host_and_those_that_follow_are_not() -> None:
     told = judged(rank(0, error=LOST_PEER), rank(1, error="MemoryError"), codes=[1], dead=[0])
     assert told == Judgement(Verdict.FAILED, "rank 1 on b failed in update 10: MemoryError", ("b",))
-    told = judged(rank(0, error="KeyError", message="'x'\nmore", update=0, first_update=0), codes=[1])
+    told = judged(rank(0, error="KeyError", message="'x'\nmore", updates=0, first_update=0), codes=[1])
     assert told.text == "rank 0 on a failed before its first update: KeyError: 'x'"
 
 
@@ -59,20 +60,23 @@ def test_an_exception_is_told_with_its_rank_and_host_and_those_that_follow_are_n
     [
         ({"error": "MemoryError"}, "rank {} on {} failed in update 10: MemoryError"),
         ({"error": MISTAKE, "message": "lr is 0"}, "rank {} on {}: lr is 0"),
-        ({"error": HANG, "message": "0: why"}, "why"),
-        ({"error": DIFFERENT, "message": "rank 1 called another one"}, "rank 1 called another one"),
+        ({"verdict": JobVerdict(HANG, "why", (0,))}, "why"),
+        ({"verdict": JobVerdict(DIFFERENT, "rank 1 called another one")}, "rank 1 called another one"),
         ({}, "rank {} on {} died without a word in update 10"),
     ],
 )
 def test_a_rank_that_has_lost_another_one_is_not_the_cause(
-    order: Sequence[int], phase: str, cause: dict[str, str], said: str
+    order: Sequence[int], phase: str, cause: dict[str, Any], said: str
 ) -> None:
     """Whichever number it has, and in whichever order they were seen to die."""
     first, second, guilty = order
     others = [rank(number, error=LOST_PEER, phase=phase) for number in (first, second)]
+    errors = {name: value for name, value in cause.items() if name != "verdict"}
     for dead in ([first], [first, second], [guilty, first], [first, guilty], list(order)):
         if guilty in dead or cause:
-            told = judged(*others, rank(guilty, **cause), codes=[1], dead=dead, ended=[first])
+            told = judged(
+                *others, rank(guilty, **errors), codes=[1], dead=dead, ended=[first], verdict=cause.get("verdict")
+            )
             assert told.text == said.format(guilty, "abc"[guilty])
 
 
@@ -94,12 +98,19 @@ def test_where_only_those_that_lost_another_one_have_said_something_they_are_not
 
 def test_a_hang_that_the_watch_has_found_is_told_with_its_hosts() -> None:
     said = "no progress for 31 s: rank 1 on x did not come to the gradients of step 8"
-    told = judged(rank(0, error=LOST_PEER), rank(1, error=HANG, message=f"1: {said}"), codes=[143], dead=[1])
+    verdict = JobVerdict(HANG, said, (1,))
+    told = judged(rank(0, error=LOST_PEER), rank(1), codes=[143], dead=[1], verdict=verdict)
     assert told == Judgement(Verdict.HUNG, said, ("b",))
-    told = judged(rank(0, error=HANG, message="0,1: both"), rank(1), codes=[1])
+    told = judged(rank(0), rank(1), codes=[1], verdict=JobVerdict(HANG, "both", (0, 1)))
     assert told == Judgement(Verdict.HUNG, "both", may_be_network=True)
-    told = judged(rank(0, error=HANG, message=": all: wait"), rank(1), codes=[1])
+    told = judged(rank(0), rank(1), codes=[1], verdict=JobVerdict(HANG, "all: wait"))
     assert told == Judgement(Verdict.HUNG, "all: wait", may_be_network=True)
+
+
+def test_errors_that_are_all_the_ranks_own_are_told_before_different_collectives() -> None:
+    verdict = JobVerdict(DIFFERENT, "rank 1 called another one")
+    errors = [rank(number, error="MemoryError") for number in (0, 1)]
+    assert judged(*errors, codes=[1], verdict=verdict).text == "rank 0 on a failed in update 10: MemoryError"
 
 
 def test_a_rank_that_is_gone_without_a_word_is_named() -> None:
@@ -134,13 +145,13 @@ def test_what_may_be_the_network_points_to_the_doctor() -> None:
         assert hint(told, hosts) == line
         assert hint(told, (Host("localhost", 4),)) == ""
     for told in (
-        judged(rank(0), rank(1, error="KeyError")), judged(codes=[-9]), judged(rank(0), rank(1, update=8), idle_s=9.0),
+        judged(rank(0), rank(1, error="KeyError")), judged(codes=[-9]), judged(rank(0), rank(1, updates=8), idle_s=9.0),
     ):  # fmt: skip
         assert hint(told, hosts) == ""
 
 
 def test_a_hang_names_the_ranks_that_are_furthest_behind() -> None:
-    told = judged(rank(0), rank(1, update=8, phase="evaluation"), idle_s=600.0)
+    told = judged(rank(0), rank(1, updates=8, phase="evaluation"), idle_s=600.0)
     assert told.verdict is Verdict.HUNG
     assert told.text == "no progress for 600 s; furthest behind: rank 1 on b (evaluation), in update 9"
     assert told.hosts == ("b",)

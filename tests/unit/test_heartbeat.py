@@ -1,4 +1,4 @@
-"""The marks of a rank: what it waits for is read back from outside, and without a record nothing happens."""
+"""The heartbeat of a rank: what it waits for is read back from outside, and without a record nothing happens."""
 
 from __future__ import annotations
 
@@ -18,24 +18,33 @@ from trainer.data.loader import InMemory, ShardedLoader
 from trainer.report.run_record import RunFolder
 from trainer.strategies.base import Synchronizer
 from trainer.strategies.single import SingleStrategy
-from trainer.watch import marks
-from trainer.watch.mark_layout import SIZE, Mark, State, read_mark
-from trainer.watch.marks import loading, note_waits, waits
-from trainer.watch.status import UpdateCounter, report_phase
+from trainer.watch import heartbeat
+from trainer.watch.heartbeat import (
+    SIZE,
+    Heartbeat,
+    State,
+    UpdateCounter,
+    loading,
+    note_waits,
+    read_heartbeat,
+    report_phase,
+    waits,
+)
 
 
 @pytest.fixture
 def record() -> Iterator[Path]:
     """The record of rank 2, as another process opens it."""
-    descriptor = marks.open_record(2)
+    descriptor = heartbeat.open_record(2)
     yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    marks.close_record()
+    heartbeat.close_record()
 
 
-def read(path: Path) -> Mark:
-    found = read_mark(path.read_bytes())
-    assert found is not None
-    return found
+def read(path: Path) -> Heartbeat:
+    heartbeat = read_heartbeat(Heartbeat, path.read_bytes)
+    assert heartbeat is not None
+    assert heartbeat.version % 2 == 0
+    return heartbeat
 
 
 class Ranks:
@@ -47,7 +56,7 @@ class Ranks:
 
 class Told(Ranks):
     def __init__(self, record: Path) -> None:
-        self._record, self.seen = record, list[Mark]()
+        self._record, self.seen = record, list[Heartbeat]()
 
     def all_reduce(self, tensor: object) -> None:
         self.seen.append(read(self._record))
@@ -99,7 +108,7 @@ def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -
     failed = read(record)
     assert (failed.state, failed.what, failed.elements, failed.collectives) == (State.FAILED, "all_reduce", 12, 0)
     assert (failed.last, failed.failures, failed.is_counted) == ("", 1, True)
-    assert marks.note_failure("gradients")
+    assert heartbeat.note_failure("gradients")
     assert read(record).what == "all_reduce"
     with waits("barrier", counts=True):  # the error was caught
         assert (read(record).state, read(record).collectives) == (State.WAITING, 1)
@@ -124,9 +133,9 @@ def test_who_is_interrupted_in_a_collective_has_not_failed_in_it(record: Path) -
 
 
 def test_an_error_in_a_collective_without_marks_is_noted_at_the_end(record: Path) -> None:
-    assert not marks.note_failure("")
+    assert not heartbeat.note_failure("")
     assert read(record).state == State.BETWEEN
-    assert marks.note_failure("gradients")
+    assert heartbeat.note_failure("gradients")
     assert (read(record).state, read(record).what) == (State.FAILED, "gradients")
 
 
@@ -165,7 +174,7 @@ def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Pat
     report_phase("evaluation")
     assert read(record).phase == "evaluation"
     assert read(record).events > found.events
-    marks.note_folder("runs/one")
+    heartbeat.note_folder("runs/one")
     assert read(record).folder == "runs/one"
 
 
@@ -178,9 +187,9 @@ def test_a_loop_without_a_loader_of_ours_trains_again_after_a_checkpoint(record:
 def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", {"checkpoints": ""}, tensorboard=False)
     assert read(record).folder == str(folder.path)
-    before = read(record).progress
+    before = read(record).pieces
     write_file(tmp_path / "state", lambda stream: stream.write(bytes(3 << 20)))
-    assert read(record).progress > before
+    assert read(record).pieces > before
 
 
 def test_the_end_of_a_pass_is_between_epochs(record: Path) -> None:
@@ -200,52 +209,81 @@ def test_every_strategy_notes_its_collectives(record: Path) -> None:
         def complete(self) -> None:
             seen.append(read(record))
 
-    seen: list[Mark] = []
+    seen: list[Heartbeat] = []
     Strategy(World()).all_reduce(torch.ones(5))
     Waiting().complete()
     assert [(one.what, one.elements, one.collectives) for one in seen] == [("all_reduce", 5, 0), ("gradients", 0, 1)]
 
 
-def test_another_thread_changes_nothing_but_progress(record: Path) -> None:
+def test_another_thread_changes_nothing_but_phase_and_pieces(record: Path) -> None:
     def work() -> None:
         with waits("broadcast"):
             pass
-        marks.note_phase("elsewhere")
-        marks.progress()
+        report_phase("saving")
+        heartbeat.progress()
 
     before = read(record)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     after = read(record)
-    assert (after.events, after.phase, after.progress) == (before.events, "", 1)
+    assert (after.events, after.phase, after.pieces) == (before.events, "saving", 1)
 
 
 def test_a_child_writes_nothing(record: Path) -> None:
     child = os.fork()
     if child == 0:
-        marks.note_phase("child")
+        heartbeat.report_phase("child")
         os._exit(0)
     os.waitpid(child, 0)
     assert read(record).phase == ""
 
 
 def test_a_second_record_is_not_made_before_the_first_is_closed(record: Path) -> None:
-    assert marks.open_record(2) is None
-    marks.close_record()
+    assert heartbeat.open_record(2) is None
+    heartbeat.close_record()
     assert not record.exists()
 
 
 def test_without_a_record_nothing_happens() -> None:
-    marks.note_phase("training")
-    marks.progress()
+    heartbeat.report_phase("training")
+    heartbeat.progress()
     with waits("broadcast"):
         assert list(loading([1, 2])) == [1, 2]
 
 
-def test_anything_else_is_no_mark() -> None:
-    assert read_mark(b"") is None
-    assert read_mark(bytes(SIZE)) is None
+@pytest.mark.parametrize("record", [b"", bytes(SIZE), b"trainer-heartbeat 1\n"])
+def test_anything_else_is_no_heartbeat(record: bytes) -> None:
+    assert Heartbeat.from_bytes(record) is None
+
+
+def test_a_record_is_read_as_it_was_at_one_moment(record: Path) -> None:
+    def read_meanwhile() -> bytes:
+        if changes:
+            changes.pop()()
+        return record.read_bytes()
+
+    def begin() -> None:
+        assert own is not None
+        own.version |= 1
+        own.steps += 1
+
+    def end() -> None:
+        assert own is not None
+        own.updates += 1
+        own.version += 1
+
+    own = heartbeat._record
+    changes = [end, begin]
+    read_back = read_heartbeat(Heartbeat, read_meanwhile)
+    assert read_back is not None
+    assert (read_back.steps, read_back.updates) == (1, 1)
+    begin()  # and is stopped there
+    read_back = read_heartbeat(Heartbeat, record.read_bytes)
+    assert read_back is not None
+    assert (read_back.steps, read_back.updates) == (2, 1)
+    report_phase("training")
+    assert read(record).version % 2 == 0, "what a signal's handler has left odd is even after the next change"
 
 
 def test_noting_a_wait_takes_microseconds(record: Path) -> None:

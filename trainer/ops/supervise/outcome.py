@@ -1,4 +1,4 @@
-"""How an attempt has ended, and which hosts are to blame: conclusions from exit codes and status files."""
+"""How an attempt has ended, and which hosts are to blame: conclusions from exit codes and heartbeats."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from trainer.cluster import exit_codes
 from trainer.ops.supervise.hosts import Host, names
-from trainer.watch.status import DIFFERENT, DONE, HANG, LOST_PEER, MISTAKE, PREEMPTED, RankStatus
+from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
+from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
-PREEMPTED_CODE, MISTAKE_CODE = 75, 78
-"""EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
 # argparse's own, and what a shell says of a command that it cannot run, or does not find.
-_MISTAKES = (MISTAKE_CODE, 2, 126, 127)
+_MISTAKES = (exit_codes.MISTAKE, 2, 126, 127)
 
 
 class Verdict(StrEnum):
@@ -34,9 +34,11 @@ class Facts:
     launcher: str
     codes: Sequence[int] = ()
     """Exit codes of the launcher's processes, negative for a signal; empty where they had to be ended."""
-    ranks: Mapping[int, RankStatus] = field(default_factory=dict)
+    ranks: Mapping[int, Heartbeat] = field(default_factory=dict)
     host_of: Mapping[int, str] = field(default_factory=dict)
     """The hosts of the ranks, as -H names them."""
+    verdict: JobVerdict | None = None
+    """What the watch has found out about the job."""
     dead: Sequence[int] = ()
     """Ranks whose processes were gone first."""
     ended: Sequence[int] = ()
@@ -75,12 +77,12 @@ def judge(facts: Facts) -> Judgement:
     if facts.codes and not any(facts.codes):
         return Judgement(Verdict.DONE, "done", code=0, is_last=True)
     if facts.asked_for:
-        return Judgement(Verdict.PREEMPTED, facts.asked_for, code=PREEMPTED_CODE, is_last=facts.is_last)
-    if hung := _with_error(facts, HANG):
-        return _judge_verdict(facts, facts.ranks[hung[0]].message)
+        return Judgement(Verdict.PREEMPTED, facts.asked_for, code=exit_codes.PREEMPTED, is_last=facts.is_last)
+    if facts.verdict is not None and facts.verdict.kind == HANG:
+        return _judge_verdict(facts, facts.verdict)
     if mistaken := _with_error(facts, MISTAKE):
         text = f"{_name(facts, mistaken[0])}: {facts.ranks[mistaken[0]].message}"
-        return Judgement(Verdict.MISTAKE, text, code=MISTAKE_CODE, is_last=True)
+        return Judgement(Verdict.MISTAKE, text, code=exit_codes.MISTAKE, is_last=True)
     if mistakes := [code for code in facts.codes if code in _MISTAKES]:
         return Judgement(
             Verdict.MISTAKE, f"{facts.launcher} has ended with code {mistakes[0]}", code=mistakes[0], is_last=True
@@ -89,7 +91,7 @@ def judge(facts: Facts) -> Judgement:
         return _judge_hang(facts, facts.idle_s)
     # A launcher that ends a job after a rank has died sends SIGTERM to the others, and those save.
     saved = bool(facts.ranks) and all(rank.phase == PREEMPTED for rank in facts.ranks.values())
-    if PREEMPTED_CODE in facts.codes or saved:
+    if exit_codes.PREEMPTED in facts.codes or saved:
         return Judgement(Verdict.PREEMPTED, "the ranks have saved, and want to be started again")
     return _blame(facts)
 
@@ -102,8 +104,8 @@ def hint(judgement: Judgement, hosts: Sequence[Host]) -> str:
 
 
 def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
-    oldest = min((rank.update, rank.reports) for rank in facts.ranks.values())
-    behind = [number for number, rank in sorted(facts.ranks.items()) if (rank.update, rank.reports) == oldest]
+    oldest = min((rank.updates, rank.reports) for rank in facts.ranks.values())
+    behind = [number for number, rank in sorted(facts.ranks.items()) if (rank.updates, rank.reports) == oldest]
     who = ", ".join(f"{_name(facts, number)} ({facts.ranks[number].phase})" for number in behind[:8])
     hosts = tuple(sorted({facts.host_of[number] for number in behind}))
     text = f"no progress for {idle_s:.0f} s; furthest behind: {who}, in update {oldest[0] + 1}"
@@ -112,21 +114,21 @@ def _judge_hang(facts: Facts, idle_s: float) -> Judgement:
     return Judgement(Verdict.HUNG, text, may_be_network=True)
 
 
-def _judge_verdict(facts: Facts, message: str) -> Judgement:
-    numbers, _, text = message.partition(": ")
-    hosts = {facts.host_of[int(number)] for number in numbers.split(",") if number and int(number) in facts.host_of}
+def _judge_verdict(facts: Facts, verdict: JobVerdict) -> Judgement:
+    hosts = {facts.host_of[rank] for rank in verdict.culprits if rank in facts.host_of}
     if len(hosts) == len(set(facts.host_of.values())) > 1:
-        return Judgement(Verdict.HUNG, text, may_be_network=True)
-    return Judgement(Verdict.HUNG, text, tuple(sorted(hosts)), may_be_network=not hosts)
+        return Judgement(Verdict.HUNG, verdict.text, may_be_network=True)
+    return Judgement(Verdict.HUNG, verdict.text, tuple(sorted(hosts)), may_be_network=not hosts)
 
 
 def _blame(facts: Facts) -> Judgement:
     if facts.lost:
         text = "; ".join(f"host {host} is lost: {why}" for host, why in facts.lost.items())
         return Judgement(Verdict.FAILED, text, tuple(facts.lost), may_be_network=True)
-    # What the ranks themselves say of different collectives follows from that.
-    if different := _with_error(facts, DIFFERENT):
-        return Judgement(Verdict.FAILED, facts.ranks[different[0]].message)
+    # What ranks that have lost one another say follows from different collectives, and no error of a rank's own does.
+    no_own_error = any(rank.error in ("", LOST_PEER) for rank in facts.ranks.values())
+    if facts.verdict is not None and facts.verdict.kind == DIFFERENT and no_own_error:
+        return Judgement(Verdict.FAILED, facts.verdict.text)
     failed = [number for number, rank in sorted(facts.ranks.items()) if rank.error not in ("", LOST_PEER)]
     if failed:
         rank = facts.ranks[failed[0]]
@@ -177,8 +179,8 @@ def _name(facts: Facts, number: int) -> str:
     return f"rank {number} on {facts.host_of[number]}"
 
 
-def _when(rank: RankStatus) -> str:
-    return f" in update {rank.update + 1}" if rank.first_update else " before its first update"
+def _when(rank: Heartbeat) -> str:
+    return f" in update {rank.updates + 1}" if rank.first_update else " before its first update"
 
 
 def _signal(codes: Sequence[int]) -> str:

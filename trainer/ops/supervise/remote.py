@@ -1,4 +1,4 @@
-"""What is done on every host of a job: find its processes, signal or kill them, and read its status files.
+"""What is done on every host of a job: find its processes, signal or kill them, and read its folder.
 
 One shell script does it, on this host and through ssh on the others, so that a host needs no Python for it. A host that
 does not answer in time is not well: the same call is the probe.
@@ -11,19 +11,21 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.ops.supervise.hosts import Host
-from trainer.watch.status import JOB, SIZE, RankStatus, read_status
+from trainer.watch.heartbeat import SIZE, Heartbeat
+from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
 
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 TIMEOUT_S = 10.0
 """For all hosts together."""
 # The environment of a process is what it was started with, so the mark stays. A process may be made while others are
-# killed, so killing is repeated. Only those processes of the status files that carry the mark are preempted, as
+# killed, so killing is repeated. Only those processes of heartbeats that carry the mark are preempted, as
 # a number may belong to another process by now.
 _SCRIPT = r"""
 job=$1 action=$2
@@ -54,9 +56,10 @@ for folder in "$@"; do
         fi
         cat "$file"
     done
+    [ ! -f "$folder/VERDICT" ] || cat "$folder/VERDICT"
     [ "$action" != kill ] || rm -rf "$folder"
 done
-""".replace("JOB", JOB)
+""".replace("JOB", JOB).replace("VERDICT", VERDICT)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class Answer:
     is_well: bool
     processes: frozenset[int] = frozenset()
     """Processes of the job that ran."""
-    ranks: tuple[RankStatus, ...] = ()
+    ranks: tuple[Heartbeat, ...] = ()
+    verdict: JobVerdict | None = None
+    """Of the host's watcher."""
     problem: str = ""
     """Why it is not well."""
 
@@ -75,11 +80,39 @@ class Answer:
 def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: float = TIMEOUT_S) -> list[Answer]:
     """Look for the processes of a job on all hosts at once, signal or kill them; return the answers in their order.
 
-    After "kill", the job's status files are gone too. An empty job is nobody's, and makes the call a mere probe.
+    After "kill", the job's folder is gone too. An empty job is nobody's, and makes the call a mere probe.
     """
     deadline = time.monotonic() + timeout_s
     started = [(host, _start(host, job, action)) for host in hosts]
     return [_read(host, process, deadline) for host, process in started]
+
+
+class Inquiry:
+    """Looks at the hosts of a job in the background, one look at a time.
+
+    Args:
+        every_s: from an answer to the next look.
+    """
+
+    def __init__(self, hosts: Sequence[Host], job: str, every_s: float) -> None:
+        self._hosts, self._job, self._every_s = hosts, job, every_s
+        self._pool = ThreadPoolExecutor(1)
+        self._asked: Future[list[Answer]] | None = None
+        self._asked_at = time.monotonic()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def answers(self) -> list[Answer]:
+        """Return answers that have come since the last call, and look again where it is time to."""
+        now = time.monotonic()
+        if self._asked is None and now - self._asked_at > self._every_s:
+            self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
+        if self._asked is None or not self._asked.done():
+            return []
+        answers, self._asked, self._asked_at = self._asked.result(), None, now
+        return answers
 
 
 def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:
@@ -109,5 +142,20 @@ def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answ
     if process.returncode != 0 or words[:1] != [b"trainer-host"]:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         return Answer(host.name, is_well=False, problem=last or f"ssh has ended with code {process.returncode}")
-    ranks = (read_status(records[at : at + SIZE]) for at in range(0, len(records), SIZE))
-    return Answer(host.name, True, frozenset(map(int, words[1:])), tuple(rank for rank in ranks if rank is not None))
+    ranks, verdict = _parse(records)
+    return Answer(host.name, True, frozenset(map(int, words[1:])), ranks, verdict)
+
+
+def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
+    """Return what is in the files of the folders, one after another."""
+    ranks, verdict = [], None
+    while records:
+        size = records.find(b"\n") + 1 or len(records)
+        if (found := parse_verdict(records[:size])) is not None:
+            verdict = found
+        else:
+            size = SIZE
+            if (heartbeat := Heartbeat.from_bytes(records[:SIZE])) is not None:
+                ranks.append(heartbeat)
+        records = records[size:]
+    return tuple(ranks), verdict

@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 
-import trainer.watch.looks
-from trainer.watch import marks
-from trainer.watch.looks import (
+import trainer.watch.probe
+from trainer.cluster.processes import children_cpu_s, look
+from trainer.watch import heartbeat
+from trainer.watch.heartbeat import State
+from trainer.watch.job_folder import JobVerdict, parse_verdict
+from trainer.watch.judge import WORKS
+from trainer.watch.probe import (
     SIGNAL,
     Frame,
     ask_for_stacks,
-    children_cpu_s,
     compiles,
     is_debugged,
-    look,
     main_frames,
     place_of,
     read_stacks,
@@ -32,10 +34,7 @@ from trainer.watch.looks import (
     wait_for_stacks,
     waits_in,
 )
-from trainer.watch.mark_layout import State
 from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
-from trainer.watch.status import read_status
-from trainer.watch.views import WORKS
 
 # Computes in C and never lets go of the interpreter's lock.
 SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
@@ -44,11 +43,9 @@ SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
 JOINS = """
 import json, time
 from trainer.watch.ranks import own_address
-from trainer.watch import marks
-from trainer.watch import status
-from trainer.cluster.environment import Launch
-status.report_join(Launch(rank=0, size=2))
-print(json.dumps(own_address(0, marks.open_record(0), 0).as_dict()), flush=True)
+from trainer.watch import heartbeat
+heartbeat.report_join(0)
+print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
 time.sleep(60)
 """
 SITE = "/usr/lib/python3.11/site-packages"
@@ -110,7 +107,7 @@ def test_the_main_threads_frames_are_found_without_those_that_only_note() -> Non
   File "/x/pool.py", line 3 in work
 
 Current thread 0x00007f00000000a2 (most recent call first):
-  File "/x/trainer/watch/marks.py", line 190 in call
+  File "/x/trainer/watch/heartbeat.py", line 190 in call
   File "/home/me/train.py", line 12 in load
 """
     assert main_frames(stacks, 0x7F00000000A2) == [Frame("/home/me/train.py", 12, "load")]
@@ -182,7 +179,7 @@ def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.watch.looks.__file__
+    library = trainer.watch.probe.__file__
     theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
     assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
         "model.py:31"
@@ -207,10 +204,10 @@ def test_children_that_compute_are_seen(computes: bool) -> None:
 @pytest.fixture
 def own_rank() -> Iterator[LocalRank]:
     """This process as rank 0."""
-    record = marks.open_record(0)
+    record = heartbeat.open_record(0)
     assert record is not None
     yield LocalRank(own_address(0, record, record))
-    marks.close_record()
+    heartbeat.close_record()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +226,7 @@ def test_what_a_stack_excuses(
 ) -> None:
     stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
     monkeypatch.setattr("trainer.watch.ranks.read_stacks", lambda *_: stacks)
-    marks.note_phase(phase)
+    heartbeat.report_phase(phase)
     view = own_rank.with_stacks(0)
     assert (view.state, view.excuse) == seen
 
@@ -252,19 +249,17 @@ def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_p
         address = Address(**json.loads(process.stdout.readline()))
         LocalRanks({0: address}).end("no progress", (0,))
         assert process.wait(timeout=5) == -signal.SIGTERM
-    (file,) = tmp_path.glob("*/rank-0")
-    found = read_status(file.read_bytes())
-    assert found is not None
-    assert (found.error, found.message) == ("hang", "0: no progress")
+    (file,) = tmp_path.glob("*/verdict.json")
+    assert parse_verdict(file.read_text()) == JobVerdict("hang", "no progress", (0,))
 
 
-def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
-    record, stacks = marks.open_record(1), os.memfd_create("stacks")
+def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:
+    record, stacks = heartbeat.open_record(1), os.memfd_create("stacks")
     assert record is not None
     faulthandler.register(SIGNAL, file=stacks, all_threads=True)
     try:
         rank = LocalRank(own_address(1, record, stacks))
-        with marks.waits("broadcast"):
+        with heartbeat.waits("broadcast"):
             found: list[object] = []
             thread = threading.Thread(target=lambda: found.append(LocalRanks({1: rank.address}).views_with_stacks()[1]))
             thread.start()
@@ -273,10 +268,10 @@ def test_a_rank_is_seen_with_its_marks_and_its_stacks() -> None:
         assert (getattr(view, "what"), getattr(view, "rank")) == ("broadcast", 1)  # noqa: B009
         assert any("test_a_rank_is_seen" in line for line in getattr(view, "frames"))  # noqa: B009
         assert not rank.is_gone
-        # Marks of another rank, as where a number of a descriptor has been used again.
+        # The heartbeat of another rank, as where a number of a descriptor has been used again.
         ranks = LocalRanks({5: own_address(5, record, stacks)})
         assert list(ranks.problems) == [5]
     finally:
         faulthandler.unregister(SIGNAL)
-        marks.close_record()
+        heartbeat.close_record()
         os.close(stacks)

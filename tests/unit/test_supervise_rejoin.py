@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.ops.supervise import take_back
+from trainer.ops.supervise import rejoin, remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.sweep import Answer
-from trainer.ops.supervise.take_back import TakeBack
+from trainer.ops.supervise.rejoin import Rejoin
+from trainer.ops.supervise.remote import Answer
 
 A, B = Host("a", 2), Host("b", 2)
 
@@ -22,17 +22,18 @@ def reason(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[Host], bad: Sequence
     def answer(asked: Sequence[Host], *_: object) -> list[Answer]:
         return [Answer(host.name, is_well=True) for host in asked]
 
-    monkeypatch.setattr(take_back, "on_all_hosts", answer)
-    monkeypatch.setattr(take_back, "_PROBE_S", 0.0)
+    monkeypatch.setattr(remote, "on_all_hosts", answer)
+    monkeypatch.setattr(rejoin, "_PROBE_S", 0.0)
     settings = Options(ranks=4, hosts=(A, B), command=("x",), min_ranks=2, take_back=wanted)
-    asking = TakeBack(settings, hosts, bad)
+    asking = Rejoin(settings, hosts, bad)
     deadline = time.monotonic() + 1.0
     try:
-        while not (text := asking.reason()) and time.monotonic() < deadline and asking._missing:
+        while not (text := asking.reason()) and time.monotonic() < deadline and asking._inquiry is not None:
             time.sleep(0.01)
     finally:
         asking.close()
-        asking._pool.shutdown()  # which nothing else waits for
+        if asking._inquiry is not None:
+            asking._inquiry._pool.shutdown()  # which nothing else waits for
     return text
 
 

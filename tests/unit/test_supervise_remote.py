@@ -15,7 +15,8 @@ import pytest
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import environment_for, through_ssh, torchrun
-from trainer.ops.supervise.sweep import on_all_hosts
+from trainer.ops.supervise.remote import on_all_hosts
+from trainer.watch.job_folder import JobVerdict
 
 HERE, THERE = Host("localhost", 1), Host("elsewhere", 1)
 # Takes the place of ssh: the command runs on this machine.
@@ -27,11 +28,12 @@ exec sh -c "$*"
 """
 RANK = """
 import signal, sys, time
-from trainer.cluster.environment import Launch
-from trainer.watch.status import report_join, report_update
+from trainer.watch.heartbeat import report_join, report_update
+from trainer.watch.job_folder import write_verdict
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
-report_join(Launch(rank=3, size=4))
+report_join(3)
 report_update(12)
+write_verdict("hang", "why", (1, 3))
 print(flush=True)
 time.sleep(60)
 """
@@ -74,9 +76,10 @@ def test_a_job_s_processes_are_killed_and_its_files_read_and_removed(start: Star
     (answer,) = on_all_hosts([host], "one", "kill")
     assert rank.wait(timeout=10) == -signal.SIGKILL
     assert other.poll() is None
-    assert looked == answer
+    assert (looked.processes, looked.verdict) == (answer.processes, answer.verdict)
+    assert answer.verdict == JobVerdict("hang", "why", (1, 3))
     assert (answer.host, answer.is_well, answer.processes) == (host.name, True, frozenset({rank.pid}))
-    assert [(status.rank, status.update) for status in answer.ranks] == [(3, 12)]
+    assert [(rank.rank, rank.updates) for rank in answer.ranks] == [(3, 12)]
     assert [path.name for path in tmp_path.glob("trainer-*")] == [f"trainer-{os.geteuid()}-other"]
     assert on_all_hosts([host], "one", "look")[0].ranks == ()
 

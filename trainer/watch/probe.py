@@ -1,4 +1,4 @@
-"""A look at a process from outside: its state, the time that its main thread computes, and its Python stacks.
+"""The Python stacks of a process, seen from outside, and what they tell: what it waits for, or that it is at work.
 
 The stacks come from `faulthandler`, which is in the standard library: its handler writes them without asking for the
 interpreter's lock, so that a rank which holds it in C code is seen too, and no permission to trace is needed. The rank
@@ -11,62 +11,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-
-from trainer.watch.stacks import waits_for
 
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """Nobody else's: of PyTorch, MPI, NCCL and the schedulers none takes it, and it is far from both ends of the range."""
-GONE, STOPPED, TRACED, UNINTERRUPTIBLE = "X", "T", "t", "D"
-_TICKS_S = os.sysconf("SC_CLK_TCK")
+STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
+"""States of a process, beside `trainer.cluster.processes.GONE`."""
 _WRITTEN_S, _SETTLED_S = 3.0, 0.15
 _MOST_BYTES = 256 * 1024
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
-
-
-@dataclass(frozen=True)
-class Process:
-    """What /proc says of a process."""
-
-    state: str
-    """The kernel's letter; "X" for a process that is gone."""
-    started: int
-    """By which it is told from a later one of the same number; clock ticks since the boot."""
-    cpu_s: float
-    """Processor time of the thread that trains."""
-    parent: int = 0
-
-
-def look(pid: int, started: int = 0, thread: int = 0) -> Process:
-    """Look at a process.
-
-    Args:
-        started: of the one that is meant; 0 takes any.
-        thread: the thread that trains; 0 is the main thread.
-    """
-    found = _read(Path(f"/proc/{pid}/stat"))
-    if found is None or (started and found.started != started) or found.state in "ZX":
-        return Process(GONE, started, 0.0)
-    trains = _read(Path(f"/proc/{pid}/task/{thread or pid}/stat"))
-    return Process(trains.state, found.started, trains.cpu_s) if trains else found
-
-
-def children_cpu_s(pid: int) -> float:
-    """Return the processor time of a process's children, such as the workers of its loaders."""
-    found = map(_read, Path("/proc").glob("[0-9]*/stat"))
-    return sum(process.cpu_s for process in found if process is not None and process.parent == pid)
-
-
-def _read(path: Path) -> Process | None:
-    with suppress(OSError, IndexError, ValueError):
-        # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
-        fields = path.read_text(errors="replace").rpartition(") ")[2].split()
-        cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
-        return Process(fields[0], int(fields[19]), cpu_s, parent=int(fields[1]))
-    return None
 
 
 @dataclass(frozen=True)
@@ -115,7 +72,7 @@ def read_stacks(file: int, before: int) -> str:
 
 def all_frames(stacks: str) -> list[Frame]:
     """Return the frames of all threads."""
-    return [Frame(one["path"], int(one["line"]), one["name"]) for one in _FRAME.finditer(stacks)]
+    return [Frame(line["path"], int(line["line"]), line["name"]) for line in _FRAME.finditer(stacks)]
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:
@@ -127,7 +84,7 @@ def main_frames(stacks: str, thread: int) -> list[Frame]:
     """
     for part in re.split(r"\n\s*\n", stacks):
         if re.match(rf"\s*(?:Current thread|Thread) 0x0*{thread:x} ", part):
-            return [frame for frame in all_frames(part) if not frame.path.endswith("/trainer/watch/marks.py")]
+            return [frame for frame in all_frames(part) if not frame.path.endswith("/trainer/watch/heartbeat.py")]
     return []
 
 
@@ -185,4 +142,51 @@ def place_of(frames: list[Frame]) -> str:
 
 def is_in_backward(frames: list[Frame]) -> bool:
     """Return whether autograd has been called last: it computes, or waits for its threads, one a GPU."""
-    return bool(frames) and frames[0].path.endswith("/torch/autograd/graph.py")
+    return bool(frames) and bool(_BACKWARD.search(frames[0].path))
+
+
+_BACKWARD = re.compile(r"/torch/autograd/graph\.py$")
+_DDP = re.compile(r"/torch/nn/parallel/distributed\.py$")
+_FULLY_SHARD = re.compile(r"/torch/distributed/fsdp/")
+_TORCH = re.compile(r"/torch/distributed/(?!c10d_logger\.py$)")  # whose decorator is around most functions
+_HOROVOD = re.compile(r"/horovod/torch/")
+_SYNC_BATCH_NORM = re.compile(r"/torch/nn/modules/_functions\.py$|/horovod/torch/sync_batch_norm\.py$")
+# In the innermost line of a rank that waits. Other files of torch.distributed compute and write as well.
+_WAITS = re.compile(
+    rf"{_DDP.pattern}|{_BACKWARD.pattern}|{_FULLY_SHARD.pattern}|{_HOROVOD.pattern}"
+    r"|/torch/distributed/(distributed_c10d|_functional_collectives)\.py$"
+)
+# A differentiable collective calls itself through autograd.
+_LIBRARIES = re.compile(rf"{_DDP.pattern}|/torch/distributed/|{_HOROVOD.pattern}|/torch/autograd/function\.py$")
+
+Call = tuple[str, str]
+"""File and name of a function that is being called."""
+
+
+def waits_for(calls: Sequence[Call]) -> str:
+    """Return what a rank with this stack waits for; "" where it does not.
+
+    A collective has the name of the outermost function of its library, which is the one that the user has called.
+
+    Args:
+        calls: the innermost first.
+    """
+    if not calls or not _WAITS.search(calls[0][0]):
+        return ""
+    inner = list(takewhile(lambda call: _LIBRARIES.search(call[0]), calls))
+    around = calls[len(inner) : len(inner) + 1]
+    for path, name in (*inner, *around):
+        if _SYNC_BATCH_NORM.search(path):
+            return f"SyncBatchNorm's {name} pass"
+    if _any(_DDP, inner):
+        return "DDP's forward pass" if any(name in ("forward", "_pre_forward") for _, name in inner) else "gradients"
+    if _any(_FULLY_SHARD, inner):
+        return "gradients" if _any(_BACKWARD, calls) else "fully_shard's forward pass"
+    for library, pattern in (("horovod.torch", _HOROVOD), ("torch.distributed", _TORCH)):
+        if names := [name for path, name in inner if pattern.search(path)]:
+            return f"{library}.{names[-1]}"
+    return "gradients"
+
+
+def _any(pattern: re.Pattern[str], calls: Sequence[Call]) -> bool:
+    return any(pattern.search(path) for path, _ in calls)

@@ -1,0 +1,79 @@
+"""What /proc says of a process, see proc_pid_stat(5)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+GONE = "X"
+"""State of a process that is gone, or that is only an entry which its parent has not read yet."""
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process or a thread."""
+
+    state: str
+    """The kernel's letter."""
+    started: int
+    """By which it is told from a later one of the same number; clock ticks since the boot."""
+    cpu_s: float
+    """Processor time that it has taken."""
+    parent: int = 0
+    group: int = 0
+    terminal: int = 0
+    """Device number of its controlling terminal; 0 without one."""
+    foreground: int = 0
+    """Process group in the foreground of that terminal."""
+
+
+def read_process(pid: int | str, thread: int | str = "") -> Process:
+    """Return what /proc says of a process, or of one of its threads.
+
+    Raises:
+        OSError: it is gone.
+        ValueError, IndexError: it is no process.
+    """
+    path = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
+    # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
+    fields = Path(path).read_text(errors="replace").rpartition(") ")[2].split()
+    parent, group, _, terminal, foreground = map(int, fields[1:6])
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return Process(fields[0], int(fields[19]), cpu_s, parent, group, terminal, foreground)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs."""
+    with suppress(OSError, ValueError, IndexError):
+        return read_process(pid).state not in "ZX"
+    return False
+
+
+def look(pid: int, started: int = 0, thread: int = 0) -> Process:
+    """Look at a process, which may be gone.
+
+    Args:
+        started: of the one that is meant; 0 takes any.
+        thread: whose state and processor time are meant; 0 is the main thread.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        process = read_process(pid)
+        if process.state not in "ZX" and started in (0, process.started):
+            with suppress(OSError, ValueError, IndexError):
+                trains = read_process(pid, thread or pid)
+                return Process(trains.state, process.started, trains.cpu_s)
+            return process
+    return Process(GONE, started, 0.0)
+
+
+def children_cpu_s(pid: int) -> float:
+    """Return the processor time of a process's children, such as the workers of its loaders."""
+    cpu_s = 0.0
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):  # gone in the meantime
+            process = read_process(path.name)
+            cpu_s += process.cpu_s * (process.parent == pid)
+    return cpu_s

@@ -1,0 +1,493 @@
+"""The heartbeat of a rank: what it does now and how far it is, in one record that other processes read.
+
+The watcher of its host reads it through /proc, while the rank itself cannot answer. Under `trainer run` it is a file in
+the job's folder, which is there whichever way the rank ends; else it is a file in memory (memfd), which leaves nothing
+on a disk. Its size is fixed. Without a record, every function here does nothing.
+
+One thread writes, that which has made the record, and makes `version` odd while it does. Other threads write nothing
+but what their functions say.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64
+from enum import IntEnum
+from typing import Any, ClassVar, Self, TypeVar
+
+from trainer.watch.job_folder import is_own, own_folder
+
+PREEMPTED, DONE = "preempted", "done"
+"""Phases of a rank that has ended its work: to be started again, or not."""
+SAVING = "saving"
+"""The phase of a rank that saves a checkpoint."""
+TRAINING = {"", "joining", "joined", "training"}
+"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
+MISTAKE, LOST_PEER = "mistake", "lost peer"
+"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's."""
+BATCH_NORM = "BatchNorm's statistics"
+"""What a rank waits for whose BatchNorm is over the global batch."""
+_MAGIC = b"trainer-heartbeat "
+_WHAT_BYTES, _PHASE_BYTES = 48, 24
+_MOST_STEPS = 64
+"""More than a rank's program is ahead of its device."""
+_READINGS = 20
+_NONE_LEFT = object()
+
+
+class State(IntEnum):
+    """What a rank does."""
+
+    BETWEEN = 0
+    """It computes, between two collectives."""
+    WAITING = 1
+    """It has called a collective, which has not returned."""
+    LOADER = 2
+    """It waits for its data."""
+    FAILED = 3
+    """The collective that it had called has ended with an error."""
+
+
+# Members of an enumeration are slow to look up.
+_BETWEEN, _WAITING, _LOADER, _FAILED = map(int, State)
+
+
+def _text(name: str) -> Any:
+    """Return a property for a field of bytes, whose text is cut to its size."""
+
+    def get(record: Any) -> str:
+        text: bytes = getattr(record, name)
+        return text.decode(errors="replace")
+
+    def put(record: Any, text: str) -> None:
+        setattr(record, name, text.encode()[: getattr(type(record), name).size])
+
+    return property(get, put)
+
+
+class Recorded(ctypes.Structure):
+    """What PyTorch's flight recorder says of this rank's collectives, those of all process groups together.
+
+    `pending` is the name of the first that is not completed: "gradients", "all_reduce", …; empty where none is known.
+    `group` is its process group, such as "NCCL 0".
+    """
+
+    _fields_ = (
+        ("read_at", c_double),  # monotonic clock; 0 without a recorder. Who holds the interpreter's lock keeps it old.
+        ("enqueued", c_int64),
+        ("completed", c_int64),
+        ("number", c_int64),  # in its process group
+        ("pending_elements", c_int64),
+        ("steps_before", c_int64),  # steps of optimizers before it
+        ("_pending", c_char * 24),
+        ("_group", c_char * 24),
+    )
+    pending, group = _text("_pending"), _text("_group")
+
+
+class Heartbeat(ctypes.Structure):
+    """What a rank does now, and how far it is: a copy, or the record itself."""
+
+    _fields_ = (
+        ("_head", c_char * 48),  # a line of text that a shell can read too: the magic and the process
+        ("version", c_uint64),  # odd while the rank writes
+        ("rank", c_int64),
+        ("thread", c_int64),  # Python's ident of the main thread, which stacks name
+        # What it waits for, for the watch.
+        ("state", c_int64),
+        ("events", c_int64),  # grows with every change
+        ("_what", c_char * _WHAT_BYTES),  # what is waited for: "gradients", "all_reduce", …
+        ("elements", c_int64),  # of the tensor that is all-reduced; 0 where it does not matter
+        ("is_counted", c_bool),  # whether what is waited for is one of the collectives that are counted
+        ("is_at_end", c_bool),  # its script has come to its end
+        ("signal", c_uint8),  # that has asked it to save and end; 0 without one
+        ("failures", c_int64),  # collectives that have ended with an error
+        ("collectives", c_int64),  # that have returned, without those of the gradients
+        ("_last", c_char * _WHAT_BYTES),  # which of them has returned last
+        ("last_elements", c_int64),
+        # How far it is.
+        ("steps", c_int64),  # of optimizers
+        ("updates", c_int64),  # completed
+        ("pieces", c_int64),  # of long work that are done, such as chunks of a checkpoint
+        ("_phase", c_char * _PHASE_BYTES),
+        ("progress_s", c_double),  # when it reported an update or a phase last, by its host's monotonic clock
+        ("reports", c_int64),  # phases since its last update: of two ranks in the same update, fewer is behind
+        ("first_update", c_int64),  # that it completed after its start; 0 before
+        ("first_update_s", c_double),  # when that was
+        # How it ends, for `trainer run`. The error is one of the kinds above, or the class name of an exception.
+        ("_error", c_char * 80),
+        ("_message", c_char * 512),
+        ("_folder", c_char * 640),  # of the run's record; empty without one
+        ("recorded", Recorded),
+    )
+    _anonymous_: ClassVar = ("recorded",)
+    what, last, phase = _text("_what"), _text("_last"), _text("_phase")
+    error, message, folder = _text("_error"), _text("_message"), _text("_folder")
+    pending, group = _text("_pending"), _text("_group")
+
+    @property
+    def pid(self) -> int:
+        return int(self._head.removeprefix(_MAGIC))
+
+    @pid.setter
+    def pid(self, process: int) -> None:
+        self._head = b"%s%d\n" % (_MAGIC, process)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has reported an end, in good order or with an error."""
+        return bool(self.error) or self.phase in (PREEMPTED, DONE)
+
+    @classmethod
+    def from_bytes(cls, record: bytes) -> Self | None:
+        """Return a copy of a record; None for anything else, and for one that is being made."""
+        return cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
+
+
+SIZE = ctypes.sizeof(Heartbeat)
+"""Bytes of a record."""
+_AnyHeartbeat = TypeVar("_AnyHeartbeat", bound=Heartbeat)
+
+
+def read_heartbeat(kind: type[_AnyHeartbeat], read: Callable[[], bytes]) -> _AnyHeartbeat | None:
+    """Return a copy of a record that is of one moment; None for anything else.
+
+    A rank that is stopped or killed while it writes leaves an odd version: after some readings it is taken as it is.
+
+    Args:
+        kind: class of the copy.
+        read: returns the bytes of the record.
+    """
+    before = None
+    for _ in range(_READINGS):
+        record = read()
+        heartbeat = kind.from_bytes(record)
+        # Nothing was written between two readings that are equal, and the first of them was of one moment.
+        if heartbeat is None or (record == before and heartbeat.version % 2 == 0):
+            break
+        before = record
+    return heartbeat
+
+
+class _Record(Heartbeat):
+    """The record of this process. Its own attributes beside the record are not shared."""
+
+    descriptor: int
+    is_watched: bool
+    is_in_memory: bool
+    stepped_at: deque[int]
+    # Fields of the record that are computed with here.
+    version: int
+    elements: int
+    is_counted: bool
+    _what: bytes
+
+    @classmethod
+    def make(cls, descriptor: int, rank: int, *, is_in_memory: bool) -> _Record:
+        os.posix_fallocate(descriptor, 0, SIZE)  # a page without memory or space would end this process with SIGBUS
+        record = cls.from_buffer(mmap.mmap(descriptor, SIZE))
+        record.descriptor, record.is_in_memory, record.is_watched = descriptor, is_in_memory, False
+        record.stepped_at = deque(maxlen=_MOST_STEPS)
+        record.rank, record.thread = rank, threading.get_ident()
+        record.pid = os.getpid()  # last, because it makes a record of it
+        return record
+
+    def set(self, state: int, what: bytes, elements: int, is_counted: bool = False) -> None:
+        """Note what this rank does from now on. What it has waited for before is done."""
+        # Not `+= 1`: an exception of a signal's handler may have left it odd.
+        self.version = version = self.version | 1
+        if self.is_counted and state != _FAILED:  # one that has failed is done when its error was caught
+            self.collectives += 1
+            self._last, self.last_elements = self._what, self.elements
+        self.state, self._what, self.elements, self.is_counted = state, what, elements, is_counted
+        self.events += 1
+        self.version = version + 1
+
+    def fail(self, what: bytes, elements: int = 0, is_counted: bool = False) -> None:
+        self.failures += 1
+        self.set(_FAILED, what, elements, is_counted)
+
+    def put(self, **fields: Any) -> None:
+        """Set fields at once. Where another thread does it, a reader may see some of them earlier."""
+        is_own = self.thread == threading.get_ident()
+        version = self.version | 1
+        if is_own:
+            self.version = version
+        for name, value in fields.items():
+            setattr(self, name, value)
+        if is_own:
+            self.version = version + 1
+
+
+_record: _Record | None = None
+
+
+def report_join(rank: int) -> None:
+    """Make the record of this rank, which is about to join the others, where `trainer run` has started it."""
+    global _record
+    folder = own_folder()
+    if folder is None or _record is not None:
+        return
+    with suppress(OSError):  # a full disk ends no training that does not need the disk
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if is_own(folder):
+            # One that is there belongs to the rank: this process is a child of it that has inherited its environment.
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
+            _record = _Record.make(descriptor, rank, is_in_memory=False)
+            report_phase("joining")
+            atexit.register(_report_exit)
+
+
+def open_record(rank: int) -> int | None:
+    """Return the descriptor of this process's record for its watcher, in memory where there was none; None if twice.
+
+    Raises:
+        OSError: the system has no such files.
+    """
+    global _record
+    if _record is None:
+        _record = _Record.make(os.memfd_create("trainer-heartbeat"), rank, is_in_memory=True)
+    if _record.is_watched:
+        return None
+    _record.is_watched = True
+    return _record.descriptor
+
+
+def close_record() -> None:
+    """Write nothing for a watcher any more. What `trainer run` reads goes on."""
+    global _record
+    if _record is not None:
+        _record.is_watched = False
+        if _record.is_in_memory:
+            os.close(_record.descriptor)
+            _record = None
+
+
+def _forget() -> None:
+    # A child, such as a loader's worker, shares the memory.
+    global _record
+    _record = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _own() -> _Record | None:
+    return _record if _record is not None and _record.thread == threading.get_ident() else None
+
+
+class waits:  # noqa: N801 (a context, as contextlib's are)
+    """Context in which this rank waits for others. One within another is a part of it.
+
+    Args:
+        what: is waited for.
+        elements: of the tensor; 0 where the ranks' may differ.
+        counts: whether it is one of the collectives that are counted, in which all ranks take part.
+    """
+
+    def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
+        self._what, self._elements, self._counts = what.encode()[:_WHAT_BYTES], elements, counts
+        self._record: _Record | None = None
+
+    def __enter__(self) -> None:
+        record = _own()
+        if record is None:
+            return
+        state = record.state
+        if state == _WAITING:
+            record.events += 1  # which tells that a part of it has begun
+            return
+        # After an error that was caught nothing is waited for.
+        self._before = (_BETWEEN, b"", 0) if state in (_BETWEEN, _FAILED) else (state, record._what, record.elements)
+        record.set(_WAITING, self._what, self._elements, self._counts)
+        self._record = record
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        record = self._record
+        if record is not None:
+            if kind is not None and issubclass(kind, Exception):
+                record.fail(self._what, self._elements, self._counts)
+            else:
+                record.set(*self._before)
+            self._record = None
+
+
+def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
+    """Have the methods of a class that it defines itself note that they wait.
+
+    Args:
+        names: by the method's name, what it waits for.
+        counts: see `waits`.
+    """
+    for name, what in names.items():
+        method = vars(kind).get(name)
+        if method is not None and not getattr(method, "__isabstractmethod__", False):
+            setattr(kind, name, _noting(method, what, counts))
+
+
+def _noting(method: Callable[..., Any], what: str, counts: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if _record is None:
+            return method(self, *args, **options)
+        elements = args[0].numel() if what == "all_reduce" and args and hasattr(args[0], "numel") else 0
+        with waits(what, elements, counts=counts):
+            return method(self, *args, **options)
+
+    return call
+
+
+def loading(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches, and note that this rank waits for its data while it draws one."""
+    iterator = iter(batches)
+    while True:
+        record = _own()
+        if record is not None:
+            record.set(_LOADER, b"data", 0)
+        try:
+            batch = next(iterator, _NONE_LEFT)
+        finally:
+            if record is not None and record.state != _FAILED:
+                record.set(_BETWEEN, b"", 0)
+        if batch is _NONE_LEFT:
+            return
+        yield batch
+
+
+class UpdateCounter:
+    """Counts the updates of a run, and reports each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Completed updates. A run that goes on from a checkpoint sets it to the checkpoint's."""
+        self._is_counted = False
+
+    def on_batch(self) -> None:
+        """Note that a loader yields a batch."""
+        self._is_counted = False
+        report_phase("training")
+
+    def on_step(self, has_loader: bool) -> None:
+        """Note a step of an optimizer. Those of several optimizers on a loader's batch are one update."""
+        note_step()
+        if not has_loader:
+            report_phase("training")  # no batch says so: a checkpoint's phase would never end
+        if not (has_loader and self._is_counted):
+            self.count += 1
+            self._is_counted = True
+            report_update(self.count)
+
+
+def note_step() -> None:
+    """Note that an optimizer has stepped."""
+    if (record := _own()) is not None:
+        record.steps += 1
+        record.stepped_at.append(time.time_ns())
+
+
+def steps_before(time_ns: int) -> int:
+    """Return how many steps optimizers had taken at a time of `time.time_ns`, in any thread."""
+    if _record is None:
+        return 0
+    steps: int = _record.steps
+    return steps - sum(stepped_at > time_ns for stepped_at in tuple(_record.stepped_at))
+
+
+def report_update(updates: int) -> None:
+    """Note the number of updates that this rank has completed. Takes a microsecond at most."""
+    if (record := _own()) is not None:
+        record.version = version = record.version | 1
+        now = time.monotonic()
+        record.updates, record.progress_s, record.reports = updates, now, 0
+        if not record.first_update:
+            record.first_update, record.first_update_s = updates, now
+        record.version = version + 1
+
+
+def report_phase(phase: str) -> None:
+    """Note in any thread what this rank does now: "training", "evaluation", "saving", …
+
+    Counts as progress for `trainer run`; for the watch of hangs only in the thread that trains.
+    """
+    if _record is not None:
+        is_own = _record.thread == threading.get_ident()
+        version = _record.version | 1
+        if is_own:
+            _record.version = version
+            _record.events += 1
+        _record._phase = phase.encode()[:_PHASE_BYTES]
+        _record.reports += 1
+        _record.progress_s = time.monotonic()
+        if is_own:
+            _record.version = version + 1
+
+
+def progress() -> None:
+    """Note that a piece of long work is done, in any thread."""
+    if _record is not None:
+        _record.pieces += 1
+
+
+def note_recorded(recorded: Recorded) -> None:
+    """Note what the flight recorder says, in the one thread that reads it."""
+    if _record is not None:
+        _record.recorded = recorded  # in one piece: single fields would look like progress
+
+
+def note_folder(folder: str) -> None:
+    """Note the folder of the run's record, where the ranks' stacks belong."""
+    if (record := _own()) is not None:
+        record.put(folder=folder)
+
+
+def report_signal(number: int) -> None:
+    """Note in any thread that this rank was asked to end. One that died without it was not ended by the launcher."""
+    if _record is not None:
+        _record.signal = number
+
+
+def note_failure(what: str) -> bool:
+    """Note that this rank fails; return whether it does so in a collective.
+
+    Args:
+        what: the collective by the error's stack, for those that note nothing themselves; "" without one.
+    """
+    record = _own()
+    if record is not None and what and record.state == _BETWEEN:
+        record.fail(what.encode()[:_WHAT_BYTES])
+    return record is not None and bool(record.state == _FAILED)
+
+
+def report_failure(kind: str, message: str, rank: int) -> None:
+    """Note in any thread with which error this rank ends. It may not have joined yet."""
+    report_join(rank)
+    if _record is not None:
+        _record.put(error=kind, message=message)
+
+
+def report_end(how: str) -> None:
+    """Note that this rank has ended its work: "preempted", to be started again, or "done"."""
+    report_phase(how)
+
+
+def note_end() -> None:
+    """Note as Python ends that the script has come to its end, and not by an exception that another hook has shown."""
+    if getattr(sys, "last_type", None) is None and (record := _own()) is not None:
+        record.put(is_at_end=True, events=record.events + 1)
+
+
+def _report_exit() -> None:
+    # Python ends in good order, which it also does after sys.exit: the launcher's exit code tells more.
+    if _record is not None and _record.phase != PREEMPTED:
+        report_end(DONE)

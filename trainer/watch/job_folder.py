@@ -1,0 +1,68 @@
+"""The folder of a job under `trainer run`: its ranks' heartbeats, and `verdict.json`, why its watch has ended it.
+
+It lies among the temporary files of each host, and `trainer run` reads it after the ranks are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.files import write_atomically
+
+JOB = "TRAINER_JOB"
+"""Environment variable with the job's random id; also the mark by which the job's processes are found."""
+HANG, DIFFERENT = "hang", "different collectives"
+"""Kinds of verdict: the job is ended because it hangs; or it has failed, as ranks had called different collectives."""
+VERDICT = "verdict.json"
+
+
+@dataclass(frozen=True)
+class JobVerdict:
+    """What a host's watcher has found out about the job."""
+
+    kind: str
+    text: str
+    culprits: tuple[int, ...] = ()
+    """Ranks that are to blame."""
+
+
+def folder_name(job: str, user: int) -> str:
+    """Return the name of a job's folder."""
+    return f"trainer-{user}-{job}"
+
+
+def own_folder() -> Path | None:
+    """Return the folder of the job that this process belongs to, which may not be there; None without a job."""
+    job = os.environ.get(JOB)
+    return Path(tempfile.gettempdir(), folder_name(job, os.geteuid())) if job else None
+
+
+def is_own(folder: Path) -> bool:
+    """Return whether a folder is there and this user's, not one that another user has put in its place."""
+    with suppress(OSError):
+        status = folder.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return False
+
+
+def write_verdict(kind: str, text: str, culprits: Sequence[int] = ()) -> None:
+    """Note what was found out about the job where `trainer run` finds it, as one line of JSON."""
+    folder = own_folder()
+    if folder is not None and is_own(folder):
+        with suppress(OSError):
+            write_atomically(folder / VERDICT, json.dumps(asdict(JobVerdict(kind, text, tuple(culprits)))) + "\n")
+
+
+def parse_verdict(line: str | bytes) -> JobVerdict | None:
+    """Return what `write_verdict` has noted; None for anything else."""
+    with suppress(ValueError, LookupError, TypeError):
+        entry = json.loads(line)
+        return JobVerdict(str(entry["kind"]), str(entry["text"]), tuple(map(int, entry["culprits"])))
+    return None
