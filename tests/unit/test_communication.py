@@ -88,6 +88,7 @@ def test_gradients_are_sent_through_the_strategy_under_names_of_each_model() -> 
     kinds = [name.split(".")[0] for name in strategy.sent]
     assert kinds == ["whole", "left", "right"] * 2
     assert len(set(strategy.sent)) == 6
+    strategy.close()
 
 
 def test_a_model_that_trains_nothing_has_nothing_to_send() -> None:
