@@ -23,9 +23,9 @@ from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
 from trainer.loop.collectives import all_reduce
+from trainer.loop.joining import join
 from trainer.loop.loaders import Loaders
 from trainer.loop.metrics import Mean
-from trainer.loop.preparation import check_parameters, join, prepare_model
 from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
 from trainer.models.sharded import gather, whole_state
@@ -78,12 +78,12 @@ class Run(RankNames):
     @property
     def sync_gradients(self) -> bool:
         """Whether the batch that was drawn last ends an update: clip, step and zero the gradients then."""
-        return self._updates.sync_gradients
+        return self._updates.batches.closes_update
 
     @property
     def batch_samples(self) -> int:
         """Samples in the training batch that was drawn last, for sums of one's own; 0 for a padding batch."""
-        return self._updates.weighing.samples
+        return self._updates.batches.current.count
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
         """Prepare models, and optimizers over their parameters, for training with all other ranks.
@@ -106,12 +106,10 @@ class Run(RankNames):
             kinds = ", ".join(type(one).__name__ for one in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
         self.average_weights()  # a model that is prepared again may be within a round of sync_every
-        check_parameters(self.strategy, list(dict.fromkeys((*self._updates.models, *models))), optimizers)
+        self._updates.prepared.check_parameters(models, optimizers)
         prepared: dict[int, Any] = {id(one): one for one in optimizers}
         for model in models:
-            synchronizer = prepare_model(self.strategy, model, self.config)
-            forward = prepared[id(model)] = self.strategy.wrap(model)
-            self._updates.add_model(model, forward, synchronizer)
+            prepared[id(model)] = self._updates.add_model(model)
         for optimizer in optimizers:
             self._updates.add_optimizer(optimizer)
         self._report.optimizers.update(dict.fromkeys(optimizers))
@@ -197,7 +195,7 @@ class Run(RankNames):
         Raises:
             ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines finished steps.
         """
-        self._updates.synchronize(optimizers or None)
+        self._updates.synchronize(optimizers)
 
     def clip_grad_norm_(self, target: nn.Module | Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the mean gradients so that their 2-norm is at most `max_norm`; return the norm before.
@@ -205,7 +203,7 @@ class Run(RankNames):
         `target` is a model, or its parameters.
         """
         parameters = list(target.parameters() if isinstance(target, nn.Module) else map(self.strategy.current, target))
-        self._updates.synchronize(None)
+        self._updates.synchronize()
         return gather(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -233,9 +231,7 @@ class Run(RankNames):
 
     def mean(self) -> Mean:
         """Return a running mean over the samples of all ranks, of a loss say, which is all-reduced when it is read."""
-        return Mean(
-            self.all_reduce, lambda: self.batch_samples if self._updates.weighing.has_loader else 1, self.device
-        )
+        return Mean(self.all_reduce, lambda: self.batch_samples if self._updates.batches.has_loader else 1, self.device)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks; anything that can be pickled."""

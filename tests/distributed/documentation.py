@@ -204,6 +204,7 @@ ELSEWHERE = {
     "make run": (".ci/run", "make run "),
     "make test": ("Makefile", ",test-fast test-jobs)"),
     "make test-fast": (".ci/run", "make test-fast\n"),
+    "make test-jobs": (".ci/run", "make test-jobs"),
     "make lint": (".ci/run", "make lint\n"),
     "make test-docker": (".ci/run", "make test-docker "),
     "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py

@@ -19,7 +19,7 @@ def main() -> int:
 
     from trainer.cluster.environment import read_launch
     from trainer.config import TrainerConfig
-    from trainer.loop.preparation import join
+    from trainer.loop.joining import join
 
     name, device, folder, *checks = sys.argv[1:]
     rank = read_launch().rank

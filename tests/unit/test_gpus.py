@@ -13,7 +13,7 @@ from trainer.cluster.environment import Launch
 from trainer.cluster.world import current_world
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.loop import preparation
+from trainer.loop import joining
 from trainer.loop.consistency import check_devices
 from trainer.strategies.single import SingleStrategy
 
@@ -116,13 +116,13 @@ def test_the_first_line_and_the_record_tell_of_it(
 ) -> None:
     host(1)
     for name in ("report_failures", "wait_for_threads_before_forks"):
-        monkeypatch.setattr(preparation, name, lambda: None)
+        monkeypatch.setattr(joining, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(preparation, "current_world", lambda _: World(device=torch.device("cuda", 0)))
-    monkeypatch.setattr(preparation, "make_strategy", lambda _, world: OnAGpu(world))
-    monkeypatch.setattr(preparation, "gpu_id", lambda _: "GPU-0")
+    monkeypatch.setattr(joining, "current_world", lambda _: World(device=torch.device("cuda", 0)))
+    monkeypatch.setattr(joining, "make_strategy", lambda _, world: OnAGpu(world))
+    monkeypatch.setattr(joining, "gpu_id", lambda _: "GPU-0")
     told = "; 2 ranks share 1 GPU (NCCL_MULTI_RANK_GPU_ENABLE): to rehearse, not for speed"
-    assert preparation.join("auto", RunConfig(device="cuda")).description.endswith(f"(cuda:0){told}")
+    assert joining.join("auto", RunConfig(device="cuda")).description.endswith(f"(cuda:0){told}")
     assert told in capsys.readouterr().err
 
 

@@ -15,8 +15,8 @@ from trainer import World
 from trainer.cluster.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.loop import preparation
-from trainer.loop.preparation import _connect
+from trainer.loop import joining
+from trainer.loop.joining import _connect
 from trainer.strategies.single import SingleStrategy
 
 HEAD = """\
@@ -129,12 +129,12 @@ def test_a_rank_with_a_gpu_joins_with_a_log(
 
     world = World(size=2, local_size=2, device=torch.device("cuda", 0))
     for name in ("report_failures", "wait_for_threads_before_forks", "write_whole_lines", "report_join"):
-        monkeypatch.setattr(preparation, name, lambda *_: None)
+        monkeypatch.setattr(joining, name, lambda *_: None)
     for name, value in {"current_world": world, "gpu_id": "GPU-0", "share_machine": {}}.items():
-        monkeypatch.setattr(preparation, name, lambda *_, value=value: value)
+        monkeypatch.setattr(joining, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(preparation, "make_strategy", make)
-    preparation.join("auto", RunConfig(hang_timeout_s=0))
+    monkeypatch.setattr(joining, "make_strategy", make)
+    joining.join("auto", RunConfig(hang_timeout_s=0))
     (line,) = capsys.readouterr().err.splitlines(keepends=True)
     assert line.endswith(says)
     assert not files[0].exists()
@@ -155,7 +155,7 @@ def test_ranks_that_are_not_connected_in_time_say_so(
         time.sleep(0.3)
         raise ConfigError("no")
 
-    monkeypatch.setattr(preparation, "_UNCONNECTED_S", 0.05)
+    monkeypatch.setattr(joining, "_UNCONNECTED_S", 0.05)
     monkeypatch.setattr(Connected, "all_reduce", fails)
     log = NcclLog()
     with pytest.raises(ConfigError):

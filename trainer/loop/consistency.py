@@ -49,6 +49,11 @@ class PeriodicCheck:
         self._passes = 0
         self._strategy = strategy
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the comparison that is due is the first one."""
+        return self._passes == 1
+
     def is_due(self) -> bool:
         """Count a backward pass of all ranks; return whether it is one of these."""
         if self._due < 0:

@@ -11,7 +11,7 @@ import torch
 
 from trainer import World
 from trainer.config import RunConfig
-from trainer.loop import preparation
+from trainer.loop import joining
 from trainer.watch.heartbeat import LOST_PEER
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -36,9 +36,9 @@ def test_device_auto_takes_the_cpu_where_the_gpu_cannot_be_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(preparation, "has_nccl", lambda: nccl)
+    monkeypatch.setattr(joining, "has_nccl", lambda: nccl)
     world = World(rank=0, size=2, local_rank=0, local_size=2, device=found, launcher="mpirun")
-    assert preparation._with_usable_device("auto", world, RunConfig()).device == expected
+    assert joining._with_usable_device("auto", world, RunConfig()).device == expected
     printed = capsys.readouterr().err
     assert warning in printed
     assert bool(warning) == bool(printed)
@@ -46,19 +46,19 @@ def test_device_auto_takes_the_cpu_where_the_gpu_cannot_be_used(
 
 def test_a_device_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(preparation, "has_nccl", lambda: False)
+    monkeypatch.setattr(joining, "has_nccl", lambda: False)
     world = World(device=CUDA, launcher="mpirun")
-    assert preparation._with_usable_device("auto", world, RunConfig(device="cuda")) is world
+    assert joining._with_usable_device("auto", world, RunConfig(device="cuda")) is world
 
 
 @pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
 def test_rank_0_says_that_the_ranks_have_not_connected(
     rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "_UNCONNECTED_S", 0.01)
+    monkeypatch.setattr(joining, "_UNCONNECTED_S", 0.01)
     told: Queue[str] = Queue()
-    monkeypatch.setattr(preparation, "print_line", lambda text, _: told.put(text))
-    with preparation._said_until_connected(World(rank=rank, size=size, device=CPU), "not connected so far"):
+    monkeypatch.setattr(joining, "print_line", lambda text, _: told.put(text))
+    with joining._said_until_connected(World(rank=rank, size=size, device=CPU), "not connected so far"):
         if says:
             assert told.get(timeout=20) == "trainer: not connected so far"
         else:
@@ -68,9 +68,9 @@ def test_rank_0_says_that_the_ranks_have_not_connected(
 
 def test_a_job_whose_ranks_do_not_connect_ends_as_one_that_has_lost_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Queue[tuple[object, ...]] = Queue()
-    monkeypatch.setattr(preparation, "report_failure", lambda *words: told.put(words[:2]))
-    monkeypatch.setattr(preparation, "end_process", lambda *words: told.put(words))
-    with preparation._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=0.01):
+    monkeypatch.setattr(joining, "report_failure", lambda *words: told.put(words[:2]))
+    monkeypatch.setattr(joining, "end_process", lambda *words: told.put(words))
+    with joining._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=0.01):
         assert told.get(timeout=20) == (LOST_PEER, "given up after 0 s: not connected so far")
         assert told.get(timeout=20) == ("given up after 0 s: not connected so far", 1)
 
@@ -78,7 +78,7 @@ def test_a_job_whose_ranks_do_not_connect_ends_as_one_that_has_lost_a_rank(monke
 @pytest.mark.parametrize("end_s", [60.0, 1e12])
 def test_ranks_that_have_connected_go_on(end_s: float) -> None:
     before = set(threading.enumerate())
-    with preparation._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=end_s):
+    with joining._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=end_s):
         timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer) and one not in before]
         assert len(timers) == 2
         assert not any(timer.finished.is_set() for timer in timers)

@@ -1,0 +1,207 @@
+"""Batches: which of the loaders' batches a forward and a backward pass are of.
+
+The forward pass of a prepared model tells by its inputs, so that batches may be drawn ahead, kept, or drawn from
+several loaders in turns. Where the inputs are none of a loader's tensors, the batch that was drawn last counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.base import NO_STEP, Step
+
+_REMEMBERED = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that a loader has yielded."""
+
+    step: Step
+    """Without the batch itself: what is remembered keeps no batch alive."""
+    loader: int
+    """The loader's number."""
+    position: tuple[int, int, int]
+    """The loader's number, its epoch, and the batch's number among all of this loader."""
+
+
+class Batches:
+    """The batches of one `Run`.
+
+    Args:
+        ranks: the world size.
+        is_watching: whether it matters which batch a pass is of; alone and without accumulation, each counts 1 and
+            closes an update.
+        on_step: called when another batch's forward and backward pass are about to begin.
+    """
+
+    def __init__(self, ranks: int, *, is_watching: bool, on_step: Callable[[Step], None]) -> None:
+        self._ranks, self.is_watching, self._on_step = ranks, is_watching, on_step
+        self.current = NO_STEP
+        """Of the batch that the next backward pass is of, as far as one knows."""
+        self.position: tuple[int, int, int] | None = None
+        """Of the batch of the current pass; see `Batch`."""
+        self.has_loader = False
+        """Whether a loader of the run has yielded a batch."""
+        self.first_inputs: object = None
+        """Stands for the first tensor of the first forward pass."""
+        self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Batch]] = {}
+        """By the id of each tensor of a batch."""
+        self._most = _REMEMBERED
+        """Of these, after which those that nobody holds any more are left out."""
+        self._seen: list[Batch] = []
+        """Those of the forward passes since the last backward pass."""
+        self._thread = threading.get_ident()
+        self._drawn: Counter[int] = Counter()
+        self._weights: set[float] = set()
+        """Of the batches that were drawn since the last backward pass."""
+        self._epoch = 0
+        self._is_uneven = self._is_in_pass = self._has_looked = False
+
+    @property
+    def closes_update(self) -> bool:
+        """Whether the current batch ends an update."""
+        return self.current.closes_update
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether a pass whose inputs are none of the loaders' tensors may be of a batch that counts differently."""
+        return len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
+
+    def on_batch(self, step: Step, loader: int) -> None:
+        """Note a batch that a loader is about to yield, or the end of its epoch."""
+        if step.batch is None:
+            self.activate(step)
+            return
+        self.has_loader = True
+        if not self.is_watching:
+            self.activate(step)
+            return
+        self._drawn[loader] += 1
+        batch = Batch(replace(step, batch=()), loader, (loader, step.epoch, self._drawn[loader]))
+        if self._drawn[loader] == 1 or step.epoch != self._epoch:
+            self._is_uneven, self._epoch = False, step.epoch
+        self._is_uneven |= step.weight != 1.0
+        self._weights.add(step.weight)
+        self._remember(batch, step.batch)
+        if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
+            if self._seen:  # of which those of this loader have had no backward pass
+                self._seen = [seen for seen in self._seen if seen.loader != loader]
+            self.activate(batch.step, batch.position)
+
+    def _remember(self, batch: Batch, tensors: Any) -> None:
+        if len(self._by_tensor) > self._most:
+            self._by_tensor = {key: known for key, known in self._by_tensor.items() if known[0]() is not None}
+            self._most = max(_REMEMBERED, 2 * len(self._by_tensor))
+        for tensor in _tensors(tensors):
+            self._by_tensor[id(tensor)] = (weakref.ref(tensor), batch)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at the inputs of a model's forward passes."""
+        if not self.is_watching:
+            return
+        for handle in _WATCHED.pop(model, ()):
+            handle.remove()
+        _WATCHED[model] = [model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)]
+
+    def on_forward(self, inputs: Iterable[Any]) -> None:
+        """Note which batch a forward pass is of."""
+        if self._is_in_pass:  # activations that are computed anew
+            return
+        if not self._has_looked and self._ranks > 1:
+            self._has_looked = True
+            self.first_inputs = next((_digest(tensor) for tensor in _tensors(inputs)), None)
+        if not self._by_tensor:
+            return
+        for tensor in _tensors(inputs):
+            if (batch := self._batch_of(tensor)) is not None:
+                self._seen.append(batch)
+                self.activate(batch.step, batch.position)
+                return
+
+    def _batch_of(self, tensor: Tensor) -> Batch | None:
+        for known_by in (tensor, tensor._base):
+            known = self._by_tensor.get(id(known_by)) if known_by is not None else None
+            if known is not None and known[0]() is known_by:
+                return known[1]
+        return None
+
+    def activate(self, step: Step, position: tuple[int, int, int] | None = None) -> None:
+        """Make a step the current one."""
+        if position is not None:
+            self.position = position
+        if step is not self.current:
+            self.current = step
+            self._on_step(step)
+
+    def take_seen(self) -> list[Batch]:
+        """Return the batches of the forward passes since the last backward pass, for the one that begins now."""
+        self._thread = threading.get_ident()
+        seen, self._seen = self._seen, []
+        return seen
+
+    def begin_pass(self) -> None:
+        """Note that a backward pass begins."""
+        self._is_in_pass = True
+
+    def end_pass(self) -> None:
+        """Note that the backward pass is over, or has ended in an error."""
+        self._is_in_pass = False
+        self._weights.clear()
+
+
+class _Hook:
+    """Tells `Batches`, as long as it lives, of the forward passes of a module."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = weakref.ref(batches)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # A compiled pass would compile this as well, and not run it.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if (batches := self._batches()) is not None:
+            batches.on_forward((*args, *options.values()))
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave something that does nothing in a file of the whole model, which is loaded without this library."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _digest(tensor: Tensor) -> object:
+    """Return what stands for a tensor's values; None where they cannot be read, as within torch.func or a trace."""
+    try:
+        if tensor.layout is not torch.strided or torch._C._get_tracing_state() is not None:
+            return None
+        numbers = tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError):
+        return None
+    return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()
+
+
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors within nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

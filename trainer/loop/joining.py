@@ -1,0 +1,146 @@
+"""Joins the job: on which device, by which strategy, watched by whom."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import TIMEOUT_MAX, Timer
+
+import torch
+
+from trainer.cluster.forks import wait_for_threads_before_forks
+from trainer.cluster.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
+from trainer.cluster.nccl_log import NcclLog, describe_transports, read_transports
+from trainer.cluster.network import machine_id
+from trainer.cluster.output import print_line, write_whole_lines
+from trainer.cluster.world import World, current_world
+from trainer.config import RunConfig
+from trainer.loop.consistency import check_devices
+from trainer.strategies import choose_strategy, has_nccl, make_strategy
+from trainer.strategies.base import Strategy
+from trainer.tuning.host import share_machine
+from trainer.watch import start as hang
+from trainer.watch.failure import end_process, report_failures
+from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
+
+_UNCONNECTED_S = 20.0
+"""After this long without a connection between the ranks, rank 0 says that it waits."""
+_UNCONNECTED = (
+    "the ranks have not connected so far: one of them has not come to trainer.init, or a host cannot reach another; "
+    "`trainer doctor`, with -H as the job has it, says why"
+)
+_UNCONNECTED_BY_NCCL = (
+    "NCCL has not connected the ranks so far; `trainer doctor --gpu`, with -H as the job has it, says why"
+)
+
+
+def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
+    """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
+
+    A strategy has joined already. It is returned as it is.
+    """
+    report_failures()
+    wait_for_threads_before_forks()
+    if isinstance(strategy, Strategy):
+        return strategy
+    world = _world_to_join(strategy, config)
+    log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
+    with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
+        joined = make_strategy(strategy, world)
+        facts = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
+        hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(facts), strict=True)
+    hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)
+    if log is not None:
+        joined.description += _connect(joined, log) if all(over_nccl) else ""
+        log.close()
+    if sharing_is_on() and (shared := describe_sharing(gpus)):
+        joined.description += f"; {shared}"
+    tuning = dict(joined.tuning) | share_machine(world, machines)
+    _print_first_line(joined, hosts, tuning)
+    report_phase("joined")
+    return joined
+
+
+def _world_to_join(strategy: str, config: RunConfig) -> World:
+    """Return the job's ranks as this process will join them, on the device that it will use, and report so."""
+    world = current_world(config.device)
+    if world.size > 1:
+        write_whole_lines()
+    report_join(world.rank)
+    world = _with_usable_device(strategy, world, config)
+    if world.device.type == "cuda":
+        # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
+        torch.cuda.set_device(world.device)
+    return world
+
+
+def _print_first_line(strategy: Strategy, hosts: Sequence[str], tuning: Mapping[str, str]) -> None:
+    """Print on rank 0 which ranks have joined, as in "4 ranks on a: 2, b: 2", how they are connected, what is tuned."""
+    if strategy.world.is_root:
+        per_host = ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
+        ranks = f"{len(hosts)} ranks on {per_host}; " if len(hosts) > 1 else ""
+        tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
+        print_line(f"trainer: {ranks}{strategy.description}{'; tuned: ' + tuned if tuned else ''}", sys.stderr)
+
+
+def _connect(strategy: Strategy, log: NcclLog) -> str:
+    """Connect the ranks over NCCL; return how they are connected, for the first line of output. Collective.
+
+    They would be connected by the first exchange of weights, so that it takes no time of the run. Only then it is known
+    whether GPUDirect RDMA is used, which is why the line comes after it.
+    """
+    check_devices(strategy)
+    with _said_until_connected(strategy.world, _UNCONNECTED_BY_NCCL):
+        strategy.all_reduce(torch.ones(1, device=strategy.world.device)).item()  # waits for the device
+    by_rank = strategy.all_gather_object(read_transports(log.read()))
+    transports = describe_transports(set().union(*by_rank))
+    return f"; NCCL: {transports}" if transports else ""
+
+
+@contextmanager
+def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterator[None]:
+    """Print on rank 0 what it waits for when that takes long; end it after `end_s` seconds, and with it the job.
+
+    No watch runs yet, and MPI waits for ever where a firewall is between two hosts.
+    """
+    timers = []
+    if world.is_root and world.size > 1:
+        timers.append(Timer(_UNCONNECTED_S, print_line, (f"trainer: {text}", sys.stderr)))
+        if end_s:
+            timers.append(Timer(min(end_s, TIMEOUT_MAX), _give_up, (world, f"given up after {end_s:.0f} s: {text}")))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _give_up(world: World, message: str) -> None:
+    report_failure(LOST_PEER, message, world.rank)
+    end_process(message, 1)
+
+
+def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World:
+    """Return the world on the CPU where device "auto" has found GPUs that these ranks cannot use; warn on rank 0."""
+    gpus = torch.cuda.device_count()
+    if config.device != "auto" or gpus == 0:
+        return world
+    reason = None
+    if world.device.type == "cpu":
+        reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks; {SHARING_HINT}"
+    elif choose_strategy(strategy, world) == "horovod" and not has_nccl():
+        reason = (
+            "this Horovod was built without NCCL (rebuild it with nvcc on the PATH: "
+            "`python scripts/install/build_horovod.py --gpu nccl`)"
+        )
+    if reason is None:
+        return world
+    if world.is_root:
+        print_line(f"trainer: WARNING: training on the CPU, because {reason}", sys.stderr)
+    return replace(world, device=torch.device("cpu"))
