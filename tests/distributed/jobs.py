@@ -2,9 +2,9 @@
 
 The default run has a job for each strategy that trains in daily use on 2 and 4 ranks, spread over the launchers, 3
 ranks as well for Horovod, the ring on 2 and 3, and the parameter server on 4. The handle's checks run on 2 ranks, under
-Horovod also on 3. `make test-all` adds the other combinations that make a difference: Horovod over both controllers,
-3 ranks, the handle on 4 ranks and under the parameter server, large networks under every strategy, and each strategy's
-other means of rendezvous.
+Horovod also on 3; those of loops run under the parameter server as well. `make test-all` adds the other combinations
+that make a difference: Horovod over both controllers, 3 ranks, the handle on 4 ranks and all of it under the parameter
+server, large networks under every strategy, and each strategy's other means of rendezvous.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from tests.distributed.harness import Checks, checks_in, run_checks
 
 _HERE = "tests.distributed"
 SHARED = (f"{_HERE}.checks_every_strategy", f"{_HERE}.checks_differences")
+LOOPS = f"{_HERE}.checks_loops"
 HANDLE = (
     *(
         f"{_HERE}.checks_handle{part}"
         for part in ("", "_loaders", "_streams", "_batches", "_edges", "_parts", "_report", "_drift")
     ),
-    f"{_HERE}.checks_loops",
+    LOOPS,
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",
@@ -95,7 +96,7 @@ JOBS = [
     Job("fsdp", "horovodrun-gloo", 4, (f"{_HERE}.checks_fsdp_checkpoints",)),
     Job("ring", "mpirun", 2, (RING, TIMING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),
-    Job("parameter_server", "horovodrun-gloo", 4),
+    Job("parameter_server", "horovodrun-gloo", 4, (f"{_HERE}.checks_handle", LOOPS)),
     # The same under other launchers, and on other numbers of ranks.
     Job("horovod", "mpirun", 2, (BIT_FOR_BIT, NETWORKS, TIMING, ADASUM), slow=True),
     Job("horovod", "horovodrun-mpi", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),

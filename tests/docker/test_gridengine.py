@@ -129,7 +129,7 @@ def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: s
 
 @pytest.mark.slow
 def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluster) -> None:
-    job = Submitted(gridengine, "mistake", *training("mistake", 1), "--network", "none")
+    job = Submitted(gridengine, "mistake", *training("mistake", 1), "--precision", "none")
     outcome = job.end()
     assert outcome.code == 78, outcome.output
     assert "network is 'none'" in outcome.output

@@ -120,7 +120,7 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -
 
 
 def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "mistake", *training("mistake", 1), "--network", "none")
+    job = Submitted(slurm, "mistake", *training("mistake", 1), "--precision", "none")
     outcome = job.end()
     assert outcome.code == 78, outcome.output
     assert "network is 'none'" in outcome.output
