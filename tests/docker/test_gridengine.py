@@ -132,7 +132,7 @@ def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluste
     job = Submitted(gridengine, "mistake", *training("mistake", 1), "--precision", "none")
     outcome = job.end()
     assert outcome.code == 78, outcome.output
-    assert "network is 'none'" in outcome.output
+    assert "precision is 'none'" in outcome.output
 
 
 @pytest.mark.slow

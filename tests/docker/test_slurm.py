@@ -123,8 +123,8 @@ def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None
     job = Submitted(slurm, "mistake", *training("mistake", 1), "--precision", "none")
     outcome = job.end()
     assert outcome.code == 78, outcome.output
-    assert "network is 'none'" in outcome.output
-    assert re.search(r"job \d+ said: trainer: rank 0 on host n\d: network is 'none'", outcome.output)
+    assert "precision is 'none'" in outcome.output
+    assert re.search(r"job \d+ said: trainer: rank 0 on host n\d: precision is 'none'", outcome.output)
     assert f"job {job.job}: FAILED (exit code 78); its output: runs/mistake-{job.job}.log" in outcome.output
 
 
