@@ -202,7 +202,9 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="trainer-checks-") as folder:
         script = ["-m", "tests.distributed.worker", strategy, device, folder]
         script += [f"{module}:{name}" for name, module in modules_of.items()]
-        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env=env)
+        # Ranks find what the tests find by pytest's `pythonpath`.
+        path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env={"PYTHONPATH": path, **(env or {})})
         by_rank = []
         for rank in range(ranks):
             report = Path(folder, f"rank-{rank}.jsonl")
