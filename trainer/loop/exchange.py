@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainer.loop.batches import Batches
 from trainer.loop.consistency import PeriodicCheck
 from trainer.loop.loss_scaler import LossScaler
-from trainer.loop.prepared import Prepared
+from trainer.loop.prepared import Prepared, PreparedOptimizer
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy, Synchronizer
 from trainer.watch.heartbeat import UpdateCounter
@@ -57,7 +57,7 @@ class Exchange:
             self._compare()
         self.had_no_sync = False
 
-    def run_before_step(self, optimizer: Optimizer, *, is_repeated: bool) -> None:
+    def run_before_step(self, known: PreparedOptimizer, optimizer: Optimizer, *, is_repeated: bool) -> None:
         """Exchange what a step needs and has not got. Collective where that is so on any rank.
 
         This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
@@ -65,7 +65,7 @@ class Exchange:
         Args:
             is_repeated: whether no backward pass of this rank came since the optimizer's last step.
         """
-        synchronizers = self._prepared.synchronizers_of(optimizer)
+        synchronizers = self._prepared.synchronizers_of(known, optimizer)
         wanted = [
             synchronizer
             for synchronizer in synchronizers

@@ -62,6 +62,10 @@ class Prepared:
         held = [(model, known.synchronizer()) for model, known in self._models.items()]
         return {model: synchronizer or Synchronizer() for model, synchronizer in held}
 
+    def count_models(self) -> int:
+        """Return how many models somebody still holds."""
+        return len(self._models)
+
     @property
     def optimizers(self) -> dict[Optimizer, PreparedOptimizer]:
         """Those that somebody still holds."""
@@ -134,13 +138,8 @@ class Prepared:
         ]
         return known
 
-    def known(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Return what is known of an optimizer."""
-        return self._optimizers[optimizer]
-
-    def synchronizers_of(self, optimizer: Optimizer) -> list[Synchronizer]:
+    def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
         """Return those of the models whose parameters the optimizer holds."""
-        known = self._optimizers[optimizer]
         if not self.active:
             return []
         if known.synchronizers is None:
@@ -152,13 +151,12 @@ class Prepared:
             ]
         return [synchronizer for alive in known.synchronizers if (synchronizer := alive()) is not None]
 
-    def check_groups(self, optimizer: Optimizer) -> None:
+    def check_groups(self, known: PreparedOptimizer, optimizer: Optimizer) -> None:
         """Check the parameters of an optimizer that has got another group since.
 
         Raises:
             ConfigError: one is of no model, or its gradients are not all-reduced.
         """
-        known = self._optimizers[optimizer]
         if len(optimizer.param_groups) != known.groups:
             self.check_parameters((), [optimizer])
             self.check_known(parameters_of(optimizer))
@@ -183,8 +181,10 @@ class Prepared:
 
     def check_frozen(self) -> None:
         """Raise `TrainerError` if a parameter that was frozen in `prepare` no longer is."""
+        if not self.active:
+            return
         frozen = (parameter for known in self._models.values() for parameter in known.frozen)
-        if self.active and any(parameter.requires_grad for parameter in frozen):
+        if any(parameter.requires_grad for parameter in frozen):
             raise TrainerError(
                 "parameters were unfrozen after run.prepare, and their gradients are not all-reduced; call "
                 "run.prepare(model, optimizer) again afterwards"

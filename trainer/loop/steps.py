@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.exchange import Exchange
 from trainer.loop.loss_scaler import LossScaler, gradients_of
-from trainer.loop.prepared import Prepared, hook_steps
+from trainer.loop.prepared import Prepared, PreparedOptimizer, hook_steps
 from trainer.loop.weighing import Weighing
 from trainer.strategies.base import Strategy
 
@@ -40,38 +41,43 @@ class Steps:
 
     def add(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer. Collective; see `Prepared.add_optimizer`."""
-        self._prepared.add_optimizer(optimizer)
-        hook_steps(optimizer, self._before_step, self._after_step)
+        known = self._prepared.add_optimizer(optimizer)
+        # Handed to each step: a lookup in a weak dictionary takes as long as all the checks of a step.
+        hook_steps(optimizer, partial(self._before_step, known), partial(self._after_step, known))
 
     def begin_pass(self) -> None:
         """Forget steps that an error has ended: a backward pass begins."""
         self._running.clear()
 
-    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _before_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if id(optimizer) in self._running:  # the step of a class that calls its parent's
             return None
         self._running.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._complete(optimizer)
-            for synchronizer in self._prepared.synchronizers_of(optimizer):
+            self._complete(known, optimizer)
+            for synchronizer in self._prepared.synchronizers_of(known, optimizer):
                 synchronizer.before_step()
             if self._scaler is not None:
                 self._scaler.before_step(optimizer)
             return None
         if self._scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
             raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
-        averaging = self._averaging(optimizer, closure)
+        averaging = self._averaging(known, optimizer, closure)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs
         return args, {**kwargs, "closure": averaging}
 
-    def _averaging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _averaging(
+        self, known: PreparedOptimizer, optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
         """Return a closure that returns the mean loss over all ranks, on which the optimizer's decisions depend."""
 
         def average() -> Any:
             loss = closure()
-            self._complete(optimizer)
+            self._complete(known, optimizer)
             self._running.add(id(optimizer))  # still within the step
             if loss is None:
                 return None
@@ -82,10 +88,10 @@ class Steps:
 
         return average
 
-    def _complete(self, optimizer: Optimizer) -> None:
+    def _complete(self, known: PreparedOptimizer, optimizer: Optimizer) -> None:
         """Check that a step has complete gradients, and all-reduce what was left on this rank."""
-        self._prepared.check_groups(optimizer)
-        known, backwards = self._prepared.known(optimizer), self._prepared.backwards
+        self._prepared.check_groups(known, optimizer)
+        backwards = self._prepared.backwards
         is_repeated = backwards == known.backwards_at_step
         if not self._weighing.batches.closes_update:
             raise TrainerError(
@@ -98,12 +104,14 @@ class Steps:
                 "run.backward(loss) before each step, and zero the gradients after it"
             )
         known.backwards_at_step = backwards
-        self._exchange.run_before_step(optimizer, is_repeated=is_repeated)
+        self._exchange.run_before_step(known, optimizer, is_repeated=is_repeated)
 
-    def _after_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _after_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         self._running.discard(id(optimizer))
         self._exchange.completed.on_step(self._weighing.batches.has_loader)
-        for synchronizer in self._prepared.synchronizers_of(optimizer):
+        for synchronizer in self._prepared.synchronizers_of(known, optimizer):
             synchronizer.after_step()
         if self._scaler is not None:
             self._scaler.after_step(optimizer)

@@ -127,7 +127,7 @@ class Updates:
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
-        self._weighing.before_pass(len(self.models))
+        self._weighing.before_pass(self.prepared.count_models())
         weight = self._weighing.begin_pass(samples, self._is_local, self.prepared.trained)
         for synchronizer in self.prepared.synchronizers:
             synchronizer.is_weightless = weight == 0.0
