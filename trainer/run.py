@@ -21,7 +21,7 @@ from trainer.config import CheckpointConfig, RunConfig, settings_from
 from trainer.data.base import NOT_GIVEN, Loader
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
 from trainer.launch.output import print_line
 from trainer.launch.world import RankNames
@@ -144,23 +144,40 @@ class Run(RankNames):
         options["global_batch_size"] = global_batch_size
         return self._loaders.make(dataset, batch_size, training=training, **options)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, samples: float | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+        *,
+        samples: float | None = None,
+    ) -> None:
         """Run the backward pass; if it closes an update, the gradients are the mean over all ranks when it returns.
 
         The loss is a mean over a batch, and is weighted by that batch's samples: the mean over ranks is then that over
         samples, in uneven last batches too.
 
         Args:
-            loss: a mean over samples, as a tensor without dimensions.
-            retain_graph: keep the graph for another backward pass.
+            loss: a mean over samples, as a tensor without dimensions; with others where `gradient` is given.
+            gradient, retain_graph, inputs: as those of `torch.Tensor.backward`.
+            create_graph: is refused: mean gradients have no graph.
             samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, where no loader of this
                 run says so. Passes within `no_sync` before it belong to the same update. Every rank gives them.
 
         Raises:
             TrainerError: parameters were unfrozen after `prepare`, the loss is of batches that count differently, or
-                ranks have parted: their weights differ, or one has skipped a batch.
+                ranks have parted: their weights differ, or one has skipped a batch; or `create_graph` is true.
         """
-        self._updates.backward(loss, retain_graph=retain_graph, samples=samples)
+        if create_graph:
+            raise TrainerError(
+                "run.backward(loss, create_graph=True): the mean of all ranks' gradients has no graph; for a loss that "
+                "depends on gradients, compute them with torch.autograd.grad(..., create_graph=True), and give "
+                "run.backward the loss"
+            )
+        options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
+        self._updates.backward(loss, samples, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for passes whose gradients stay on this rank until a later backward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from trainer.config import RunConfig
 from trainer.consistency import PeriodicCheck
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
+from trainer.launch.output import print_line
 from trainer.launch.status import UpdateCounter
 from trainer.loss_scaler import LossScaler, gradients_of
 from trainer.preparation import check_parameters, parameters_of, prepare_optimizer
@@ -58,6 +60,7 @@ class Updates:
         self._norms: weakref.WeakSet[_BatchNorm] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._is_local = self._is_padding = self._is_in_pass = self._has_compared = self._had_no_sync = False
+        self._has_warned = False
         self._counts = itertools.count()
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """Of the models that have something to synchronize; the same on all ranks, which may hold others."""
@@ -123,7 +126,7 @@ class Updates:
         self._has_optimizers = True
         held = parameters_of(optimizer)
         for model, synchronizer in self.models.items():
-            self._check_known(model, synchronizer, held)
+            _check_known(model, synchronizer, held)
         own = self._optimizers[optimizer] = _Optimizer(self._backwards, len(optimizer.param_groups), next(self._counts))
         prepare_optimizer(self._strategy, optimizer, partial(self._before_step, own), partial(self._after_step, own))
         # So that a model which nobody else holds, a list of two networks say, lives as long as what trains it.
@@ -132,16 +135,6 @@ class Updates:
         ]
         if timer := step_timer():
             timer.watch_optimizer(self._strategy, optimizer)
-
-    def _check_known(self, model: nn.Module, synchronizer: Synchronizer, held: set[int]) -> None:
-        if not isinstance(synchronizer, GradientSynchronizer):
-            return
-        known = set(map(id, synchronizer.parameters))
-        if any(one.requires_grad and id(one) in held and id(one) not in known for one in model.parameters()):
-            raise ConfigError(
-                f"parameters of {type(model).__name__} were added or unfrozen after run.prepare, and their gradients "
-                "are not all-reduced; call run.prepare(model, optimizer) again afterwards"
-            )
 
     def finish_step(self) -> None:
         """Complete what a step leaves for the next backward pass."""
@@ -193,8 +186,8 @@ class Updates:
             self._in_no_sync -= 1
             self._keep_local()
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, samples: float | None = None) -> None:
-        """See `Run.backward`."""
+    def backward(self, loss: Tensor, samples: float | None, **options: Any) -> None:
+        """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
@@ -212,12 +205,14 @@ class Updates:
         hooks = [one.register_hook(torch.zeros_like) for one in self._trained()] if weight == 0.0 else []
         self._is_in_pass = True
         try:
-            (self.scaler.scale(weighted) if self.scaler else weighted).backward(retain_graph=retain_graph)
+            (self.scaler.scale(weighted) if self.scaler else weighted).backward(**options)
         finally:
             self.weighing.after_pass()
             for hook in hooks:
                 hook.remove()
         self._end_pass()
+        if weight != 0.0:
+            self._warn_of_others()
         if self.scaler is not None:
             self.scaler.after_backward()
         self._backwards += 1
@@ -234,6 +229,20 @@ class Updates:
         self._is_in_pass = False
         for synchronizer in self._synchronizers():
             synchronizer.after_backward()
+
+    def _warn_of_others(self) -> None:
+        """Say once that a pass has trained something else than the models that were prepared."""
+        if self._has_warned or not self._active or not self._strategy.world.is_root:
+            return
+        # Others cannot tell.
+        followed = [one for one in self._synchronizers() if isinstance(one, GradientSynchronizer)]
+        if followed and not any(one.is_reached for one in followed):
+            self._has_warned = True
+            print_line(
+                "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. What it trains "
+                "instead, a copy of such a model for example, each rank trains on its own batches: prepare that one",
+                sys.stderr,
+            )
 
     def _finish_failed_pass(self) -> None:
         """Do for a pass that has ended in an error what the other ranks, whose pass has not, wait for."""
@@ -276,6 +285,8 @@ class Updates:
         if not self._has_compared:
             warn_of_twins(self._strategy, self.weighing.first_inputs)
         self._has_compared = True
+        for model, synchronizer in self.models.items():
+            _check_known(model, synchronizer, set(map(id, model.parameters())))
         # Passes within no_sync may be of weights that are each rank's own for as long, as sharpness-aware steps have.
         equal = all(one.weights_are_equal for one in self._synchronizers()) and not self._had_no_sync
         optimizers = {own.number: optimizer for optimizer, own in self._optimizers.items()}
@@ -367,7 +378,7 @@ class Updates:
         if len(optimizer.param_groups) != own.groups:
             check_parameters(self._strategy, [*self._models], [optimizer])
             for model, synchronizer in self.models.items():
-                self._check_known(model, synchronizer, parameters_of(optimizer))
+                _check_known(model, synchronizer, parameters_of(optimizer))
             own.groups, own.synchronizers = len(optimizer.param_groups), None
         is_repeated = self._backwards == own.backwards_at_step
         if is_repeated or not self.sync_gradients:
@@ -422,6 +433,18 @@ class Updates:
                 if type(synchronizer) is not Synchronizer and held & set(map(id, model.parameters()))
             ]
         return [synchronizer for held_one in own.synchronizers if (synchronizer := held_one()) is not None]
+
+
+def _check_known(model: nn.Module, synchronizer: Synchronizer, held: set[int]) -> None:
+    """Check that the gradients of a model's parameters, of those whose ids are held, are all-reduced."""
+    if not isinstance(synchronizer, GradientSynchronizer):
+        return
+    known = set(map(id, synchronizer.parameters))
+    if any(one.requires_grad and id(one) in held and id(one) not in known for one in model.parameters()):
+        raise ConfigError(
+            f"parameters of {type(model).__name__} were added, replaced or unfrozen after run.prepare, and their "
+            "gradients are not all-reduced; call run.prepare(model, optimizer) again afterwards"
+        )
 
 
 class _Optimizer:

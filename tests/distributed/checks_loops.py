@@ -5,6 +5,7 @@ What stands between the backward pass and the step reads and changes gradients a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -15,7 +16,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import TrainerError, init
+from trainer import ConfigError, TrainerError, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
 
@@ -157,6 +157,28 @@ def with_passes_that_reach_a_part(
         optimizer.step()
 
 
+def with_what_backward_takes(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
+    for number, (inputs, targets) in enumerate(batches):
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(inputs), targets, reduction="none")
+        weights = torch.full_like(losses, 1 / len(losses))
+        backward(losses, weights, inputs=list(model[0].parameters()) if number % 2 else None)  # type: ignore[index]
+        optimizer.step()
+
+
+def with_a_penalty_on_gradients(
+    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
+) -> None:
+    """As critics of GANs have it (Gulrajani et al. 2017)."""
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        watched = inputs.clone().requires_grad_()
+        outputs = model(watched)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), watched, create_graph=True)
+        backward(F.cross_entropy(outputs, targets) + slope.square().sum(1).mean())
+        optimizer.step()
+
+
 def with_a_closure(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
     for batch in batches:
 
@@ -188,6 +210,8 @@ LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
     (with_gradients_that_are_kept, sgd),
     (with_two_losses_of_one_pass, sgd),
     (with_passes_that_reach_a_part, sgd),
+    (with_what_backward_takes, sgd),
+    (with_a_penalty_on_gradients, sgd),
     (with_a_closure, sgd),
     (with_a_closure, lbfgs),
 ]
@@ -211,6 +235,36 @@ def check_loops_equal_one_process(strategy: Strategy) -> None:
         except AssertionError as error:
             raise AssertionError(f"{loop.__name__}: {error}") from None
         assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_pass_that_trains_no_prepared_model_is_told_once(strategy: Strategy) -> None:
+    if strategy.shards:  # whose passes nobody follows
+        return
+    run, model = init(strategy), make_model()
+    run.prepare(model, sgd(model))
+    other, data = make_model().to(run.device), make_data(BATCH).to(run.device)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for _ in range(2):
+            run.backward(F.cross_entropy(other(data.inputs), data.targets))
+    told = run.is_root and run.world_size > 1
+    assert printed.getvalue().count("has reached no parameter of a model that was prepared") == told
+
+
+def check_a_layer_that_is_replaced_after_prepare_is_told(strategy: Strategy) -> None:
+    if strategy.shards or strategy.world.size == 1:
+        return
+    run, model, data = init(strategy), make_model(), make_data(BATCH)
+    forward, _ = run.prepare(model, sgd(model))
+    model.register_module("0", copy.deepcopy(model.get_submodule("0")))
+    with pytest.raises(ConfigError, match=r"were added, replaced or unfrozen after run\.prepare"):
+        run.backward(F.cross_entropy(forward(data.inputs.to(run.device)), data.targets.to(run.device)))
+
+
+def check_a_graph_of_the_mean_gradients_is_refused(strategy: Strategy) -> None:
+    run, model = init(strategy), make_model()
+    forward, _ = run.prepare(model, sgd(model))
+    with pytest.raises(TrainerError, match=r"torch\.autograd\.grad\(\.\.\., create_graph=True\)"):
+        run.backward(forward(make_data(BATCH).inputs.to(run.device)).sum(), create_graph=True)
 
 
 class Answer:
@@ -267,7 +321,7 @@ def check_reentrant_checkpointing_of_a_block_that_is_used_twice_is_told(strategy
         forward, _ = run.prepare(model, sgd(model))
         inputs = torch.ones(2, 4, device=run.device) + run.rank
         message = "completed the gradient of .* twice, .* use_reentrant=False"
-        with pytest.raises(TrainerError, match=message) if reentrant else nullcontext():
+        with pytest.raises(TrainerError, match=message) if reentrant else contextlib.nullcontext():
             run.backward(forward(inputs).sum())
         if not reentrant:
             assert len(set(strategy.all_gather_object(float(model.block.weight.grad.sum())))) == 1  # type: ignore[union-attr]
@@ -492,7 +546,7 @@ def check_samples_of_ones_own_count_what_is_said(strategy: Strategy) -> None:
         pieces = [*zip(data.inputs.split(sizes), data.targets.split(sizes), strict=True)]
         for part, place in enumerate((2 * world.rank, 2 * world.rank + 1)):
             inputs, targets = (one.to(run.device) for one in pieces[place])
-            with run.no_sync() if part == 0 else nullcontext():
+            with run.no_sync() if part == 0 else contextlib.nullcontext():
                 run.backward(F.cross_entropy(forward(inputs), targets), samples=len(inputs))
         plain.zero_grad()
         F.cross_entropy(expected(data.inputs), data.targets).backward()
