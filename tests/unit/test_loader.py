@@ -238,3 +238,10 @@ def test_a_dataset_without_a_length_is_refused_by_name() -> None:
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ConfigError, match="samples is 0"):
         ShardedLoader(numbered(0), 1)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "global_batch_size"])
+@pytest.mark.parametrize("size", ["8", 8.0])
+def test_a_size_that_is_no_integer_is_one_line(name: str, size: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {size!r}; it must be an integer of at least 1"):
+        ShardedLoader(Pairs(torch.zeros(8, 2), torch.zeros(8)), **{name: size})

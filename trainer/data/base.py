@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -284,7 +285,8 @@ def check_sizes(
     """Return whether the dataset's items are batches already, which `batch_size=None` alone says.
 
     Raises:
-        ConfigError: several of the three are given, or none; or drop_last where batches are not cut.
+        ConfigError: several of the three are given, or none; a size is no integer; or drop_last where batches are not
+            cut.
     """
     sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "batch_sampler": batch_sampler}
     given = [name for name, value in sizes.items() if value is not None and value is not NOT_GIVEN]
@@ -293,6 +295,9 @@ def check_sizes(
             "a loader takes either batch_size (per rank) or global_batch_size (of all ranks); or batch_sampler, or "
             f"batch_size=None for a dataset whose items are batches; {' and '.join(given) or 'none of them'} is given"
         )
+    for name in {"batch_size", "global_batch_size"} & set(given):
+        if not isinstance(sizes[name], Integral):
+            raise ConfigError(f"{name} is {sizes[name]!r}; it must be an integer of at least 1")
     if drop_last and not {"batch_size", "global_batch_size"} & set(given):
         raise ConfigError(
             "drop_last is for batches that the loader cuts; with batch_sampler or batch_size=None, none is"
