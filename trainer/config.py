@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,14 +26,33 @@ _POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 
+_KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+}
+"""By a field's type as it stands in the source."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
     """Settings that are checked when they are built."""
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        # Of another kind, a value cannot be compared with its bounds.
+        problems = list(self._of_another_kind()) or list(self._problems())
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _of_another_kind(self) -> Iterator[str]:
+        for setting in fields(self):
+            kind, _, optional = str(setting.type).partition(" | ")
+            value = getattr(self, setting.name)
+            if kind not in _KINDS or (value is None and optional == "None"):
+                continue
+            accepted, words = _KINDS[kind]
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind != "bool"):
+                yield f"{setting.name} is {value!r}; it must be {words}{' or None' * bool(optional)}"
 
     def _problems(self) -> Iterator[str]:
         """Yield what is not valid, in words."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trainer.config import TrainerConfig
@@ -69,6 +71,21 @@ def test_a_value_that_is_not_valid_is_named_with_what_is(name: str, value: Any, 
     with pytest.raises(ConfigError) as caught:
         TrainerConfig(**{name: value})
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "setting", [setting.name for setting in dataclasses.fields(TrainerConfig) if setting.name != "fsdp"]
+)
+@pytest.mark.parametrize("value", ["abc", [1], 1j])
+def test_a_value_of_another_kind_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} is {re.escape(repr(value))}; (it must be|valid are) "):
+        TrainerConfig(**{setting: value})
+
+
+def test_a_truth_value_is_no_number_and_numbers_of_numpy_are() -> None:
+    with pytest.raises(ConfigError, match="accumulate is True; it must be an integer"):
+        TrainerConfig(accumulate=True)
+    TrainerConfig(accumulate=np.int64(2), clip_norm=np.float32(0.5))  # type: ignore[arg-type]
 
 
 def test_all_problems_are_reported_at_once() -> None:
