@@ -125,18 +125,21 @@ class ShardedLoader(Loader):
         self._order = EpochOrder(
             self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, batch_sampler=batch_sampler, group=group
         )
-        self._whole_plan = ShardPlan(
+        self._whole_plan = self._make_plan(batch_size, global_batch_size, accumulate)
+        self._drop_last, self.seed, self.num_workers, self._options = drop_last, seed, num_workers, options
+        self.plan = self._plan_from(0)
+        if is_ready and isinstance(dataset, InMemory):
+            raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
+        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
+
+    def _make_plan(self, batch_size: int | None, global_batch_size: int | None, accumulate: int) -> ShardPlan:
+        return ShardPlan(
             samples=self._order.units,
             world_size=self.world.size,
             batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
             accumulate=accumulate,
         )
-        self._drop_last, self.seed, self.num_workers, self._options = drop_last, seed, num_workers, options
-        self.plan = self._plan_from(0)
-        if is_ready and isinstance(dataset, InMemory):
-            raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
-        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     @property
     def step_size(self) -> int:

@@ -90,8 +90,7 @@ class StreamLoader(Loader):
         lengths = group.all_gather(self._length) if group else [self._length]
         if not already_sharded:
             _check_lengths(dataset, lengths)
-        known = [length for length in lengths if length is not None]
-        self._epoch_samples = sum(known) if len(known) == len(lengths) else None
+        self._epoch_samples = _sum_if_known(lengths)
         self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
         self._batches = self._make_batches(sizes[self.world.rank], {"num_workers": num_workers, **options})
 
@@ -211,6 +210,11 @@ class _Iterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples)
+
+
+def _sum_if_known(lengths: Sequence[int | None]) -> int | None:
+    known = [length for length in lengths if length is not None]
+    return sum(known) if len(known) == len(lengths) else None
 
 
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:

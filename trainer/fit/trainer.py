@@ -90,11 +90,9 @@ class Trainer:
         check_consistency(self.strategy, describe_settings(self.config))
         self.model = model
         """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
-        self.callbacks: list[Callback] = [*callbacks]
-        if output is not None:
-            self.callbacks.insert(0, RunRecord(output, tensorboard=tensorboard))
-        if progress:
-            self.callbacks.append(Progress(self.config.log_every_s))
+        record = [RunRecord(output, tensorboard=tensorboard)] if output is not None else []
+        shown = [Progress(self.config.log_every_s)] if progress else []
+        self.callbacks: list[Callback] = [*record, *callbacks, *shown]
         if isinstance(loss, nn.Module):
             loss.to(self.world.device)  # its class weights, say
         if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
