@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -76,6 +76,9 @@ lint: setup  ## Check style, types, imports between modules, Dockerfiles and job
 	@$(IN_VENV) hadolint Dockerfile Dockerfile.gpu tests/docker/slurm/Dockerfile tests/docker/gridengine/Dockerfile
 	@# The templates, and what they become.
 	@$(IN_VENV) shellcheck --shell=bash trainer/ops/submit/templates/*.sh $(filter-out %.yaml,$(wildcard jobs/*))
+
+docs: setup  ## Build the manual as a site in site/, with search and reference
+	@$(IN_VENV) python scripts/manual.py
 
 bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json
 	@$(IN_VENV) python scripts/install/peers.py
