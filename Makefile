@@ -15,6 +15,8 @@ GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -name '*.patc
     $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
 # A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
+# Two files of tests at a time: jobs wait for one another, for timeouts and for what starts, half of the time.
+TWO_FILES := -n 2 --dist loadfile
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -32,17 +34,17 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --channels-last --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some twenty minutes
+test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some twelve minutes
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
-	@$(IN_VENV) python -m pytest -m "not docker" $(ARGS)
+	@$(IN_VENV) python -m pytest -m "not docker" $(TWO_FILES) $(ARGS)
 
 test-fast: setup  ## Run the tests that start no jobs, in about a minute
 	@$(IN_VENV) python -m pytest -m "not distributed and not docker and not gpu" -n 4 --dist worksteal $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
-	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(ARGS)
+	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_FILES) $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
@@ -57,7 +59,7 @@ containers:
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
 	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
-	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(ARGS)
+	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(TWO_FILES) $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
 	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \
