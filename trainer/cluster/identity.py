@@ -51,9 +51,9 @@ def job_token(rendezvous: Rendezvous, world: World) -> str:
         ConfigError: the secret can be guessed.
         TrainerError: what this rank has added was changed.
     """
-    own = secrets.token_hex(32)
-    parts = rendezvous.all_gather(own)
-    if parts[world.rank] != own:
+    part = secrets.token_hex(32)
+    parts = rendezvous.all_gather(part)
+    if parts[world.rank] != part:
         raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
     return token_of(parts)
 
