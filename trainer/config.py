@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,10 +59,10 @@ class _Checked:
         """Yield what is not valid, in words."""
         raise NotImplementedError
 
-    def _not_in(self, **valid: Sequence[str]) -> Iterator[str]:
+    def _not_in(self, **valid: Sequence[str | None]) -> Iterator[str]:
         for name, names in valid.items():
             if getattr(self, name) not in names:
-                yield f"{name} is {getattr(self, name)!r}; valid are {', '.join(names)}"
+                yield f"{name} is {getattr(self, name)!r}; valid are {', '.join(map(str, names))}"
 
     def _not_positive(self, *names: str) -> Iterator[str]:
         for name in names:
@@ -77,8 +77,7 @@ class _Checked:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a file or a comparison between ranks."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +107,8 @@ class FsdpConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         if self.blocks != "auto" and not isinstance(self.blocks, tuple):
             yield f"fsdp's blocks is {self.blocks!r}; valid are auto, and a tuple of class names"
-        for name, valid in (("parameter_dtype", PARAMETER_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
-            if getattr(self, name) not in valid:
-                yield f"fsdp's {name} is {getattr(self, name)!r}; valid are {', '.join(map(str, valid))}"
+        for problem in self._not_in(parameter_dtype=PARAMETER_DTYPES, reduce_dtype=REDUCE_DTYPES):
+            yield f"fsdp's {problem}"
         over = self.shard_over
         if over not in ("all", "host") and (not isinstance(over, int) or isinstance(over, bool) or over < 1):
             yield f"fsdp's shard_over is {over!r}; valid are all, host, and a number of ranks"
@@ -318,20 +316,20 @@ class CheckpointConfig(_Checked):
 _SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")
 
 
-def settings_from(kind: type[_SettingsT], call: str, own: Sequence[str] = (), **settings: Any) -> _SettingsT:
+def settings_from(kind: type[_SettingsT], call: str, others: Sequence[str] = (), **settings: Any) -> _SettingsT:
     """Return the settings of a call.
 
     Args:
         call: its name, for the error.
-        own: what else it takes.
+        others: what else it takes.
 
     Raises:
         ConfigError: one has a name or a value that is not valid.
     """
-    valid: list[str] = [one.name for one in fields(kind)]
+    valid: list[str] = [setting.name for setting in fields(kind)]
     for name in settings:
         if name not in valid:
-            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*own, *valid))}")
+            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*others, *valid))}")
     return kind(**settings)
 
 

@@ -8,8 +8,8 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -62,11 +62,14 @@ def from_options(kind: type[_ConfigT], parsed: argparse.Namespace, **settings: A
     Raises:
         ConfigError: a value is not valid, or a field without a default has none.
     """
-    return _build(kind, vars(parsed), settings)
+    defaults = {name: default for name, default in _defaults(kind).items() if name not in settings}
+    return kind(**settings, **_values(kind, defaults, vars(parsed)))
 
 
-def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the default of each field by its name, `MISSING` where it has none."""
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Return the default of each field of a dataclass, `MISSING` where it has none; of an instance, its values."""
+    if not isinstance(kind, type):
+        return {field.name: getattr(kind, field.name) for field in fields(kind) if field.init}
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(kind)
@@ -87,7 +90,7 @@ def _add_fields(
         if option is None:
             continue
         if is_dataclass(hints[name]):
-            _add_fields(group, hints[name], vars(default), {}, f"{prefix}{name}_")
+            _add_fields(group, hints[name], _defaults(default), {}, f"{prefix}{name}_")
             continue
         choices, text = explained.get(name, ((), ""))
         if default not in (None, (), MISSING) and default is not False:
@@ -159,21 +162,14 @@ def _explanations(kind: type[Any]) -> dict[str, tuple[tuple[Any, ...], str]]:
     """
     explained = {}
     for base in reversed(kind.__mro__):
-        for name, docstring in _docstrings(base):
-            text = " ".join(docstring.partition("\n\n")[0].split())
-            match = _ONE_OF.match(text)
-            choices = getattr(sys.modules[base.__module__], match[1], ()) if match else ()
-            explained[name] = (choices, match[2] if match and choices else text)
+        for pair in pairwise(_class_bodies(base.__module__).get(base.__name__, [])):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    text = " ".join(docstring.partition("\n\n")[0].split())
+                    match = _ONE_OF.match(text)
+                    choices = getattr(sys.modules[base.__module__], match[1], ()) if match else ()
+                    explained[name] = (choices, match[2] if match and choices else text)
     return explained
-
-
-def _docstrings(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that are declared in this class itself, each with the string that follows it."""
-    for statement, following in pairwise(_class_bodies(kind.__module__).get(kind.__name__, [])):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            match following:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.target.id, text
 
 
 @cache
@@ -186,20 +182,17 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def _build(kind: type[_ConfigT], values: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> _ConfigT:
-    hints, given = get_type_hints(kind), dict(settings)
-    for name, default in _defaults(kind).items():
-        if name in settings:
-            continue
+def _values(
+    kind: type[Any], defaults: Mapping[str, Any], parsed: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the value of each of these fields: the parsed one, or the default where no option was added for it."""
+    hints, values = get_type_hints(kind), {}
+    for name, default in defaults.items():
         if is_dataclass(hints[name]):
-            inner = f"{prefix}{name}_"
-            given[name] = _build(hints[name], {**_prefixed(vars(default), inner), **values}, {}, inner)
+            inner = _values(hints[name], _defaults(default), parsed, f"{prefix}{name}_")
+            values[name] = replace(default, **inner)
             continue
-        given[name] = values.get(prefix + name, default)
-        if default is MISSING and given[name] in (None, MISSING):
+        values[name] = parsed.get(prefix + name, default)
+        if default is MISSING and values[name] in (None, MISSING):
             raise ConfigError(f"{kind.__name__} needs {name}, and it is not given")
-    return kind(**given)
-
-
-def _prefixed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {prefix + name: value for name, value in values.items()}
+    return values

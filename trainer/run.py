@@ -47,7 +47,7 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
     if config is None:
-        config = settings_from(RunConfig, "init", own=("strategy", "config"), **settings)
+        config = settings_from(RunConfig, "init", others=("strategy", "config"), **settings)
     elif settings:
         raise ConfigError(f"init takes config, or settings one by one; {min(settings)} was given beside config")
     return Run(strategy, config)
