@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -18,8 +17,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from trainer.errors import ConfigError
 
 _ConfigT = TypeVar("_ConfigT")
-# A docstring that begins so names the constant, in the module of its class, that holds the valid values.
-_ONE_OF = re.compile(r"One of `(\w+)`[:,]? *(.*)", re.DOTALL)
 # In the order in which they are tried; a text is everything else.
 _TYPES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 _METAVARS = {int: "N", float: "X"}
@@ -36,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any], **names: str |
     Args:
         parser: gets a group of options with the name of the dataclass.
         kind: the dataclass. Its fields are bool, int, float, str, Path, None, Literal, a tuple of these, a union of
-            these, or a dataclass.
+            these, or a dataclass. An `Annotated` may list values for the help: `Annotated[str, ("red", "blue")]`.
         names: a field's option where it is to have another name, as in `log_every_s="--log-every"`; None gives the
             field no option. The parsed value has the field's name in any case.
 
@@ -85,6 +82,7 @@ def _add_fields(
     prefix: str = "",
 ) -> None:
     hints, explained = get_type_hints(kind), _explanations(kind)
+    annotated = get_type_hints(kind, include_extras=True)
     for name, default in defaults.items():
         option = names.get(name, f"--{prefix}{name}".replace("_", "-"))
         if option is None:
@@ -92,13 +90,13 @@ def _add_fields(
         if is_dataclass(hints[name]):
             _add_fields(group, hints[name], _defaults(default), {}, f"{prefix}{name}_")
             continue
-        choices, text = explained.get(name, ((), ""))
+        text = explained.get(name, "")
         if default not in (None, (), MISSING) and default is not False:
             text += f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
         alternatives = _alternatives(hints[name], name)
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if bool not in alternatives:
-            metavar = _metavar(alternatives, choices, name)
+            metavar = _metavar(alternatives, _choices(annotated[name]), name)
             how = {"type": partial(_read, alternatives, default), "metavar": metavar}
         action = group.add_argument(option, dest=prefix + name, default=None if default is MISSING else default, **how)
         # Given to add_argument, the text would get the default of a flag once more, by Python 3.11 and 3.12.
@@ -146,17 +144,22 @@ def _spelled(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _metavar(alternatives: list[Any], choices: tuple[Any, ...], name: str) -> str:
+def _choices(hint: Any) -> Sequence[Any]:
+    """Return the values that an `Annotated` lists, if it is one."""
+    return next((rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, tuple | list)), ())
+
+
+def _metavar(alternatives: list[Any], choices: Sequence[Any], name: str) -> str:
     """Return what stands for an option's value: the valid ones, a letter for a number, or the field's name."""
-    choices = choices or tuple(value for value in alternatives if isinstance(value, str | int))
+    choices = choices or [value for value in alternatives if isinstance(value, str | int)]
     if choices:
         return "|".join(map(_spelled, choices))
     numbers = [] if str in alternatives else [_METAVARS[part] for part in alternatives if part in _METAVARS]
     return (numbers or [name.upper()])[0]
 
 
-def _explanations(kind: type[Any]) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return each field's valid values, where its docstring names their constant, and the docstring's first paragraph.
+def _explanations(kind: type[Any]) -> dict[str, str]:
+    """Return the first paragraph of each field's docstring.
 
     Python keeps no docstrings of fields, so they are read from the source; where there is none, nothing is explained.
     """
@@ -165,10 +168,7 @@ def _explanations(kind: type[Any]) -> dict[str, tuple[tuple[Any, ...], str]]:
         for pair in pairwise(_class_bodies(base.__module__).get(base.__name__, [])):
             match pair:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
-                    text = " ".join(docstring.partition("\n\n")[0].split())
-                    match = _ONE_OF.match(text)
-                    choices = getattr(sys.modules[base.__module__], match[1], ()) if match else ()
-                    explained[name] = (choices, match[2] if match and choices else text)
+                    explained[name] = " ".join(docstring.partition("\n\n")[0].split())
     return explained
 
 
