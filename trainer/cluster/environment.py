@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from trainer.errors import ConfigError
 
 SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
-"""Holds the job's secret, where the supervisor or the user gives the ranks one."""
+"""Variable with the job's secret, where the supervisor or the user gives the ranks one."""
 HANG_TIMEOUT = "TRAINER_HANG_TIMEOUT"
-"""Holds the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
+"""Variable with the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
 FLIGHT_RECORDER = "TRAINER_FLIGHT_RECORDER"
-"""0: PyTorch's flight recorder is not read; 1: also over Gloo, and not only over NCCL."""
+"""Variable that is 0 where PyTorch's flight recorder is not read, and 1 where it is also read over Gloo."""
 
 
 @dataclass(frozen=True, kw_only=True)

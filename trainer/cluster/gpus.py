@@ -63,7 +63,7 @@ def version_of(code: int) -> tuple[int, int, int]:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Return what tells a GPU from all others, on any host; None for a CPU."""
+    """Return a GPU's UUID, which no other GPU has on any host; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""What NCCL's log says of how the ranks are connected, and how a run gets to read it without showing it.
+"""NCCL's log: which transports connect the ranks, read from a private file so that the log is not shown.
 
 With NCCL_DEBUG=INFO, NCCL names the transport of each connection that it sets up, in lines of the subsystem INIT:
 
