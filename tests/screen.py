@@ -45,7 +45,7 @@ class Screen:
             position = match.end()
             arguments, command, single, end, character = match.groups()
             if command:
-                self._control(command, [int(one or 1) for one in arguments.split(";")] if arguments else [])
+                self._control(command, [int(argument or 1) for argument in arguments.split(";")] if arguments else [])
             elif single:
                 self._single(single)
             elif end:
@@ -136,9 +136,13 @@ def run_on_terminal(
     environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
     process = subprocess.Popen(
         [sys.executable, "-c", _AS_FROM_SHELL, *command],
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=cwd,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        cwd=cwd,
         env=environment | {"TERM": "xterm"} | dict(env or {}),
-    )  # fmt: skip
+    )
     os.close(theirs)
     try:
         _read_all(ours, session, timeout_s, on_change)

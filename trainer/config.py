@@ -4,81 +4,82 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-COMPRESSIONS = ("none", "fp16", "powersgd", "powersgd:RANK")
-REDUCTIONS = ("average", "adasum")
-DECAYS = ("none", "cosine")
+COMPRESSIONS = ["none", "fp16", "powersgd", "powersgd:RANK"]
 DEVICES = ("auto", "cpu", "cuda")
-BEST = ("min", "max")
-ON_ERROR = ("continue", "stop")
 CHECKPOINT_FILES = ("auto", "one")
-PARAMETER_DTYPES = (None, "bf16")
-REDUCE_DTYPES = (None, "fp32", "bf16")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
 _POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 
-_KINDS: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (Integral, "an integer"),
-    "float": (Real, "a number"),
+@dataclass(frozen=True)
+class Bound:
+    """What a number must be.
+
+    It stands in a field's `Annotated`. There, a tuple holds every valid value, and a list is shown in an option's help.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_FROM_1 = Bound("at least 1", lambda value: value >= 1)
+_FROM_0 = Bound("finite and not negative", lambda value: 0 <= value < math.inf)
+_POSITIVE = Bound("positive", lambda value: 0 < value < math.inf)
+_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
 }
-"""By a field's type as it stands in the source."""
+"""What may be given for a field of this type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
     """Settings that are checked when they are built."""
 
+    _whose = ""
+
     def __post_init__(self) -> None:
         # Of another kind, a value cannot be compared with its bounds.
-        problems = list(self._of_another_kind()) or list(self._problems())
+        problems = list(self._of_another_kind()) or [*self._out_of_bounds(), *self._problems()]
         if problems:
             raise ConfigError("; ".join(problems))
 
     def _of_another_kind(self) -> Iterator[str]:
-        for setting in fields(self):
-            kind, _, optional = str(setting.type).partition(" | ")
-            value = getattr(self, setting.name)
-            if kind not in _KINDS or (value is None and optional == "None"):
+        for name, hint in get_type_hints(type(self)).items():
+            (kind, *others), value = get_args(hint) or (hint,), getattr(self, name)
+            if kind not in _KINDS or (value is None and others):
                 continue
             accepted, words = _KINDS[kind]
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind != "bool"):
-                yield f"{setting.name} is {value!r}; it must be {words}{' or None' * bool(optional)}"
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                yield f"{name} is {value!r}; it must be {words}{' or None' * bool(others)}"
+
+    def _out_of_bounds(self) -> Iterator[str]:
+        hints = get_type_hints(type(self), include_extras=True)
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            for rule in getattr(hints[setting.name], "__metadata__", ()):
+                if isinstance(rule, Bound) and value is not None and not rule.holds(value):
+                    yield f"{setting.name} is {value}; it must be {rule.words}"
+                if isinstance(rule, tuple) and value not in rule and value != setting.default:
+                    yield f"{self._whose}{setting.name} is {value!r}; valid are {', '.join(map(str, rule))}"
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is not valid, in words."""
+        """Yield what else is not valid, in words."""
         raise NotImplementedError
-
-    def _not_in(self, **valid: Sequence[str]) -> Iterator[str]:
-        for name, names in valid.items():
-            if getattr(self, name) not in names:
-                yield f"{name} is {getattr(self, name)!r}; valid are {', '.join(names)}"
-
-    def _not_positive(self, *names: str) -> Iterator[str]:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}; it must be at least 1"
-
-    def _negative(self, *names: str) -> Iterator[str]:
-        for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}; it must be finite and not negative"
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a file or a comparison between ranks."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value.as_dict() if isinstance(value, FsdpConfig) else value for name, value in values.items()}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +90,15 @@ class FsdpConfig(_Checked):
         ConfigError: one or more values are not valid; the text names all of them.
     """
 
+    _whose = "fsdp's "
+
     blocks: str | tuple[str, ...] = "auto"
     """Class names of the modules that are gathered one at a time. auto takes those that a Sequential, a ModuleList or
     a ModuleDict repeats; () gathers the whole model at once, which saves no memory in a pass."""
-    parameter_dtype: str | None = None
-    """One of `PARAMETER_DTYPES`: bf16 gathers and computes in bfloat16; what the optimizer updates stays as it is."""
-    reduce_dtype: str | None = None
-    """One of `REDUCE_DTYPES`, for the sum of the gradients; None takes fp32 where parameters are gathered in bf16, and
+    parameter_dtype: Annotated[str | None, (None, "bf16")] = None
+    """bf16 gathers and computes in bfloat16; what the optimizer updates stays as it is."""
+    reduce_dtype: Annotated[str | None, (None, "fp32", "bf16")] = None
+    """for the sum of the gradients; None takes fp32 where parameters are gathered in bf16, and
     the parameters' own type otherwise."""
     checkpoint_activations: bool = False
     """Keep the blocks' inputs only, and compute each block a second time in the backward pass."""
@@ -108,9 +111,6 @@ class FsdpConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         if self.blocks != "auto" and not isinstance(self.blocks, tuple):
             yield f"fsdp's blocks is {self.blocks!r}; valid are auto, and a tuple of class names"
-        for name, valid in (("parameter_dtype", PARAMETER_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
-            if getattr(self, name) not in valid:
-                yield f"fsdp's {name} is {getattr(self, name)!r}; valid are {', '.join(map(str, valid))}"
         over = self.shard_over
         if over not in ("all", "host") and (not isinstance(over, int) or isinstance(over, bool) or over < 1):
             yield f"fsdp's shard_over is {over!r}; valid are all, host, and a number of ranks"
@@ -124,18 +124,18 @@ class RunConfig(_Checked):
         ConfigError: one or more values are not valid; the text names all of them.
     """
 
-    accumulate: int = 1
+    accumulate: Annotated[int, _FROM_1] = 1
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
-    precision: str = "fp32"
-    """One of `PRECISIONS`: bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
-    compression: str = "none"
-    """One of `COMPRESSIONS`: fp16 halves the bytes that are sent and rounds the gradients; powersgd sends much less.
+    precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
+    """bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
+    compression: Annotated[str, COMPRESSIONS] = "none"
+    """fp16 halves the bytes that are sent and rounds the gradients; powersgd sends much less.
 
     powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4.
     """
-    full_updates: int = 10
+    full_updates: Annotated[int, _FROM_0] = 10
     """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
-    sync_every: int = 1
+    sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
     sync_overlap: bool = False
     """Send the weights of a round during the next one, at whose end the average is taken."""
@@ -143,9 +143,9 @@ class RunConfig(_Checked):
     """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer optimizer."""
-    reduction: str = "average"
-    """One of `REDUCTIONS`: how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
-    seed: int = 0
+    reduction: Annotated[str, ("average", "adasum")] = "average"
+    """how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
+    seed: Annotated[int, _FROM_0] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
     """Replace every BatchNorm by one that normalizes over the global batch."""
@@ -156,20 +156,16 @@ class RunConfig(_Checked):
 
     It may do so on some ranks only. Strategy "fsdp", which needs a gradient of each, refuses it; so does `sync_every`.
     """
-    device: str = "auto"
-    """One of `DEVICES`: auto takes the GPU with this process's local rank, where there is one."""
-    hang_timeout_s: float | None = None
+    device: Annotated[str, DEVICES] = "auto"
+    """auto takes the GPU with this process's local rank, where there is one."""
+    hang_timeout_s: Annotated[float | None, _FROM_0] = None
     """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Of strategy "fsdp": what it shards, and what it trades for memory."""
 
     def _problems(self) -> Iterator[str]:
-        yield from self._not_in(precision=PRECISIONS, reduction=REDUCTIONS, device=DEVICES)
         if self.compression not in ("none", "fp16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(COMPRESSIONS)} (from 1)"
-        yield from self._not_positive("accumulate", "sync_every")
-        hang_timeout = ["hang_timeout_s"] if self.hang_timeout_s is not None else []
-        yield from self._negative("seed", "full_updates", *hang_timeout)
         yield from self._not_shared()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
@@ -225,36 +221,33 @@ class TrainerConfig(RunConfig):
         ConfigError: one or more values are not valid; the text names all of them.
     """
 
-    batch_size: int = 100
+    batch_size: Annotated[int, _FROM_1] = 100
     """Samples per rank and step. The global batch is this times the world size times `accumulate`."""
-    eval_batch_size: int | None = None
+    eval_batch_size: Annotated[int | None, _FROM_1] = None
     """Samples per rank and step of an evaluation; None takes `batch_size`."""
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
     scale_lr: bool = True
     """Multiply the learning rate by world size × accumulate (Goyal et al. 2017). Never done for Adasum."""
-    warmup_epochs: float = 1.0
+    warmup_epochs: Annotated[float, _FROM_0] = 1.0
     """Epochs of warm-up, from the single-rank learning rate to the scaled one."""
-    decay: str = "cosine"
-    """One of `DECAYS`: decay of the learning rate after the warm-up."""
+    decay: Annotated[str, ("none", "cosine")] = "cosine"
+    """decay of the learning rate after the warm-up."""
     channels_last: bool = False
     """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
     prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.
 
     Under strategy "fsdp", which shards rows, the weights keep their order.
     """
-    num_workers: int = 0
+    num_workers: Annotated[int, _FROM_0] = 0
     """DataLoader processes per rank, for datasets that are not tensors in memory."""
-    log_every_s: float = 10.0
+    log_every_s: Annotated[float, _FROM_0] = 10.0
     """Seconds between progress lines where there is no terminal."""
-    log_every_updates: int = 50
+    log_every_updates: Annotated[int, _FROM_0] = 50
     """Updates between two points of the loss and the learning rate in the run's record; 0 leaves them out."""
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        yield from self._not_in(decay=DECAYS)
-        yield from self._not_positive("batch_size", "eval_batch_size")
-        yield from self._negative("warmup_epochs", "num_workers", "log_every_s", "log_every_updates")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
         if self.reduction == "adasum" and self.clip_norm is not None:
@@ -273,16 +266,16 @@ class CheckpointConfig(_Checked):
 
     folder: str | Path
     """On a disk of each host, or on a file system that hosts share."""
-    every_s: float | None = None
+    every_s: Annotated[float | None, _POSITIVE] = None
     """Seconds between two checkpoints; 600 where no interval is given."""
-    every_updates: int | None = None
+    every_updates: Annotated[int | None, _POSITIVE] = None
     """Updates between two checkpoints."""
-    every_epochs: int | None = None
+    every_epochs: Annotated[int | None, _POSITIVE] = None
     """Epochs between two checkpoints, each after what the loop does at the end of an epoch."""
-    keep: int = 3
+    keep: Annotated[int, _FROM_1] = 3
     """The newest so many are kept. An older one is removed after the next has been committed."""
-    best: str | None = None
-    """One of `BEST`: keep the one with the least or the greatest score as well; see `Checkpoints.rate`."""
+    best: Annotated[str | None, ("min", "max")] = None
+    """keep the one with the least or the greatest score as well; see `Checkpoints.rate`."""
     metric: str = "loss"
     """Of `Trainer`: the validation's metric that is the score."""
     resume: str | Path = "auto"
@@ -290,25 +283,17 @@ class CheckpointConfig(_Checked):
 
     Anything else is the path of a checkpoint to go on from.
     """
-    on_error: str = "continue"
-    """One of `ON_ERROR`: what to do when a checkpoint cannot be written, because the disk is full say."""
-    files: str = "auto"
-    """One of `CHECKPOINT_FILES`: "auto" has each rank write its part of a sharded model if they share the folder."""
-    grace_s: float = 20.0
+    on_error: Annotated[str, ("continue", "stop")] = "continue"
+    """what to do when a checkpoint cannot be written, because the disk is full say."""
+    files: Annotated[str, CHECKPOINT_FILES] = "auto"
+    """"auto" has each rank write its part of a sharded model if they share the folder."""
+    grace_s: Annotated[float, _FROM_0] = 20.0
     """Seconds between a preemption's signal and the time at which the process has to have ended."""
 
     def _problems(self) -> Iterator[str]:
         given = [name for name in _INTERVALS if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} are given; checkpoints take one interval"
-        for name in given:
-            if not 0 < getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}; it must be positive"
-        yield from self._not_positive("keep")
-        yield from self._negative("grace_s")
-        yield from self._not_in(on_error=ON_ERROR, files=CHECKPOINT_FILES)
-        if self.best is not None:
-            yield from self._not_in(best=BEST)
         if not str(self.folder):
             yield "the folder of the checkpoints has no name"
         if not isinstance(self.resume, str | Path) or not str(self.resume):
@@ -318,20 +303,20 @@ class CheckpointConfig(_Checked):
 _SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")
 
 
-def settings_from(kind: type[_SettingsT], call: str, own: Sequence[str] = (), **settings: Any) -> _SettingsT:
+def settings_from(kind: type[_SettingsT], call: str, others: Sequence[str] = (), **settings: Any) -> _SettingsT:
     """Return the settings of a call.
 
     Args:
         call: its name, for the error.
-        own: what else it takes.
+        others: what else it takes.
 
     Raises:
         ConfigError: one has a name or a value that is not valid.
     """
-    valid: list[str] = [one.name for one in fields(kind)]
+    valid: list[str] = [setting.name for setting in fields(kind)]
     for name in settings:
         if name not in valid:
-            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*own, *valid))}")
+            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*others, *valid))}")
     return kind(**settings)
 
 

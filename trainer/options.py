@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from trainer.errors import ConfigError
 
 _ConfigT = TypeVar("_ConfigT")
-# A docstring that begins so names the constant, in the module of its class, that holds the valid values.
-_ONE_OF = re.compile(r"One of `(\w+)`[:,]? *(.*)", re.DOTALL)
 # In the order in which they are tried; a text is everything else.
 _TYPES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 _METAVARS = {int: "N", float: "X"}
@@ -36,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any], **names: str |
     Args:
         parser: gets a group of options with the name of the dataclass.
         kind: the dataclass. Its fields are bool, int, float, str, Path, None, Literal, a tuple of these, a union of
-            these, or a dataclass.
+            these, or a dataclass. An `Annotated` may list values for the help: `Annotated[str, ("red", "blue")]`.
         names: a field's option where it is to have another name, as in `log_every_s="--log-every"`; None gives the
             field no option. The parsed value has the field's name in any case.
 
@@ -62,11 +59,14 @@ def from_options(kind: type[_ConfigT], parsed: argparse.Namespace, **settings: A
     Raises:
         ConfigError: a value is not valid, or a field without a default has none.
     """
-    return _build(kind, vars(parsed), settings)
+    defaults = {name: default for name, default in _defaults(kind).items() if name not in settings}
+    return kind(**settings, **_values(kind, defaults, vars(parsed)))
 
 
-def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the default of each field by its name, `MISSING` where it has none."""
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Return the default of each field of a dataclass, `MISSING` where it has none; of an instance, its values."""
+    if not isinstance(kind, type):
+        return {field.name: getattr(kind, field.name) for field in fields(kind) if field.init}
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(kind)
@@ -82,20 +82,21 @@ def _add_fields(
     prefix: str = "",
 ) -> None:
     hints, explained = get_type_hints(kind), _explanations(kind)
+    annotated = get_type_hints(kind, include_extras=True)
     for name, default in defaults.items():
         option = names.get(name, f"--{prefix}{name}".replace("_", "-"))
         if option is None:
             continue
         if is_dataclass(hints[name]):
-            _add_fields(group, hints[name], vars(default), {}, f"{prefix}{name}_")
+            _add_fields(group, hints[name], _defaults(default), {}, f"{prefix}{name}_")
             continue
-        choices, text = explained.get(name, ((), ""))
+        text = explained.get(name, "")
         if default not in (None, (), MISSING) and default is not False:
             text += f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
         alternatives = _alternatives(hints[name], name)
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if bool not in alternatives:
-            metavar = _metavar(alternatives, choices, name)
+            metavar = _metavar(alternatives, _choices(annotated[name]), name)
             how = {"type": partial(_read, alternatives, default), "metavar": metavar}
         action = group.add_argument(option, dest=prefix + name, default=None if default is MISSING else default, **how)
         # Given to add_argument, the text would get the default of a flag once more, by Python 3.11 and 3.12.
@@ -143,37 +144,32 @@ def _spelled(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _metavar(alternatives: list[Any], choices: tuple[Any, ...], name: str) -> str:
+def _choices(hint: Any) -> Sequence[Any]:
+    """Return the values that an `Annotated` lists, if it is one."""
+    return next((rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, tuple | list)), ())
+
+
+def _metavar(alternatives: list[Any], choices: Sequence[Any], name: str) -> str:
     """Return what stands for an option's value: the valid ones, a letter for a number, or the field's name."""
-    choices = choices or tuple(value for value in alternatives if isinstance(value, str | int))
+    choices = choices or [value for value in alternatives if isinstance(value, str | int)]
     if choices:
         return "|".join(map(_spelled, choices))
     numbers = [] if str in alternatives else [_METAVARS[part] for part in alternatives if part in _METAVARS]
     return (numbers or [name.upper()])[0]
 
 
-def _explanations(kind: type[Any]) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return each field's valid values, where its docstring names their constant, and the docstring's first paragraph.
+def _explanations(kind: type[Any]) -> dict[str, str]:
+    """Return the first paragraph of each field's docstring.
 
     Python keeps no docstrings of fields, so they are read from the source; where there is none, nothing is explained.
     """
     explained = {}
     for base in reversed(kind.__mro__):
-        for name, docstring in _docstrings(base):
-            text = " ".join(docstring.partition("\n\n")[0].split())
-            match = _ONE_OF.match(text)
-            choices = getattr(sys.modules[base.__module__], match[1], ()) if match else ()
-            explained[name] = (choices, match[2] if match and choices else text)
+        for pair in pairwise(_class_bodies(base.__module__).get(base.__name__, [])):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    explained[name] = " ".join(docstring.partition("\n\n")[0].split())
     return explained
-
-
-def _docstrings(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that are declared in this class itself, each with the string that follows it."""
-    for statement, following in pairwise(_class_bodies(kind.__module__).get(kind.__name__, [])):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            match following:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.target.id, text
 
 
 @cache
@@ -186,20 +182,17 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def _build(kind: type[_ConfigT], values: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> _ConfigT:
-    hints, given = get_type_hints(kind), dict(settings)
-    for name, default in _defaults(kind).items():
-        if name in settings:
-            continue
+def _values(
+    kind: type[Any], defaults: Mapping[str, Any], parsed: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the value of each of these fields: the parsed one, or the default where no option was added for it."""
+    hints, values = get_type_hints(kind), {}
+    for name, default in defaults.items():
         if is_dataclass(hints[name]):
-            inner = f"{prefix}{name}_"
-            given[name] = _build(hints[name], {**_prefixed(vars(default), inner), **values}, {}, inner)
+            inner = _values(hints[name], _defaults(default), parsed, f"{prefix}{name}_")
+            values[name] = replace(default, **inner)
             continue
-        given[name] = values.get(prefix + name, default)
-        if default is MISSING and given[name] in (None, MISSING):
+        values[name] = parsed.get(prefix + name, default)
+        if default is MISSING and values[name] in (None, MISSING):
             raise ConfigError(f"{kind.__name__} needs {name}, and it is not given")
-    return kind(**given)
-
-
-def _prefixed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {prefix + name: value for name, value in values.items()}
+    return values

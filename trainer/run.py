@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, IterableDataset
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
-from trainer.cluster.world import RankNames
 from trainer.config import CheckpointConfig, RunConfig, settings_from
 from trainer.data.base import NOT_GIVEN, Loader
 from trainer.data.loader import ShardedLoader
@@ -48,13 +47,13 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
     if config is None:
-        config = settings_from(RunConfig, "init", own=("strategy", "config"), **settings)
+        config = settings_from(RunConfig, "init", others=("strategy", "config"), **settings)
     elif settings:
         raise ConfigError(f"init takes config, or settings one by one; {min(settings)} was given beside config")
     return Run(strategy, config)
 
 
-class Run(RankNames):
+class Run:
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
     All methods but `print`, `log`, `save`, `mean`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every
@@ -68,7 +67,10 @@ class Run(RankNames):
     def __init__(self, strategy: str | Strategy, config: RunConfig) -> None:
         self.config = config
         self.strategy = join(strategy, config)
-        self.world = self.strategy.world
+        self.world = world = self.strategy.world
+        # By the names that Fabric and Accelerate give them.
+        self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
+        self.is_root, self.device, self.host = world.is_root, world.device, world.host
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})

@@ -153,8 +153,8 @@ def test_a_configuration_cannot_be_changed_afterwards() -> None:
 def test_as_dict_builds_the_same_configuration_again() -> None:
     config = TrainerConfig(batch_size=3, clip_norm=0.5, precision="bf16")
     assert config.as_dict()["clip_norm"] == 0.5
-    found = config.as_dict()
-    assert TrainerConfig(**{**found, "fsdp": FsdpConfig(**found["fsdp"])}) == config
+    values = config.as_dict()
+    assert TrainerConfig(**{**values, "fsdp": FsdpConfig(**values["fsdp"])}) == config
 
 
 @pytest.mark.parametrize(

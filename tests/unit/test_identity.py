@@ -36,15 +36,15 @@ def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [SECRET, "HOROVOD_JOB_SECRET"])
 def test_with_a_secret_the_token_does_not_go_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "5e" * 32)
-    one, other = Watched(), Watched()
-    token = job_token(one, WORLD)
-    assert token not in one.seen[0]
+    first, second = Watched(), Watched()
+    token = job_token(first, WORLD)
+    assert token not in first.seen[0]
     assert len(token) == 64
-    assert job_token(other, WORLD) != token
-    monkeypatch.setattr("secrets.token_hex", lambda _: one.seen[0])
-    assert job_token(other, WORLD) == token
+    assert job_token(second, WORLD) != token
+    monkeypatch.setattr("secrets.token_hex", lambda _: first.seen[0])
+    assert job_token(second, WORLD) == token
     monkeypatch.setenv(name, "6e" * 32)
-    assert job_token(other, WORLD) != token
+    assert job_token(second, WORLD) != token
 
 
 def test_every_rank_adds_to_the_token_and_sees_what_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,9 @@ def test_the_supervisors_secret_comes_first_and_is_new_at_every_start() -> None:
     assert job_secret({SECRET: "a" * 64, "HOROVOD_JOB_SECRET": "b" * 64}) == "a" * 64
     assert job_secret({SECRET: "", "HOROVOD_JOB_SECRET": "b" * 64}) == "b" * 64
     assert job_secret({}) == ""
-    found = [environment_for("a job")[SECRET] for _ in range(2)]
-    assert found[0] != found[1]
-    assert all(len(bytes.fromhex(one)) == 32 for one in found)
+    given = [environment_for("a job")[SECRET] for _ in range(2)]
+    assert given[0] != given[1]
+    assert all(len(bytes.fromhex(secret)) == 32 for secret in given)
 
 
 @settings(deadline=None)

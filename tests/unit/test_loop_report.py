@@ -163,7 +163,7 @@ def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypa
     assert settings["settings"] == {"hidden": 64}
     assert settings["config"]["accumulate"] == 2
     assert settings["command"] == ["train.py", "--lr", "0.1"]
-    assert [(one["class"], one["groups"][0]["lr"]) for one in settings["optimizers"]] == [("SGD", 0.1)]
+    assert [(entry["class"], entry["groups"][0]["lr"]) for entry in settings["optimizers"]] == [("SGD", 0.1)]
     assert settings["world"]["size"] == 1
     assert {"description", "tuning", "versions", "started"} < set(settings)
     with pytest.raises(TrainerError, match="already holds a run"):

@@ -85,7 +85,7 @@ def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
     log = NcclLog()
     assert log.read() == ""
     log.close()
-    assert {one: os.environ.get(one) for one in VARIABLES} == dict.fromkeys(VARIABLES) | {name: ""}
+    assert {variable: os.environ.get(variable) for variable in VARIABLES} == dict.fromkeys(VARIABLES) | {name: ""}
 
 
 def test_what_a_file_of_settings_says_stays(tmp_path: Path) -> None:

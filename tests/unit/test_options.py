@@ -8,14 +8,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
 import trainer
 from trainer import CheckpointConfig, ConfigError, FsdpConfig, TrainerConfig
-
-COLORS = ("red", "none")
 
 
 @dataclass
@@ -46,8 +44,8 @@ class Settings:
     maybe: bool | None = None
     mode: Literal["fast", "slow", 3] = "fast"
     """How to go."""
-    color: str = "red"
-    """One of `COLORS`: the paint."""
+    color: Annotated[str, ("red", "none")] = "red"
+    """the paint."""
     limit: int | float | None = 5
     """At most so many."""
     words: str | tuple[str, ...] = "all"

@@ -130,8 +130,10 @@ def test_a_job_in_the_background_leaves_the_terminal_to_the_shell(folder: Path) 
 
 
 def test_a_rank_of_a_terminal_that_stops_background_writes_is_not_stopped(folder: Path) -> None:
-    session = run(folder, "-c", "import os, sys; os.system('stty tostop'); "
-                  "os.execvp(sys.executable, [sys.executable, 'mpirun', 'rank.py'])")  # fmt: skip
+    script = (
+        "import os, sys; os.system('stty tostop'); os.execvp(sys.executable, [sys.executable, 'mpirun', 'rank.py'])"
+    )
+    session = run(folder, "-c", script)
     assert percents(session)[-1] == "90"
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from trainer.errors import ConfigError
 
 SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
-"""Holds the job's secret, where the supervisor or the user gives the ranks one."""
+"""Variable with the job's secret, where the supervisor or the user gives the ranks one."""
 HANG_TIMEOUT = "TRAINER_HANG_TIMEOUT"
-"""Holds the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
+"""Variable with the limit of the watch for hangs, where the supervisor or the user gives rank 0 one."""
 FLIGHT_RECORDER = "TRAINER_FLIGHT_RECORDER"
-"""0: PyTorch's flight recorder is not read; 1: also over Gloo, and not only over NCCL."""
+"""Variable that is 0 where PyTorch's flight recorder is not read, and 1 where it is also read over Gloo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,15 @@ class Launch:
     """Rank and world size of this process, as its launcher has set them."""
 
     launcher: str = "python"
-    """python, horovodrun, mpirun, srun or torchrun."""
+    """The program that started this process: python, horovodrun, mpirun, mpiexec, srun or torchrun."""
     rank: int = 0
+    """0 to size - 1. Rank 0, the root, writes files, prints, and broadcasts its weights."""
     size: int = 1
+    """Processes in all, on all hosts."""
     local_rank: int = 0
+    """0 to local_size - 1, counted on this host."""
     local_size: int = 1
+    """Processes on this host."""
 
 
 # Looked for in this order: horovodrun and mpirun may run inside an srun allocation, whose variables are still
@@ -54,10 +58,9 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         ConfigError: the process is one of several, and no variable says which; or launchers are nested.
     """
     environ = _non_empty(environ)
-    found = launches(environ)
-    if found:
-        _refuse_nested(found, environ)
-        return found[0]
+    if candidates := launches(environ):
+        _refuse_nested(candidates, environ)
+        return candidates[0]
     for name in ("WORLD_SIZE", "PMI_SIZE"):
         if environ.get(name, "1") != "1":
             raise ConfigError(
@@ -74,18 +77,19 @@ def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
         ConfigError: a variable of theirs holds no number.
     """
     environ = _non_empty(environ)
-    found = []
+    candidates = []
     for launcher, names in _LAUNCHERS:
         if all(name in environ for name in names):
             rank, size, local_rank, local_size = (_number(environ, name) for name in names)
             by_horovodrun = launcher == "mpirun" and environ.get("HOROVOD_LAUNCHER") == "horovodrun"
             name = "horovodrun" if by_horovodrun else launcher
-            found.append(Launch(launcher=name, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
+            candidates.append(Launch(launcher=name, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        found.append(_read_srun(environ))
-    elif found and "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        found.append(Launch(launcher="mpiexec", rank=_number(environ, "PMI_RANK"), size=_number(environ, "PMI_SIZE")))
-    return found
+        candidates.append(_read_srun(environ))
+    elif candidates and "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        rank, size = (_number(environ, name) for name in ("PMI_RANK", "PMI_SIZE"))
+        candidates.append(Launch(launcher="mpiexec", rank=rank, size=size))
+    return candidates
 
 
 def _non_empty(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -98,7 +102,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(environ[name])
 
 
-def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
+def _refuse_nested(candidates: list[Launch], environ: Mapping[str, str]) -> None:
     """Refuse a launcher that several ranks of another one have called, each for a training of its own.
 
     The other one may be the usual way to start on every node: torchrun is called once on each node, and mpirun has srun
@@ -107,7 +111,7 @@ def _refuse_nested(found: list[Launch], environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: names both launchers.
     """
-    inner, *others = found
+    inner, *others = candidates
     for outer in others:
         if outer.size < 2 or _is_meant(outer, inner, environ):
             continue

@@ -10,10 +10,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from trainer.cluster.processes import read_process
+
 _TASKS = Path("/proc/self/task")
 _wait_s = 0.2
 _SHORT_WAIT_S = 0.01
-"""Once a thread has not slept for the whole time: it may be one that never does."""
+"""The wait once a thread has not slept for the whole time: it may be one that never does."""
 _POLL_S = 0.0005
 
 
@@ -41,10 +43,9 @@ def _wait_for_threads() -> None:
 
 
 def _other_threads_run() -> bool:
-    own = str(threading.get_native_id())
+    this = str(threading.get_native_id())
     for task in _TASKS.iterdir():
         with suppress(OSError):  # it has ended
-            # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
-            if task.name != own and (task / "stat").read_text().rpartition(") ")[2][0] != "S":
+            if task.name != this and read_process("self", task.name).state != "S":
                 return True
     return False

@@ -34,10 +34,10 @@ def check_sharing(gpus: int, ranks: int) -> None:
     """
     version = nccl_version()
     if version is None or version < _FIRST_VERSION:
-        found = "this PyTorch has no NCCL" if version is None else f"this is NCCL {'.'.join(map(str, version))}"
+        present = "this PyTorch has no NCCL" if version is None else f"this is NCCL {'.'.join(map(str, version))}"
         raise ConfigError(
-            f"{SHARING} is 1, but {found}, and ranks can share a GPU with NCCL 2.30 or newer; start at most {gpus} of "
-            f"these {ranks} ranks on this host, or take device 'cpu'"
+            f"{SHARING} is 1, but {present}, and ranks can share a GPU with NCCL 2.30 or newer; start at most {gpus} "
+            f"of these {ranks} ranks on this host, or take device 'cpu'"
         )
 
 
@@ -63,7 +63,7 @@ def version_of(code: int) -> tuple[int, int, int]:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Return what tells a GPU from all others, on any host; None for a CPU."""
+    """Return a GPU's UUID, which no other GPU has on any host; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

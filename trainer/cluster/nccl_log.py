@@ -1,4 +1,4 @@
-"""What NCCL's log says of how the ranks are connected, and how a run gets to read it without showing it.
+"""NCCL's log: which transports connect the ranks, read from a private file so that the log is not shown.
 
 With NCCL_DEBUG=INFO, NCCL names the transport of each connection that it sets up, in lines of the subsystem INIT:
 
@@ -15,36 +15,25 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
-_FILE = "NCCL_DEBUG_FILE"
+_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 # A plugin's name may have spaces, as "AWS Libfabric" has. The number in parentheses is a rank that sends for this one.
-_NETWORK = re.compile(r" via (?:NET|COLLNET)/([^/]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
-_NAMES = {" via P2P/": "P2P", " via SHM": "shared memory", " via direct shared memory": "shared memory"}
-_ORDER = ("P2P", "shared memory")
+_NETWORK = re.compile(r" via (?:NET|COLLNET)/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
+_INSIDE = {" via P2P/": "P2P", " via SHM": "shared memory", " via direct shared memory": "shared memory"}
+"""Transports within a host, by what names them in the log."""
 
 
 def read_transports(log: str) -> frozenset[str]:
     """Return the transports of a log's connections, as in {"P2P", "NET/IB with GPUDirect RDMA"}."""
-    found = set()
-    for line in log.splitlines():
-        if match := _NETWORK.search(line):
-            found.add(_network(*match.groups()))
-        else:
-            found |= {name for mark, name in _NAMES.items() if mark in line}
-    return frozenset(found)
-
-
-def _network(name: str, direct: str | None) -> str:
-    if name == "Socket":
-        return "TCP sockets"
-    return f"NET/{name} {'with' if direct else 'without'} GPUDirect RDMA"
+    transports = {name for mark, name in _INSIDE.items() if mark in log}
+    for name, direct in _NETWORK.findall(log):
+        network = f"NET/{name} {'with' if direct else 'without'} GPUDirect RDMA"
+        transports.add("TCP sockets" if name == "Socket" else network)
+    return frozenset(transports)
 
 
 def describe_transports(transports: Iterable[str]) -> str:
     """Return all ranks' transports in a few words, those within a host first; an empty string without any."""
-    found = set(transports)
-    inside = [name for name in _ORDER if name in found]
-    return ", ".join([*inside, *sorted(found.difference(_ORDER))])
+    return ", ".join(sorted(set(transports), key=lambda name: (name not in _INSIDE.values(), name)))
 
 
 class NcclLog:
@@ -61,8 +50,7 @@ class NcclLog:
             descriptor, name = tempfile.mkstemp(prefix="trainer-nccl-", suffix=".log")
             os.close(descriptor)
             self._path = Path(name)
-            os.environ.update(_SETTINGS)
-            os.environ[_FILE] = name
+            os.environ.update(zip(_VARIABLES, ("INFO", "INIT", name), strict=True))
 
     def read(self) -> str:
         """Return the log so far; empty where there is none."""
@@ -78,19 +66,16 @@ class NcclLog:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
-            for name in (*_SETTINGS, _FILE):
+            for name in _VARIABLES:
                 os.environ.pop(name, None)
 
 
 def _is_set() -> bool:
-    if any(name in os.environ for name in (*_SETTINGS, _FILE)):
+    """Return whether the user, or a file of NCCL's settings, says where NCCL's log goes."""
+    if any(name in os.environ for name in _VARIABLES):
         return True
-    places = [
-        Path("/etc/nccl.conf"),
-        Path(os.environ.get("NCCL_CONF_FILE") or f"{os.environ.get('HOME', '')}/.nccl.conf"),
-    ]
-    for place in places:
+    for place in ("/etc/nccl.conf", os.environ.get("NCCL_CONF_FILE") or f"{os.environ.get('HOME', '')}/.nccl.conf"):
         with suppress(OSError):
-            if re.search(r"^\s*NCCL_DEBUG", place.read_text(errors="replace"), re.MULTILINE):
+            if re.search(r"^\s*NCCL_DEBUG", Path(place).read_text(errors="replace"), re.MULTILINE):
                 return True
     return False

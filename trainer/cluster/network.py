@@ -42,7 +42,7 @@ def address_toward(host_ids: Sequence[str]) -> str:
     others = sorted({other.split()[0] for other in host_ids if other != host_id()})
     if not others:
         return "127.0.0.1"
-    if address := _address_toward(os.environ.get("MASTER_ADDR", ""), *others):
+    if address := _address_toward(*others):
         return address
     raise ConfigError(
         f"cannot tell which of this host's addresses leads to {', '.join(others)}; set TRAINER_NETWORK to "
@@ -66,8 +66,8 @@ def interface_of(address: str) -> str:
     Raises:
         ConfigError: no interface of this host has it.
     """
-    for name, addresses in _addresses_by_interface().items():
-        if address in addresses:
+    for name, other in _addresses():
+        if other == address:
             return name
     raise ConfigError(f"no interface of this host has the address {address}")
 
@@ -80,11 +80,9 @@ def choose_nccl_interface(address: str | None = None) -> None:
     Args:
         address: this host's on that interface; the one on the user's or the launcher's network when None.
     """
-    found = address or _of_user() or _of_launcher()
-    if not found or ip_address(found).is_loopback:
-        return
-    if not os.environ.get("NCCL_SOCKET_IFNAME"):
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(found)}"  # not also a longer name that begins so
+    address = address or _of_user() or _of_launcher()
+    if address and not ip_address(address).is_loopback:
+        set_default("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")  # not also a longer name that begins so
 
 
 def choose_gloo_interface(address: str | None) -> None:
@@ -105,11 +103,11 @@ def address_toward_master(*, is_one_host: bool) -> str | None:
     Args:
         is_one_host: whether all ranks are on this host.
     """
-    return "127.0.0.1" if is_one_host else _address_toward(os.environ.get("MASTER_ADDR", ""))
+    return "127.0.0.1" if is_one_host else _address_toward()
 
 
 def _address_toward(*hosts: str) -> str | None:
-    for address in (_of_user(), _of_launcher(), *map(route_to, hosts)):
+    for address in (_of_user(), _of_launcher(), *map(route_to, (os.environ.get("MASTER_ADDR", ""), *hosts))):
         if address and not ip_address(address).is_loopback:
             return address
     return None
@@ -124,9 +122,9 @@ def _of_user() -> str | None:
     except ValueError as error:
         raise ConfigError(f"TRAINER_NETWORK is {chosen!r}: {error}; valid is a network, as in 10.0.0.0/24") from None
     if address is None:
-        own = ", ".join(f"{name} {address}" for name, found in _addresses_by_interface().items() for address in found)
+        here = ", ".join(map(" ".join, _addresses()))
         raise ConfigError(
-            f"TRAINER_NETWORK is {chosen!r}, and {socket.gethostname()} has no address there; it has {own}"
+            f"TRAINER_NETWORK is {chosen!r}, and {socket.gethostname()} has no address there; it has {here}"
         )
     return address
 
@@ -140,21 +138,17 @@ def _of_launcher() -> str | None:
 
 def _first_address(choice: str) -> str | None:
     """Return this host's first address on one of several networks or interfaces, separated by commas."""
-    by_interface = _addresses_by_interface()
     for part in choice.split(","):
-        found = by_interface.get(part, [])
-        if "/" in part:
-            network = ip_network(part, strict=False)
-            found = [one for addresses in by_interface.values() for one in addresses if ip_address(one) in network]
-        if found:
-            return found[0]
+        network = ip_network(part, strict=False) if "/" in part else ()
+        for name, address in _addresses():
+            if name == part or ip_address(address) in network:
+                return address
     return None
 
 
-def _addresses_by_interface() -> dict[str, list[str]]:
+def _addresses() -> list[tuple[str, str]]:
+    """Return this host's IPv4 addresses, each behind the name of its interface."""
     import psutil
 
-    return {
-        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    every = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+    return [(name, entry.address) for name, entry in every if entry.family == socket.AF_INET]

@@ -19,7 +19,7 @@ class Process:
     state: str
     """The kernel's letter."""
     started: int
-    """By which it is told from a later one of the same number; clock ticks since the boot."""
+    """Start time in clock ticks since the boot, which tells it from a later process with the same number."""
     cpu_s: float
     """Processor time that it has taken."""
     parent: int = 0
@@ -56,7 +56,7 @@ def look(pid: int, started: int = 0, thread: int = 0) -> Process:
     """Look at a process, which may be gone.
 
     Args:
-        started: of the one that is meant; 0 takes any.
+        started: start time of the process that is meant; 0 takes any.
         thread: whose state and processor time are meant; 0 is the main thread.
     """
     with suppress(OSError, ValueError, IndexError):

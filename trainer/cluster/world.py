@@ -14,25 +14,15 @@ from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class World(Launch):
     """Ranks and devices of a job. A single process is a world of size 1, so callers need no special case.
 
     Raises:
         ConfigError: a rank does not fit its size.
     """
 
-    rank: int = 0
-    """0 to size - 1. Rank 0, the root, writes files, prints, and broadcasts its weights."""
-    size: int = 1
-    """Processes in all, on all hosts."""
-    local_rank: int = 0
-    """0 to local_size - 1, counted on this host."""
-    local_size: int = 1
-    """Processes on this host."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where this rank computes."""
-    launcher: str = "python"
-    """The program that started this process."""
     host: str = field(default_factory=socket.gethostname)
 
     def __post_init__(self) -> None:
@@ -48,36 +38,6 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.host} ({self.device})"
 
 
-class RankNames:
-    """The facts of a world by the names that Fabric and Accelerate give them."""
-
-    world: World
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.size
-
-    @property
-    def local_rank(self) -> int:
-        return self.world.local_rank
-
-    @property
-    def is_root(self) -> bool:
-        return self.world.is_root
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
-
-    @property
-    def host(self) -> str:
-        return self.world.host
-
-
 def current_world(device: str = "auto", launch: Launch | None = None) -> World:
     """Return the world that this process was launched into. Starts nothing.
 
@@ -90,14 +50,7 @@ def current_world(device: str = "auto", launch: Launch | None = None) -> World:
         ConfigError: a GPU was asked for and there is none for this rank, or ranks shall share one and cannot.
     """
     launch = launch or read_launch()
-    return World(
-        rank=launch.rank,
-        size=launch.size,
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        launcher=launch.launcher,
-        device=_choose_device(device, launch),
-    )
+    return World(**vars(launch), device=_choose_device(device, launch))
 
 
 def _choose_device(device: str, launch: Launch) -> torch.device:

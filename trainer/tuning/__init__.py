@@ -28,7 +28,7 @@ from trainer.tuning.host import tune_host
 from trainer.tuning.open_mpi import tune_open_mpi
 
 FUSION_BYTES = 4 * 1024 * 1024
-"""Of a message between ranks of one host. A larger bucket is sent as several."""
+"""Largest message between ranks of one host. A larger bucket is sent as several."""
 CYCLE_TIME_MS = "0.01"
 
 
