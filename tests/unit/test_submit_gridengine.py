@@ -12,7 +12,7 @@ import pytest
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import TrainerError
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS
 from trainer.ops.submit.schedulers.gridengine import GridEngine
 
 GRID_ENGINE = ["gridengine", "--nodes", "2", "--ranks-per-node", "2"]
@@ -142,7 +142,7 @@ def test_the_accounting_is_read(folder: Path, records: list[tuple[str, int, int]
     stand_in(folder, "qstat", "printf 'Following jobs do not exist: \\n7\\n' >&2; exit 1")
     text = "".join(RECORD.format(host=host, task="undefined", failed=f, code=c) for host, f, c in records)
     stand_in(folder, "qacct", f"echo '{text}'")
-    state = Watch(SCHEDULERS["gridengine"], "7").state()
+    state = SCHEDULERS["gridengine"].state("7", {})
     assert (state.code, str(state)) == (code, words)
 
 
@@ -151,24 +151,24 @@ def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pyte
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='b', task='undefined', failed=0, code=0)}'")
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
-    watch = Watch(GridEngine(name="gridengine", summary="", suffix=".sge"), "7")
-    assert watch.state().code is None
+    scheduler = GridEngine(name="gridengine", summary="", suffix=".sge")
+    assert scheduler.state("7", {}).code is None
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
-    assert watch.state().code == 0
+    assert scheduler.state("7", {}).code == 0
 
 
 def test_an_arrays_jobs_are_told_apart_in_the_accounting(folder: Path) -> None:
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     text = "".join(RECORD.format(host="a", task=task, failed=0, code=code) for task, code in ((1, 78), (2, 0)))
     stand_in(folder, "qacct", f"echo '{text}'")
-    assert Watch(SCHEDULERS["gridengine"], "7").state().code == 78
+    assert SCHEDULERS["gridengine"].state("7", {}).code == 78
 
 
 def test_a_master_that_does_not_answer_says_nothing_of_a_job(folder: Path) -> None:
     stand_in(folder, "qstat", "echo 'error: commlib error: got select error' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='a', task='undefined', failed=25, code=99)}'")
     with pytest.raises(TrainerError, match="commlib"):
-        Watch(SCHEDULERS["gridengine"], "7").state()
+        SCHEDULERS["gridengine"].state("7", {})
 
 
 def test_a_script_is_looked_for_in_this_folder_unless_a_directive_names_another(folder: Path) -> None:

@@ -196,7 +196,9 @@ def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, refusa
 
 
 def test_a_job_that_is_cancelled_while_its_nodes_are_asked_does_not_come_back(tmp_path: Path) -> None:
-    stand_in(tmp_path, "timeout", "kill -TERM $PPID; exit 1")  # the script calls it for that only
+    stand_in(
+        tmp_path, "timeout", "kill -TERM $(ps -o ppid= $(ps -o ppid= $PPID)); exit 1"
+    )  # the script calls it for that only
     batch = Batch(tmp_path, "exit 3")
     assert batch.code() == 3
     assert not batch.is_requeued

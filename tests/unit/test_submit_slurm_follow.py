@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, State
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
@@ -47,12 +47,12 @@ def _in_a_folder_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_slurms_states_are_read(tmp_path: Path, states: list[tuple[str, ...]], name: str, code: int | None) -> None:
     lines = [record(17 + number, *words) for number, words in enumerate(states)]
     stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-    state = Watch(SCHEDULERS["slurm"], "17").state()
+    state = SCHEDULERS["slurm"].state("17", {})
     assert (str(state), state.code) == (name, code)
 
 
 def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path) -> None:
-    watch = Watch(SCHEDULERS["slurm"], "17")
+    known: dict[str, State] = {}
     answers = [
         ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
         ([(17, "FAILED", "1:0"), (19, "RUNNING", "0:0")], None),  # 19 was put back by hand
@@ -62,7 +62,7 @@ def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path) -> None:
     for records, code in answers:
         lines = [record(number, state, code) for number, state, code in records]
         stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-        assert watch.state().code == code
+        assert SCHEDULERS["slurm"].state("17", known).code == code
 
 
 def test_a_job_is_submitted_and_followed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

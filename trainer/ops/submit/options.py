@@ -138,7 +138,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
         problems += [*_check(job, scheduler), *scheduler.problems(job)]
-        if parsed.follow and not scheduler.is_tried:
+        if parsed.follow and not scheduler.submit_command:
             problems.append(f"{scheduler.name} has no --follow; nobody has run it, and its file is only written")
     if problems or scheduler is None:
         raise ConfigError("; ".join(problems))

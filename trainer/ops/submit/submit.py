@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.ops.command import target_of
 from trainer.ops.submit.options import Options, to_options
-from trainer.ops.submit.schedulers import State, Watch
+from trainer.ops.submit.schedulers import State
 
 _POLL_S = 1.0
 # What a rank or a watcher says of a failure, which launchers and the ranks that it takes along write much more after.
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         write_atomically(path, text)
     except OSError as error:
         raise TrainerError(f"{path} cannot be written: {error.strerror}") from None
-    if not options.scheduler.is_tried:
+    if not options.scheduler.submit_command:
         _say(f"{path} is written, not submitted, because nobody has run one: its head says what to check, and how to")
         return 0
     job_id = options.scheduler.submit(path)
@@ -113,7 +113,7 @@ class _Follower:
 
     def __init__(self, options: Options, job_id: str) -> None:
         self._options, self._job_id = options, job_id
-        self._watch = Watch(options.scheduler, job_id)
+        self._states: dict[str, State] = {}
         self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
@@ -122,7 +122,7 @@ class _Follower:
     def look(self) -> int | None:
         """Print what is new; return the exit code of a job that has ended."""
         try:
-            state = self._watch.state()
+            state = self._options.scheduler.state(self._job_id, self._states)
             output = self._options.scheduler.new_output(self._options.job, self._job_id, self._seen)
         except TrainerError:
             self._unanswered += 1

@@ -10,15 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.cluster.exit_codes import PREEMPTED
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops.submit.job import Job, duration, shell_command
-from trainer.ops.submit.schedulers.template import fill, read
+from trainer.ops.submit.schedulers.template import fill, read, read_requeue
 
 KUBERNETES_ONLY: Mapping[str, str] = {
     "claim": "its nodes share a file system",
     **dict.fromkeys(("namespace", "node_selector", "tolerations", "pull_secrets"), "it is an option for Kubernetes"),
 }
 """What other schedulers lack."""
+BATCH_LACKS: Mapping[str, str] = {**KUBERNETES_ONLY, "image": "start the container runtime in the command"}
+"""What schedulers lack whose script calls `mpirun`."""
+ONE_JOB = "submit a job for each, under a --name of its own"
+"""What to do in place of an array."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Scheduler:
     suffix: str
     """Of a job file."""
     submit_command: tuple[str, ...] = ()
-    """What submits the job file whose path comes behind it."""
+    """What submits the job file whose path comes behind it; empty where nobody has run such a file, which is only
+    written."""
     cancel: tuple[str, ...] = ()
     """What ends the job whose id comes behind it."""
     launchers: tuple[str, ...] = ("mpirun",)
@@ -64,25 +70,32 @@ class Scheduler:
     """How long before the announced time the signal of the time limit may come."""
     runs_in_image: bool = False
     """Whether a job runs in the folder of an image, which it needs, not in the one that it is submitted from."""
-    is_tried: bool = True
-    """Whether such jobs have been run. Of another scheduler there is the template only; nothing submits its files."""
 
     def name_from(self, text: str) -> str:
         """Return a valid name for a job, made from that of its script."""
         return re.sub(r"^(?![A-Za-z])", "job-", re.sub(r"[^A-Za-z0-9_.-]+", "-", text))[: self.longest_name]
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template; None where a job has no such thing."""
+        """Return what a template may name; None where a job has no such thing."""
         unproven = ["GPUs"] * bool(job.gpus_per_node) + ["containers"] * bool(job.image and not self.runs_in_image)
+        minutes = -(-(job.time_s or 0) // 60)
         return {
             **{name: value or None for name, value in vars(job).items()},
             "ranks": job.ranks,
             "cpus_per_node": job.cpus_per_node,
+            "cores": job.cpus_per_node or job.ranks_per_node,
+            "and_gpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
+            "and_memory": f":mem={job.memory_gib}gb" if job.memory_gib else "",
+            "slot_memory_mib": -(-job.memory_gib * 1024 // job.ranks_per_node) if job.memory_gib else None,
             "command": shell_command(job.command, f"${self.index}"),
             "index_in_name": f"-${self.index}" if job.array else "",
+            "array_in_brackets": f"[{job.array}]" if job.array else "",
             "time": duration(job.time_s) if job.time_s else None,
+            "hours_and_minutes": f"{minutes // 60}:{minutes % 60:02}" if minutes else None,
             "told_after_s": job.time_s - job.grace_s if job.time_s else None,
             "not_run_with": f" Not run with {' and '.join(unproven)}." if unproven else "",
+            "preempted": PREEMPTED,
+            "requeue": read_requeue(),
         }
 
     def render(self, job: Job) -> str:
@@ -92,9 +105,18 @@ class Scheduler:
 
     def problems(self, job: Job) -> list[str]:
         """Return what this scheduler cannot do for a job, a line each."""
+        problems = []
         if self.runs_in_image and not job.image:
-            return [f"--image is missing; {self.name} runs the ranks in containers, as in --image trainer:cpu"]
-        return []
+            problems.append(f"--image is missing; {self.name} runs the ranks in containers, as in --image trainer:cpu")
+        if self.launchers == ("mpirun",):
+            problems += [
+                f"--directive is {text!r}; valid is an option of the scheduler's own, as in --directive='-q gpu'"
+                for text in job.directives
+                if not text.startswith("-")
+            ]
+            if "0" in re.split("[-,]", job.array):
+                problems.append(f"--array is {job.array!r}; {self.name} counts from 1")
+        return problems
 
     def runs_here(self, job: Job) -> bool:
         """Return whether a job runs in the folder that it is submitted from."""
@@ -114,9 +136,31 @@ class Scheduler:
         """Return the command that ends a job."""
         return (*self.cancel, job_id)
 
+    def stem(self, job: Job, job_id: str) -> str:
+        """Return what the names of a job's logs begin with; of an array, as a pattern."""
+        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
+
     def logs(self, job: Job, job_id: str) -> str:
-        """Return where a job's output is, in words."""
-        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}/"
+        """Return where a job's output is, in words: the script's log, and the folder with the ranks'."""
+        return f"{self.stem(job, job_id)}.log, {self.stem(job, job_id)}/"
+
+    def state(self, job_id: str, known: dict[str, State]) -> State:
+        """Ask where a job is; of an array, return the state of a job that waits or runs, else the largest exit code's.
+
+        Args:
+            known: what earlier calls have learned, for a scheduler may have forgotten a job of an array that ended
+                early when the last one ends. This call adds to it.
+
+        Raises:
+            TrainerError: the scheduler does not answer, or does not know the job.
+        """
+        now = self.states(job_id)
+        for unfinished in [each for each, state in known.items() if state.code is None]:
+            del known[unfinished]
+        known.update(now)
+        if not known:
+            raise TrainerError(f"{self.name} says nothing of job {job_id}")
+        return max(known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
     def states(self, job_id: str) -> Mapping[str, State]:
         """Ask where a job is; of an array, where each of its jobs is that the scheduler still knows.
@@ -140,30 +184,6 @@ class Scheduler:
         raise NotImplementedError
 
 
-class Watch:
-    """Where a submitted job is, from one question to the next.
-
-    Of an array, a scheduler may have forgotten a job that ended early when the last one ends.
-    """
-
-    def __init__(self, scheduler: Scheduler, job_id: str) -> None:
-        self._scheduler, self._job_id = scheduler, job_id
-        self._known: dict[str, State] = {}
-
-    def state(self) -> State:
-        """Ask; return the state of a job that waits or runs, else of the one with the largest exit code.
-
-        Raises:
-            TrainerError: the scheduler does not answer, or does not know the job.
-        """
-        now = self._scheduler.states(self._job_id)
-        ended = {job_id: state for job_id, state in self._known.items() if state.code is not None}
-        self._known = ended | dict(now)
-        if not self._known:
-            raise TrainerError(f"{self._scheduler.name} says nothing of job {self._job_id}")
-        return max(self._known.values(), key=lambda state: math.inf if state.code is None else state.code)
-
-
 def call(*command: str) -> str:
     """Run a scheduler's command; return what it prints.
 
@@ -178,18 +198,6 @@ def call(*command: str) -> str:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise TrainerError(f"{command[0]} refuses: {words}")
     return done.stdout.strip()
-
-
-def batch_problems(name: str, job: Job) -> list[str]:
-    """Return what the schedulers whose script calls `mpirun` would read in another way."""
-    problems = [
-        f"--directive is {text!r}; valid is an option of the scheduler's own, as in --directive='-q gpu'"
-        for text in job.directives
-        if not text.startswith("-")
-    ]
-    if "0" in re.split("[-,]", job.array):
-        problems.append(f"--array is {job.array!r}; {name} counts from 1")
-    return problems
 
 
 def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib.resources import files
 from textwrap import indent
 
+from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
+
 _NAME = re.compile(r"__([A-Za-z](?:[A-Za-z_.]*?[A-Za-z])?)__")
 _COMMENT = re.compile(r" *# ")
 
@@ -14,6 +16,12 @@ _COMMENT = re.compile(r" *# ")
 def read(path: str) -> str:
     """Return the text of a file of `trainer/ops/submit/`."""
     return files("trainer.ops.submit").joinpath(path).read_text(encoding="utf-8")
+
+
+def read_requeue() -> str:
+    """Return `requeue.py` as a program that needs no trainer: with the exit codes in place of their import."""
+    codes = f"MISTAKE, PREEMPTED = {MISTAKE}, {PREEMPTED}\n"
+    return re.sub(r"^from trainer\.cluster\.exit_codes import .*\n", codes, read("requeue.py"), flags=re.MULTILINE)
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
