@@ -12,8 +12,7 @@ import pytest
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops.supervise.attempt import Attempt, Times
-from trainer.ops.supervise.events import Events
-from trainer.ops.supervise.folder import Former, locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, Former, locked, read_former, write_job
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.outcome import Judgement, Verdict
 from trainer.ops.supervise.summary import recovery_of, summarize, training_share

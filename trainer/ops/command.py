@@ -9,24 +9,23 @@ from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON, _SHELL = re.compile(r"(python|pypy)[\d.]*"), re.compile(r"(ba|da|k|z)?sh")
-# Options that end an interpreter's own, and options with a value, which may also be a word of its own.
+# Options that end an interpreter's own options, and options with a value, which may also be the next word.
 _PYTHON_ENDS, _PYTHON_VALUES = "cm", "WX"
 _SHELL_ENDS, _SHELL_VALUES = "c", "oO"
-_LAUNCHERS = frozenset({
-    "horovodrun", "torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "aprun",
-    "deepspeed", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "horovod.runner",
-    "horovod.runner.launch", "deepspeed.launcher.runner",
-})  # fmt: skip
+_OF_MPI = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "aprun"}
+_OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+_OF_HOROVOD = {"horovodrun", "horovod.runner", "horovod.runner.launch"}
+_OTHERS = {"deepspeed", "deepspeed.launcher.runner", "accelerate.commands.launch"}
+_LAUNCHERS = _OF_MPI | _OF_TORCH | _OF_HOROVOD | _OTHERS
 """Programs and modules that start several processes of a training."""
 _SUBCOMMANDS = {"accelerate": "launch", "trainer": "run"}
 """Programs and modules that do so with this word."""
-_WRAPPERS = frozenset({
-    "env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid", "nsys",
-})  # fmt: skip
-"""Programs that start the one whose name follows, behind options of their own."""
-_ENVIRONMENTS = frozenset({
-    "uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba", "apptainer", "singularity",
-})  # fmt: skip
+_WRAPPERS = {"env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid"} | {
+    "nsys"
+}
+"""Programs that start the program whose name follows, behind options of their own."""
+_CONTAINERS = {"apptainer", "singularity"}
+_ENVIRONMENTS = {"uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba"} | _CONTAINERS
 """The same, perhaps in another folder, or with other files."""
 
 
@@ -90,10 +89,10 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def refuse_launcher(command: Sequence[str], starter: str) -> str:
-    """Return what is wrong with a command that starts several processes by itself; empty for any other one.
+    """Return what is wrong with a command that starts several processes by itself; empty for any other command.
 
     Args:
-        starter: who starts one for each rank already.
+        starter: who starts a process for each rank already.
     """
     launcher = target_of(command).launcher if command else ""
     if not launcher:
@@ -126,7 +125,7 @@ def _is_known(word: str) -> bool:
 
 
 def _script_of(words: Sequence[str], ends: str, with_value: str) -> tuple[str, str, Sequence[str]]:
-    """Return the option that ends an interpreter's own, if it is there, its value or the script, and what follows."""
+    """Return the option that ends an interpreter's options, if any, then its value or the script, and what follows."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

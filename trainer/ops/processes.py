@@ -75,9 +75,16 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd
     path = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     # In a session of its own, so that Ctrl-C reaches it only through this process, once.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", env={**env, "PATH": path, _MARK: mark}, cwd=cwd, start_new_session=True,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**env, "PATH": path, _MARK: mark},
+        cwd=cwd,
+        start_new_session=True,
+    )
     code: int | None = None
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -116,15 +123,15 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_POLL_S)
         left = processes_with(_MARK, mark)
-        for one in left:
+        for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                survivor.kill()
         psutil.wait_procs(left, timeout=_GRACE_S)
 
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Context in which an interrupt is deferred to the end."""
+    """Defer interrupts to the end of a `with` block."""
     received: list[int] = []
     earlier = {number: signal.signal(number, lambda number, _: received.append(number)) for number in INTERRUPTS}
     try:
@@ -138,9 +145,9 @@ def _signals_deferred() -> Iterator[None]:
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
     """Return the running processes whose environment variable has this value, which children inherit."""
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked

@@ -88,7 +88,7 @@ def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: flo
 
 
 class Inquiry:
-    """Looks at the hosts of a job in the background, one look at a time.
+    """Looks at the hosts of a job in the background, one look at a time; never where there are no hosts.
 
     Args:
         every_s: from an answer to the next look.
@@ -107,7 +107,7 @@ class Inquiry:
     def answers(self) -> list[Answer]:
         """Return answers that have come since the last call, and look again where it is time to."""
         now = time.monotonic()
-        if self._asked is None and now - self._asked_at > self._every_s:
+        if self._hosts and self._asked is None and now - self._asked_at > self._every_s:
             self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
         if self._asked is None or not self._asked.done():
             return []
@@ -120,8 +120,11 @@ def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:
     command = ["sh", "-s", "--", job or "nobody", action, *folders]
     process = subprocess.Popen(
         command if host.is_here else [*SSH, host.name, shlex.join(command)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     if process.stdin is not None:
         with suppress(BrokenPipeError):
             process.stdin.write(_SCRIPT.encode())
@@ -151,8 +154,8 @@ def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
     ranks, verdict = [], None
     while records:
         size = records.find(b"\n") + 1 or len(records)
-        if (found := parse_verdict(records[:size])) is not None:
-            verdict = found
+        if (host_verdict := parse_verdict(records[:size])) is not None:
+            verdict = host_verdict
         else:
             size = SIZE
             if (heartbeat := Heartbeat.from_bytes(records[:SIZE])) is not None:

@@ -12,14 +12,12 @@ from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.errors import ConfigError
 from trainer.ops.supervise.attempt import Attempt, Running, Times
-from trainer.ops.supervise.events import Events
-from trainer.ops.supervise.folder import locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Judgement, hint
-from trainer.ops.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
-from trainer.ops.supervise.rejoin import Rejoin
+from trainer.ops.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide, hosts_to_take_back
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.summary import facts_of, summarize
@@ -91,10 +89,8 @@ class _Supervisor:
             return
         answers = on_all_hosts(former.hosts, former.job, "kill")
         left = sum(len(answer.processes) for answer in answers)
-        self._events.say(
-            "taken over", f"process {former.supervisor} was supervising this job; of its processes on "
-            f"{names(former.hosts)}, {left} were left, and were ended", left=left,
-        )  # fmt: skip
+        text = f"process {former.supervisor} was supervising this job; of its processes on {names(former.hosts)}, "
+        self._events.say("taken over", f"{text}{left} were left, and were ended", left=left)
 
     def _attempt(self) -> tuple[list[Answer], Judgement]:
         options, number = self._options, len(self._attempts) + 1
@@ -104,19 +100,21 @@ class _Supervisor:
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
         attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        rejoin = Rejoin(options, self._hosts, self._bad)
-        running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, rejoin.reason)
-        try:
-            answers = running.run(options.command)
-        finally:
-            rejoin.close()
+        missing = hosts_to_take_back(options.hosts, self._hosts, self._bad, options.ranks) if options.take_back else []
+        answers = Running(attempt, options, self._signals, missing).run()
         judgement = attempt.judgement
         self._attempts.append(attempt)
         first, last = attempt.updates or (None, None)
-        self._history.append(Past(
-            verdict=judgement.verdict, hosts=self._hosts, blamed=judgement.hosts, first_update=first, last_update=last,
-            ended=time.monotonic(),
-        ))  # fmt: skip
+        self._history.append(
+            Past(
+                verdict=judgement.verdict,
+                hosts=self._hosts,
+                blamed=judgement.hosts,
+                first_update=first,
+                last_update=last,
+                ended=time.monotonic(),
+            )
+        )
         self._events.say(
             judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
         )

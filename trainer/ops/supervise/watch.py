@@ -14,7 +14,6 @@ from pathlib import Path
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
-from trainer.ops.supervise.signals import open_process
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
 from trainer.watch.job_folder import folder_name, is_own
 
@@ -117,8 +116,8 @@ class Ranks:
     def _look_for_dead(self) -> None:
         running = {number: rank.pid for number, rank in self.all.items() if number not in self._gone}
         for number in running.keys() - self._descriptors.keys():
-            if (descriptor := open_process(running[number])) is not None:
-                self._descriptors[number] = descriptor
+            with suppress(OSError, AttributeError):  # it is gone, or the system has no such descriptors
+                self._descriptors[number] = os.pidfd_open(running[number])
         dead = {number for number, process in running.items() if not is_running(process)}
         for number in dead & self._descriptors.keys():
             os.close(self._descriptors.pop(number))
