@@ -1,4 +1,4 @@
-"""The command that starts a training, as `trainer run`, `trainer doctor` and `trainer submit` take it."""
+"""The command that starts a training, as it is given to `trainer run`, `trainer doctor` and `trainer submit`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _ENVIRONMENTS = {"uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mam
 
 @dataclass(frozen=True)
 class Target:
-    """What a command starts in the end, behind `env`, other wrappers and interpreters."""
+    """The program that a command starts in the end, behind `env`, other wrappers and interpreters."""
 
     program: str
     script: str = ""
-    """A file that an interpreter runs."""
+    """The file that an interpreter runs."""
     module: str = ""
-    """Of `python -m`."""
+    """The module that `python -m` runs."""
     launcher: str = ""
-    """The words for a launcher of several processes; empty for any other program."""
+    """How the command names a launcher of several processes; empty for any other program."""
     is_here: bool = True
-    """Whether it starts in the folder, and with the files, that the command starts with."""
+    """Whether the program starts in the folder, and sees the files, that the command starts with."""
 
 
 def to_command(words: Sequence[str]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def _behind_wrappers(command: Sequence[str]) -> int:
     if Path(command[0]).name not in _WRAPPERS | _ENVIRONMENTS:
         return 0
     others = [at for at, word in enumerate(command) if at and not (word.startswith("-") or _ASSIGNMENT.fullmatch(word))]
-    # Which options of a wrapper have values is known of none.
+    # Which options of a wrapper take values is not known, so a word that is known to be a program comes first.
     known = [at for at in others if _is_known(command[at])]
     return min(known or others or [0])
 

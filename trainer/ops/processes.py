@@ -1,4 +1,4 @@
-"""Runs commands, launchers with all their ranks among them, and ends every process that they leave."""
+"""Run a command, such as a launcher with all its ranks, and end every process that it leaves."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Return the running processes whose environment variable has this value, which children inherit."""
+    """Return the running processes with this value of an environment variable, which children inherit."""
     marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -14,16 +14,16 @@ from pathlib import Path
 from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
 
 REPEATS = 3
-"""So many starts in a row are repeated that have not saved, because the next one may end like them."""
+"""How many starts in a row are repeated that have not saved: the next one may end like them."""
 _CRASHES = (134, 135, 139)
 """What a shell around a rank makes of SIGABRT, SIGBUS and SIGSEGV."""
 
 
 def code_of_ranks(code: int, messages: str) -> int:
-    """Return the exit code that counts: srun's own is the largest, which may be that of a rank that it has killed.
+    """Return the exit code that counts: srun returns the largest, which may be that of a rank that it has killed.
 
     Args:
-        messages: srun's, which have the exit codes of all ranks; empty for another launcher.
+        messages: what srun says, with the exit codes of all ranks; empty for another launcher.
     """
     # A mistake would be repeated by another start, even where other ranks have saved.
     for telling in (MISTAKE, PREEMPTED):
@@ -33,9 +33,9 @@ def code_of_ranks(code: int, messages: str) -> int:
 
 
 def has_crashed(code: int, messages: str) -> bool:
-    """Return whether the rank that ended first crashed below Python, in a driver or a library: that seldom comes again.
+    """Return whether the rank that ended first crashed below Python, in a driver or a library.
 
-    Others may abort because of it.
+    That seldom happens twice. Other ranks may abort because of it.
     """
     first = re.search(r"^.* tasks? [0-9,-]+: .*$", messages, re.MULTILINE)
     if first is None:
@@ -44,14 +44,14 @@ def has_crashed(code: int, messages: str) -> bool:
 
 
 def decide(code: int, folder: Path, told: str, *probe: str) -> int:
-    """Return `PREEMPTED` where the job shall be started again, else its exit code; say why.
+    """Return `PREEMPTED` if the job is to be started again, else its exit code; say why.
 
     Args:
-        code: with which the launcher of the ranks has ended.
-        folder: that of the job's logs. The file `unsaved` there counts the starts in a row that have not saved.
-        told: not empty where the ranks were told to save: they may fail in place of it.
-        probe: a command that fails where a host of the job was lost. It may take a minute, and runs only where
-            nothing else tells why the ranks have failed.
+        code: the exit code of what has started the ranks.
+        folder: the folder of the job's logs. The file `unsaved` there counts the starts in a row that have not saved.
+        told: not empty if the ranks were told to save, and may have failed instead of saving.
+        probe: a command that fails if a host of the job was lost. It may take a minute, so it runs only if nothing
+            else explains why the ranks have failed.
     """
     errors, unsaved = folder / "srun.log", folder / "unsaved"
     messages = errors.read_text(errors="replace") if errors.exists() else ""
@@ -61,8 +61,8 @@ def decide(code: int, folder: Path, told: str, *probe: str) -> int:
     repeats = 0
     if code != PREEMPTED:
         # A node that has just come back may refuse its ranks.
-        may_do_better = told or has_crashed(code, messages) or " launch failed: " in messages
-        if not may_do_better and subprocess.call(probe, stdin=subprocess.DEVNULL) == 0:
+        may_go_better = told or has_crashed(code, messages) or " launch failed: " in messages
+        if not may_go_better and subprocess.call(probe, stdin=subprocess.DEVNULL) == 0:
             return code
         repeats = 1 + (int(unsaved.read_text()) if unsaved.exists() else 0)
     if repeats > REPEATS:

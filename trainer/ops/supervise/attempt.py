@@ -1,4 +1,4 @@
-"""One start of the job: it is launched, watched, and ended on every host."""
+"""An attempt, which is a start of the job: launch it, watch it, and end it on every host."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from trainer.watch.job_folder import HANG
 
 _TICK_S = 0.25
 _LAUNCHER_ENDS_S = 0.5
-"""Time for a launcher to note which rank has died, before the others are killed, which can save nothing any more.
+"""Time for a launcher to note which rank has died, before the other ranks are killed; they cannot save any more.
 
-Left to the launcher, ranks with checkpoints would take its SIGTERM for a request to save, and wait for the dead one.
+If ending them were left to the launcher, ranks with checkpoints would take its SIGTERM for a request to save, and wait
+for the dead rank.
 """
 _TERMINATED_S = 2.0
 _INTERRUPTED_S = 5.0
-"""Time for a launcher to end after a signal, before everything is killed."""
+"""Time for a launcher to end after SIGTERM, or after Ctrl-C, before everything is killed."""
 _MISSING_PROBE_S = 30.0
 """How often hosts that an attempt does without are asked whether they are back."""
 _INTERRUPTED = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
@@ -34,7 +35,7 @@ _INTERRUPTED = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
 
 @dataclass
 class Times:
-    """Moments of an attempt, by this host's monotonic clock; None for what has not happened."""
+    """Moments of an attempt on this host's monotonic clock; None for what has not happened."""
 
     started: float
     joined: float | None = None
@@ -48,7 +49,7 @@ class Times:
 
 @dataclass
 class Attempt:
-    """A start of the job on these hosts, and how it went."""
+    """A start of the job on some hosts, and how it went."""
 
     hosts: Sequence[Host]
     job: str
@@ -116,7 +117,7 @@ class Running:
         self._ranks.read()
 
     def _ask(self) -> None:
-        """Ask the ranks to save and end, where somebody wants that; where none has joined, there is nothing to save."""
+        """Ask the ranks to save and end if a signal or a host that is back calls for it."""
         if self._signals.preempts and not self._is_last:
             self._asked_for, self._is_last = "preempted", True
         # Before the first update there is nothing to save, and a job that starts slowly would never get there.
@@ -125,7 +126,7 @@ class Running:
         else:
             return
         on_all_hosts(self._attempt.hosts, self._attempt.job, "preempt")
-        if not self._ranks.all:
+        if not self._ranks.all:  # then nothing can be saved yet
             self._signal(signal.SIGTERM)
 
     def _hosts_that_are_back(self) -> list[str]:
@@ -139,7 +140,7 @@ class Running:
         return [code for process in self._processes if (code := process.poll()) is not None]
 
     def _end(self) -> bool:
-        """Have the launcher end what it has started, and remove its files; return whether that was up to itself."""
+        """Have the launcher end what it has started, and remove its files; return whether it did so by itself."""
         if self._signals.interrupted_by:
             # A terminal's Ctrl-C has reached the launcher as well, and mpirun takes a second one for impatience.
             self._wait(_INTERRUPTED_S / 2)
@@ -147,7 +148,7 @@ class Running:
             self._wait(_INTERRUPTED_S)
             return False
         by_itself = bool(self._ranks.dead)
-        if not by_itself:  # else it ends the job already, and mpirun crashes on a signal meanwhile
+        if not by_itself:  # else it is ending the job already, and mpirun crashes on a signal meanwhile
             self._signal(signal.SIGTERM)
         self._ranks.kill()
         self._wait(_TERMINATED_S)
@@ -206,17 +207,17 @@ class Running:
 def find_dead(
     seen: Sequence[int], gone: Collection[int], asked: Collection[int], host_of: Mapping[int, str]
 ) -> Sequence[int]:
-    """Return the ranks that died first; none where that is not known.
+    """Return the ranks that died first; none if that is not known.
 
     Args:
         seen: ranks of this host whose deaths were seen first.
         gone: ranks of any host that were gone at the end, without a word.
-        asked: ranks that had got a signal to end. A launcher sends it to those that a dead rank leaves behind.
+        asked: ranks that had got a signal to end. A launcher sends it to the ranks that a dead rank leaves behind.
     """
     if asked and (unasked := sorted(set(gone) - set(asked))):
         return unasked
     if len(gone) < len(host_of):
         return seen or sorted(gone)
-    # The launcher has ended those that were left. All that died at once here may be among them.
+    # The launcher has ended the ranks that were left. If all ranks of this host died at once, it may have ended them.
     here = {number for number, host in host_of.items() if host in {host_of[number] for number in seen}}
     return seen if set(seen) < here or len(here) == len(host_of) else ()

@@ -81,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_job(folder: Path, job: str, hosts: Sequence[Host]) -> None:
-    """Note the job that is about to start; an empty one means that none is under way."""
+    """Note the job that is about to start; an empty `job` means that none is under way."""
     entry = {"job": job, "hosts": [[host.name, host.slots] for host in hosts], "supervisor": os.getpid()}
     write_atomically(folder / "job.json", json.dumps(entry) + "\n")
 

@@ -1,4 +1,4 @@
-"""The commands that start a job: one function a launcher."""
+"""Start a job: a function for each launcher makes its command."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trainer.watch.job_folder import JOB
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20000, 32000)
 """Below the ports that a kernel gives to clients."""
-# What belongs to this host or to this shell.
+# Variables that belong to this host or to this shell, and are not for other hosts.
 _PRIVATE = {"DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "USER", "_"}
-# What the input begins with: the environment, because other users can read command lines. A job ends with its ssh,
-# whose end ends the input.
+# What another host's shell reads. The environment stands before it in the same input, because other users can read
+# command lines. When ssh ends, the input ends, and with it the job.
 _ON_HOST = """\
 cd {folder} || exit 127
 exec 3<&0

@@ -68,7 +68,7 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """Where the lock, the job's id and the events are."""
+        """The folder with the lock, the job's id and the events."""
         return Path("runs", self.name)
 
 

@@ -14,13 +14,13 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Context that notes signals instead of acting on them; those that are ignored stay so."""
+    """Context that notes signals instead of acting on them; a signal that is ignored stays ignored."""
 
     def __init__(self) -> None:
         self.preempts = False
         """Whether a signal has asked to save and end."""
         self.interrupted_by: int | None = None
-        """The signal that ends the job at once. A second request to save and end is one too."""
+        """The signal that ends the job at once: an interrupt, or a second request to save and end."""
         self._reader, self._writer = socket.socketpair()
         self._earlier: dict[int, object] = {}
 

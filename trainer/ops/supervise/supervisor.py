@@ -1,4 +1,4 @@
-"""`trainer run`: attempt after attempt, until the job is done or there is no sense in another one."""
+"""`trainer run`: start attempt after attempt, until the job is done or another attempt makes no sense."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def supervise(options: Options) -> int:
     """Run the job to its end; return the exit code.
 
     Raises:
-        ConfigError: another process supervises it, or its launcher or ssh is not installed.
+        ConfigError: another process supervises the job, or its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
     if options.hang_timeout_s is not None:
@@ -121,7 +121,7 @@ class _Supervisor:
         return answers, judgement
 
     def _prepare_next(self, answers: Sequence[Answer]) -> GiveUp | None:
-        """Choose the hosts of the next attempt and wait until it may start; return why there is none."""
+        """Choose the hosts of the next attempt, and wait until it may start; return why there is to be none, if so."""
         refusal = self._choose(answers)
         if refusal is not None:
             return refusal

@@ -19,7 +19,7 @@ KUBERNETES_ONLY: Mapping[str, str] = {
     "claim": "its nodes share a file system",
     **dict.fromkeys(("namespace", "node_selector", "tolerations", "pull_secrets"), "it is an option for Kubernetes"),
 }
-"""What other schedulers lack."""
+"""What all other schedulers lack."""
 BATCH_LACKS: Mapping[str, str] = {**KUBERNETES_ONLY, "image": "start the container runtime in the command"}
 """What schedulers lack whose script calls `mpirun`."""
 ONE_JOB = "submit a job for each, under a --name of its own"
@@ -48,28 +48,28 @@ class Scheduler:
     """Fills in job files, and talks to a scheduler through its own commands."""
 
     name: str
-    """Also of its template."""
+    """Its name on the command line, which its template has, too."""
     summary: str
-    """A line of the help."""
+    """Its line in the help."""
     suffix: str
-    """Of a job file."""
+    """What the name of a job file ends with."""
     submit_command: tuple[str, ...] = ()
-    """What submits the job file whose path comes behind it; empty where nobody has run such a file, which is only
-    written."""
+    """The command that submits the job file named behind it. Empty where nobody has run such a file yet: then the file
+    is only written."""
     cancel: tuple[str, ...] = ()
-    """What ends the job whose id comes behind it."""
+    """The command that ends the job whose id is named behind it."""
     launchers: tuple[str, ...] = ("mpirun",)
-    """What can start the ranks; the first is the default."""
+    """Programs that can start the ranks; the first is the default."""
     lacks: Mapping[str, str] = field(default_factory=lambda: KUBERNETES_ONLY)
-    """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+    """Fields of `Job` that this scheduler cannot serve, each with what to do instead."""
     index: str = ""
-    """The shell's variable for the number of a job of an array."""
+    """Shell variable with the number of a job of an array."""
     longest_name: int = 63
-    """Characters that the name of a job may have."""
+    """How many characters the name of a job may have."""
     early_s: int = 0
     """How long before the announced time the signal of the time limit may come."""
     runs_in_image: bool = False
-    """Whether a job runs in the folder of an image, which it needs, not in the one that it is submitted from."""
+    """Whether a job needs an image, and runs in the image's folder instead of the folder that it is submitted from."""
 
     def name_from(self, text: str) -> str:
         """Return a valid name for a job, made from that of its script."""
@@ -82,7 +82,6 @@ class Scheduler:
         return {
             **{name: value or None for name, value in vars(job).items()},
             "ranks": job.ranks,
-            "cpus_per_node": job.cpus_per_node,
             "cores": job.cpus_per_node or job.ranks_per_node,
             "and_gpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
             "and_memory": f":mem={job.memory_gib}gb" if job.memory_gib else "",
@@ -137,7 +136,7 @@ class Scheduler:
         return (*self.cancel, job_id)
 
     def stem(self, job: Job, job_id: str) -> str:
-        """Return what the names of a job's logs begin with; of an array, as a pattern."""
+        """Return what the names of a job's logs begin with; for an array, as a pattern."""
         return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
 
     def logs(self, job: Job, job_id: str) -> str:
@@ -145,11 +144,11 @@ class Scheduler:
         return f"{self.stem(job, job_id)}.log, {self.stem(job, job_id)}/"
 
     def state(self, job_id: str, known: dict[str, State]) -> State:
-        """Ask where a job is; of an array, return the state of a job that waits or runs, else the largest exit code's.
+        """Ask where a job is; for an array, return the state of a job that waits or runs, else of the worst end.
 
         Args:
-            known: what earlier calls have learned, for a scheduler may have forgotten a job of an array that ended
-                early when the last one ends. This call adds to it.
+            known: the states that earlier calls have learned, which this call updates. When the last job of an array
+                ends, the scheduler may have forgotten those that ended early.
 
         Raises:
             TrainerError: the scheduler does not answer, or does not know the job.
@@ -163,7 +162,7 @@ class Scheduler:
         return max(known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
     def states(self, job_id: str) -> Mapping[str, State]:
-        """Ask where a job is; of an array, where each of its jobs is that the scheduler still knows.
+        """Ask where a job is; for an array, where each of its jobs is that the scheduler still knows.
 
         Raises:
             TrainerError: the scheduler does not know it.
@@ -176,7 +175,7 @@ class Scheduler:
         return ()
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
-        """Return what a job has printed since the last call, in whole lines; those of a rank begin with its number.
+        """Return the whole lines that a job has printed since the last call; a rank's lines begin with its number.
 
         Args:
             seen: how much of each log has been returned; this call adds to it.
@@ -201,7 +200,7 @@ def call(*command: str) -> str:
 
 
 def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:
-    """Return the whole lines that have been appended to these files; a file may not be there yet.
+    """Return the whole lines that were appended to these files since the last call; a file may not be there yet.
 
     Args:
         paths: each with what its lines begin with.

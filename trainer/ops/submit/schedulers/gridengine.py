@@ -34,7 +34,7 @@ class GridEngine(Scheduler):
         }
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse what Grid Engine has no words of its own for."""
+        """Return what Grid Engine has no option for, a line each."""
         problems = super().problems(job)
         if job.array and not re.fullmatch(r"\d+(-\d+)?", job.array):
             problems.append(f"--array is {job.array!r}; gridengine takes one range, as in 1-4")

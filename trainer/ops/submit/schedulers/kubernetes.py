@@ -46,7 +46,7 @@ class Kubernetes(Scheduler):
     longest_name: int = 40
     runs_in_image: bool = True
     pods: str
-    """The label selector of the pods whose logs are shown, with {} for the job's name."""
+    """Label selector of the pods whose logs are shown, with {} for the job's name."""
 
     def name_from(self, text: str) -> str:
         """Return a valid name for a job, made from that of its script."""
@@ -54,7 +54,7 @@ class Kubernetes(Scheduler):
         return re.sub(r"^(?![a-z])", "job-", words)[: self.longest_name].rstrip("-")
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template."""
+        """Return what the template may name."""
         amounts = {
             "cpu": job.cpus_per_node,
             "memory": job.memory_gib and f"{job.memory_gib}Gi",
@@ -77,7 +77,7 @@ class Kubernetes(Scheduler):
         return {**values, "pod": fill(read("templates/pod.yaml"), values)}
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse names that Kubernetes would refuse, and a job without an image."""
+        """Return the names that Kubernetes would refuse, and that an image is missing, a line each."""
         problems = super().problems(job)
         for name, (pattern, valid) in _VALID.items():
             value = getattr(job, name)

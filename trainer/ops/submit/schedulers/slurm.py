@@ -17,7 +17,7 @@ _ENDED = frozenset(
 )
 
 _OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
-"""Options of sbatch's that say where a job's logs are."""
+"""Options of sbatch that decide where a job's logs are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Slurm(Scheduler):
     """Slurm, from 22.05 on."""
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template."""
+        """Return what the template may name."""
         values = super().values(job)
         options, container = _container(job)
         if job.cpus_per_rank:
@@ -41,7 +41,7 @@ class Slurm(Scheduler):
         return {**values, "torchrun": fill(read("templates/slurm-torchrun.sh"), values) if is_torchrun else None}
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse what Slurm would read in another way."""
+        """Return which directives Slurm would not read as options, or would lose the logs by, a line each."""
         return [
             f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu, "
             f"but not {', '.join(_OF_LOGS.values())}, by which the logs are found"
