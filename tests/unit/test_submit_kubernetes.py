@@ -224,9 +224,9 @@ def test_torchrun_leaves_the_scripts_options_alone() -> None:
 
 def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
     objects = ["trainjob.trainer.kubeflow.org/a", "trainingruntime.trainer.kubeflow.org/a"]
-    assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
-    command = SCHEDULERS["trainjob"].cancel_command(f"{objects[0]} --namespace=team")
-    assert list(command) == ["kubectl", "delete", objects[0], "--namespace=team", objects[1]]
+    assert SCHEDULERS["trainjob"].cancel_line(objects[0]) == f"kubectl delete {objects[0]} {objects[1]}"
+    line = SCHEDULERS["trainjob"].cancel_line(f"{objects[0]} --namespace=team")
+    assert line == f"kubectl delete {objects[0]} --namespace=team {objects[1]}"
 
 
 def kubectl(folder: Path, condition: str, pods: str = "pod/train-launcher") -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops.supervise.attempt import Attempt, Times
 from trainer.ops.supervise.folder import Events, Former, locked, read_former, write_job
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Judgement, Verdict
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
 from trainer.ops.supervise.summary import recovery_of, summarize, training_share
 
 HOSTS = (Host("a", 2), Host("b", 2))

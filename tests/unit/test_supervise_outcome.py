@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from trainer.ops.supervise import attempt, remote
-from trainer.ops.supervise.attempt import Attempt, Running, Times, find_dead
+from trainer.ops.supervise.attempt import Running, find_dead
 from trainer.ops.supervise.hosts import Host, slots_of
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Facts, Judgement, Verdict, hint, judge
+from trainer.ops.supervise.outcome import Attempt, Facts, Judgement, Times, Verdict, hint, judge
 from trainer.ops.supervise.remote import Answer
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Verdict
-from trainer.ops.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide, hosts_to_take_back
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
+from trainer.ops.supervise.policy import GiveUp, Restart, bad_hosts, choose_hosts, decide, hosts_to_take_back
 
 A, B = Host("a", 2), Host("b", 2)
 NOW = 10_000.0
@@ -15,13 +15,13 @@ NOW = 10_000.0
 def failed(
     update: int | None = None,
     *,
-    first: int | None = None,
     blamed: tuple[str, ...] = (),
     hosts: tuple[Host, ...] = (A, B),
     verdict: Verdict = Verdict.FAILED,
     ended: float = NOW,
-) -> Past:
-    return Past(verdict=verdict, hosts=hosts, blamed=blamed, first_update=first, last_update=update, ended=ended)
+) -> Attempt:
+    updates = None if update is None else (1, update)
+    return Attempt(hosts, "", Times(0.0, ended=ended), 0.0, Judgement(verdict, "", blamed), updates)
 
 
 def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
@@ -86,7 +86,7 @@ def test_failures_at_different_updates_or_on_other_hosts_are_not_the_same() -> N
 
 
 def test_restarts_are_bounded() -> None:
-    history = [failed(update, first=1) for update in range(1, 4)]
+    history = [failed(update) for update in range(1, 4)]
     assert isinstance(decide(history, 3, (A, B)), Restart)
     refused = decide(history, 2, (A, B))
     assert isinstance(refused, GiveUp)
@@ -94,6 +94,6 @@ def test_restarts_are_bounded() -> None:
 
 
 def test_after_progress_there_is_no_wait_and_without_it_the_wait_doubles() -> None:
-    progress, none = failed(9, first=1), failed(verdict=Verdict.PREEMPTED)
+    progress, none = failed(9), failed(verdict=Verdict.PREEMPTED)
     waits = [decide([progress, *[none] * count], 100, (A, B)) for count in range(9)]
     assert waits == [Restart(wait) for wait in (0, 1, 2, 4, 8, 16, 32, 60, 60)]

@@ -22,7 +22,6 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 20.0
 """Time for a launcher to end its ranks, those on other hosts included."""
 _POLL_S = 0.1
-_TAIL_CHARACTERS = 4000
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
 _RANK_MARK = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
@@ -57,11 +56,6 @@ class Finished:
         )
         ours = [line for line in errors if line.startswith("trainer: ") and "tuned: " not in line]
         return (ours or errors or printed or ["no output"])[-1]
-
-    @property
-    def stderr_tail(self) -> str:
-        """Return the end of stderr."""
-        return self.stderr[-_TAIL_CHARACTERS:]
 
 
 def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd: Path | None = None) -> Finished:

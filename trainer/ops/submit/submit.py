@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         _say(f"{path} is written, not submitted, because nobody has run one: its head says what to check, and how to")
         return 0
     job_id = options.scheduler.submit(path)
-    _say(f"{path} is job {job_id}; {shlex.join(options.scheduler.cancel_command(job_id))} ends it")
+    _say(f"{path} is job {job_id}; {options.scheduler.cancel_line(job_id)} ends it")
     _say(f"its output: {options.scheduler.logs(options.job, job_id)}")
     return follow(options, job_id) if options.follows else 0
 
@@ -89,21 +88,18 @@ def follow(options: Options, job_id: str) -> int:
 
     It is 130 after Ctrl-C.
     """
-    not_followed, codes = deque([job_id]), list[int]()
+    scheduler, jobs, codes = options.scheduler, [job_id], list[int]()
     try:
-        while not_followed:
-            job_id = not_followed.popleft()
+        for job_id in jobs:  # which get more
             follower = _Follower(options, job_id)
             while (code := follower.look()) is None:
                 time.sleep(_POLL_S)
             codes.append(code)
-            for successor in options.scheduler.successors(options.job, job_id):
-                cancel = shlex.join(options.scheduler.cancel_command(successor))
-                _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
-                not_followed.append(successor)
+            for successor in scheduler.successors(options.job, job_id):
+                _say(f"job {job_id} goes on as job {successor}; {scheduler.cancel_line(successor)} ends it")
+                jobs.append(successor)
     except KeyboardInterrupt:
-        cancel = shlex.join(options.scheduler.cancel_command(job_id))
-        _say(f"job {job_id} goes on; {cancel} ends it")
+        _say(f"job {job_id} goes on; {scheduler.cancel_line(job_id)} ends it")
         return 130
     return max(codes)
 

@@ -7,12 +7,11 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import launch, program_of
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Facts, Judgement, Verdict, judge
+from trainer.ops.supervise.outcome import Attempt, Facts, judge
 from trainer.ops.supervise.remote import Answer, Inquiry, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.watch import Ranks
@@ -30,34 +29,6 @@ _INTERRUPTED_S = 5.0
 """Time for a launcher to end after SIGTERM, or after Ctrl-C, before everything is killed."""
 _MISSING_PROBE_S = 30.0
 """How often hosts that an attempt does without are asked whether they are back."""
-_INTERRUPTED = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
-
-
-@dataclass
-class Times:
-    """Moments of an attempt on this host's monotonic clock; None for what has not happened."""
-
-    started: float
-    joined: float | None = None
-    first_update: float | None = None
-    progress: float | None = None
-    """Time of the most recent progress of any rank."""
-    detected: float | None = None
-    ended: float | None = None
-    """From when on no process of the attempt was left."""
-
-
-@dataclass
-class Attempt:
-    """A start of the job on some hosts, and how it went."""
-
-    hosts: Sequence[Host]
-    job: str
-    times: Times
-    wall_clock: float
-    judgement: Judgement = field(default=_INTERRUPTED)
-    updates: tuple[int, int] | None = None
-    """The first and the last completed update."""
 
 
 class Running:

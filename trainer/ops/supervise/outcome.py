@@ -70,6 +70,34 @@ class Judgement:
     """Whether a host, or the network between hosts, may be the cause."""
 
 
+@dataclass
+class Times:
+    """Moments of an attempt on this host's monotonic clock; None for what has not happened."""
+
+    started: float
+    joined: float | None = None
+    first_update: float | None = None
+    progress: float | None = None
+    """Time of the most recent progress of any rank."""
+    detected: float | None = None
+    ended: float | None = None
+    """From when on no process of the attempt was left."""
+
+
+@dataclass
+class Attempt:
+    """A start of the job on some hosts, and how it went."""
+
+    hosts: tuple[Host, ...]
+    """The hosts, with the ranks that each of them had."""
+    job: str
+    times: Times
+    wall_clock: float
+    judgement: Judgement = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
+    updates: tuple[int, int] | None = None
+    """The first and the last completed update; None where it completed none."""
+
+
 def judge(facts: Facts) -> Judgement:
     """Return how the attempt has ended."""
     if facts.was_interrupted:

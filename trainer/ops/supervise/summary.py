@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from trainer.ops.supervise.attempt import Attempt
 from trainer.ops.supervise.hosts import names, slots_of
+from trainer.ops.supervise.outcome import Attempt
 
 _PARTS = ("detected", "ended", "started", "joined", "first update")
 _HEAD = ("attempt", "start", "ranks", "hosts", "updates", "recovery", "end")

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.errors import ConfigError
-from trainer.ops.supervise.attempt import Attempt, Running, Times
+from trainer.ops.supervise.attempt import Running
 from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Judgement, hint
-from trainer.ops.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide, hosts_to_take_back
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, hint
+from trainer.ops.supervise.policy import GiveUp, bad_hosts, choose_hosts, decide, hosts_to_take_back
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.summary import facts_of, summarize
@@ -54,7 +54,6 @@ class _Supervisor:
         # The same for all attempts, so that what a lost host still runs is ended when the host is back.
         self._job = uuid.uuid4().hex
         self._attempts: list[Attempt] = []
-        self._history: list[Past] = []
         self._bad: tuple[str, ...] = ()
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
@@ -104,17 +103,6 @@ class _Supervisor:
         answers = Running(attempt, options, self._signals, missing).run()
         judgement = attempt.judgement
         self._attempts.append(attempt)
-        first, last = attempt.updates or (None, None)
-        self._history.append(
-            Past(
-                verdict=judgement.verdict,
-                hosts=self._hosts,
-                blamed=judgement.hosts,
-                first_update=first,
-                last_update=last,
-                ended=time.monotonic(),
-            )
-        )
         self._events.say(
             judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
         )
@@ -125,7 +113,7 @@ class _Supervisor:
         refusal = self._choose(answers)
         if refusal is not None:
             return refusal
-        step = decide(self._history, self._options.max_restarts, self._hosts)
+        step = decide(self._attempts, self._options.max_restarts, self._hosts)
         if isinstance(step, GiveUp):
             return step
         if step.wait_s:
@@ -140,7 +128,7 @@ class _Supervisor:
         while not self._signals.has_any:
             well = [answer.host for answer in answers if answer.is_well]
             hosts_well = [host for host in options.hosts if host.name in well]
-            self._bad = bad = bad_hosts(self._history, hosts_well, options.min_ranks, time.monotonic())
+            self._bad = bad = bad_hosts(self._attempts, hosts_well, options.min_ranks, time.monotonic())
             chosen = choose_hosts(options.hosts, well, bad, options.ranks)
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -131,9 +132,9 @@ class Scheduler:
         """
         return re.split(r"[.;]", call(*self.submit_command, str(path)))[0]
 
-    def cancel_command(self, job_id: str) -> Sequence[str]:
-        """Return the command that ends a job."""
-        return (*self.cancel, job_id)
+    def cancel_line(self, job_id: str) -> str:
+        """Return the command that ends a job, as a line of shell."""
+        return shlex.join((*self.cancel, job_id))
 
     def stem(self, job: Job, job_id: str) -> str:
         """Return what the names of a job's logs begin with; for an array, as a pattern."""

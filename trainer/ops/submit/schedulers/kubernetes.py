@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,11 +126,11 @@ class Kubernetes(Scheduler):
         words = ["kubectl logs --all-containers --prefix -l", self.pods.format(job.name), *job_id.split()[1:]]
         return " ".join(words)
 
-    def cancel_command(self, job_id: str) -> Sequence[str]:
-        """Return the command that ends a job, and a trainjob's runtime, whose name another submission needs."""
+    def cancel_line(self, job_id: str) -> str:
+        """Return the line that ends a job, and a trainjob's runtime, whose name another submission needs."""
         kind, _, name = job_id.split()[0].partition("/")
         runtime = [f"trainingruntime.trainer.kubeflow.org/{name}"] if kind.startswith("trainjob.") else []
-        return (*self.cancel, *job_id.split(), *runtime)
+        return shlex.join((*self.cancel, *job_id.split(), *runtime))
 
 
 MPI_JOB = Kubernetes(
