@@ -44,9 +44,14 @@ def run(folder: Path, mpirun: str, *options: str, repeats: int = 0, qsub: str = 
     stand_in(folder, "qrsh", 'echo "$@" >> asked; [ ! -e lost ]')
     (folder / "hostfile").write_text("a 2 all.q@a UNDEFINED\nb 2 all.q@b UNDEFINED\n")
     env = dict(
-        os.environ, SGE_O_PATH=os.environ["PATH"], PATH="/usr/bin:/bin", JOB_ID="7", SGE_TASK_ID="3",
-        PE_HOSTFILE=str(folder / "hostfile"), REPEATS_IN_A_ROW=str(repeats),
-    )  # fmt: skip
+        os.environ,
+        SGE_O_PATH=os.environ["PATH"],
+        PATH="/usr/bin:/bin",
+        JOB_ID="7",
+        SGE_TASK_ID="3",
+        PE_HOSTFILE=str(folder / "hostfile"),
+        REPEATS_IN_A_ROW=str(repeats),
+    )
     command = ["python", "train.py", *(["{index}"] if "--array" in options else [])]
     script = render(*GRID_ENGINE, *options, "--", *command)
     return subprocess.run(["bash", "-c", script, "script"], cwd=folder, env=env, timeout=30, check=False).returncode

@@ -139,15 +139,18 @@ def test_the_reason_of_an_earlier_start_is_not_told_of_a_later_end(
 
 def test_the_lines_of_an_arrays_jobs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")
-    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{record(one, 'COMPLETED', '0:0')}'" for one in (17, 18)))
-    for one in (17, 18):
-        (tmp_path / f"runs/train-{one}").mkdir(parents=True)
-        (tmp_path / f"runs/train-{one}.log").write_text("begins\n")
-        (tmp_path / f"runs/train-{one}/rank-3.log").write_text("trains\n")
+    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{record(job, 'COMPLETED', '0:0')}'" for job in (17, 18)))
+    for job in (17, 18):
+        (tmp_path / f"runs/train-{job}").mkdir(parents=True)
+        (tmp_path / f"runs/train-{job}.log").write_text("begins\n")
+        (tmp_path / f"runs/train-{job}/rank-3.log").write_text("trains\n")
     assert main(["submit", *SLURM, "--follow", "--array", "0-1", *COMMAND, "{index}"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "[job 17] begins", "[job 17, rank 3] trains", "[job 18] begins", "[job 18, rank 3] trains",
-    ]  # fmt: skip
+        "[job 17] begins",
+        "[job 17, rank 3] trains",
+        "[job 18] begins",
+        "[job 18, rank 3] trains",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +205,19 @@ def test_a_module_that_this_python_does_not_have_is_not_submitted(
 
 @pytest.mark.parametrize(
     "words",
-    [["--", "/opt/python", "-m", "a.py"], ["--", "python", "train.py", "a.py"],
-     ["--", "env", "-C", "a", "python", "a.py"],
-     ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"],
-     ["--", "mytool", "out.py"], ["--", "/in_container.sh", "a.py"], ["--", "bash", "-c", "cd a; python a.py"],
-     ["--", "uv", "run", "a.py"], ["--image", "a.sif", "--", "python", "-mfoo", "a.py"]],
-)  # fmt: skip
+    [
+        ["--", "/opt/python", "-m", "a.py"],
+        ["--", "python", "train.py", "a.py"],
+        ["--", "env", "-C", "a", "python", "a.py"],
+        ["--image", "a.sif", "--", "python", "/opt/a.py"],
+        ["--dry-run", "--", "python", "a.py"],
+        ["--", "mytool", "out.py"],
+        ["--", "/in_container.sh", "a.py"],
+        ["--", "bash", "-c", "cd a; python a.py"],
+        ["--", "uv", "run", "a.py"],
+        ["--image", "a.sif", "--", "python", "-mfoo", "a.py"],
+    ],
+)
 def test_a_script_that_may_be_elsewhere_is_not_looked_for(tmp_path: Path, words: list[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")
     assert main(["submit", *SLURM, *words]) == 0

@@ -71,8 +71,13 @@ def attempts() -> list[Attempt]:
 
 def test_a_recovery_goes_from_the_last_progress_to_the_first_update() -> None:
     assert recovery_of(*attempts()) == {
-        "detected": 0.5, "ended": 1.5, "started": 0.5, "joined": 3.0, "first update": 1.0, "total": 6.5,
-    }  # fmt: skip
+        "detected": 0.5,
+        "ended": 1.5,
+        "started": 0.5,
+        "joined": 3.0,
+        "first update": 1.0,
+        "total": 6.5,
+    }
     failed, done = attempts()
     done.times.first_update = None
     assert recovery_of(failed, done) == {}

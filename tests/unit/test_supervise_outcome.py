@@ -45,8 +45,11 @@ def test_exit_code_0_is_done() -> None:
 def test_a_mistake_is_told_by_a_rank_or_by_the_code() -> None:
     told = judged(rank(0), rank(1, error=MISTAKE, message="batch_size is 0"), codes=[1])
     assert (told.verdict, told.text, told.code, told.is_last) == (
-        Verdict.MISTAKE, "rank 1 on b: batch_size is 0", 78, True,
-    )  # fmt: skip
+        Verdict.MISTAKE,
+        "rank 1 on b: batch_size is 0",
+        78,
+        True,
+    )
     for code in (2, 78, 126, 127):
         told = judged(codes=[code])
         assert (told.verdict, told.code) == (Verdict.MISTAKE, code)
@@ -146,13 +149,17 @@ def test_what_may_be_the_network_points_to_the_doctor() -> None:
     hosts = (Host("a", 2), Host("b", 2))
     line = "`trainer doctor -H a:2,b:2` looks for the cause on these hosts and between them"
     for told in (
-        judged(rank(0), lost={"b": "does not answer"}), judged(codes=[1]), judged(rank(0), rank(1), idle_s=600.0),
-    ):  # fmt: skip
+        judged(rank(0), lost={"b": "does not answer"}),
+        judged(codes=[1]),
+        judged(rank(0), rank(1), idle_s=600.0),
+    ):
         assert hint(told, hosts) == line
         assert hint(told, (Host("localhost", 4),)) == ""
     for told in (
-        judged(rank(0), rank(1, error="KeyError")), judged(codes=[-9]), judged(rank(0), rank(1, updates=8), idle_s=9.0),
-    ):  # fmt: skip
+        judged(rank(0), rank(1, error="KeyError")),
+        judged(codes=[-9]),
+        judged(rank(0), rank(1, updates=8), idle_s=9.0),
+    ):
         assert hint(told, hosts) == ""
 
 
