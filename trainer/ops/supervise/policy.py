@@ -1,4 +1,4 @@
-"""Decisions of `trainer run`: start again or not, when, and on which hosts. No processes, no clock."""
+"""Decide for `trainer run` whether to start again, when, and on which hosts. No processes, no clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAILURES = (Verdict.FAILED, Verdict.HUNG)
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Not to start again."""
+    """The decision not to start again."""
 
     text: str
     code: int = 1
@@ -29,7 +29,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Restart:
-    """To start again after a wait."""
+    """The decision to start again after a wait."""
 
     wait_s: float
 

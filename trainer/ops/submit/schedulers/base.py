@@ -73,7 +73,7 @@ class Scheduler:
     """Whether a job needs an image, and runs in the image's folder instead of the folder that it is submitted from."""
 
     def name_from(self, text: str) -> str:
-        """Return a valid name for a job, made from that of its script."""
+        """Return a valid name for a job, made from the name of its script."""
         return re.sub(r"^(?![A-Za-z])", "job-", re.sub(r"[^A-Za-z0-9_.-]+", "-", text))[: self.longest_name]
 
     def values(self, job: Job) -> dict[str, object]:

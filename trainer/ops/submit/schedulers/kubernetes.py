@@ -50,7 +50,7 @@ class Kubernetes(Scheduler):
     """Label selector of the pods whose logs are shown, with {} for the job's name."""
 
     def name_from(self, text: str) -> str:
-        """Return a valid name for a job, made from that of its script."""
+        """Return a valid name for a job, made from the name of its script."""
         words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
         return re.sub(r"^(?![a-z])", "job-", words)[: self.longest_name].rstrip("-")
 
