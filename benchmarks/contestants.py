@@ -152,7 +152,7 @@ def start(network: str, name: str, ranks: int, round: int, settings: RunSettings
         command=command,
         report=report,
         problem=problem,
-        stderr_tail=finished.stderr_tail if problem else "",
+        stderr_tail=finished.stderr[-4000:] if problem else "",
     )
 
 

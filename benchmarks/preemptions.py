@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.chaos_records import Start, problems_of, read_result, read_starts
 from trainer.errors import TrainerError
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, State
 from trainer.watch.failure import report_failures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +42,8 @@ def main() -> int:
     began = time.monotonic()
     job = submit(options.count * options.epochs_each)
     done = preempt(job, options.count, options.longest_s, random.Random(options.seed))  # noqa: S311 (no secret)
-    watch = Watch(SCHEDULERS["slurm"], job)
-    while (state := watch.state()).code is None:
+    known: dict[str, State] = {}
+    while (state := SCHEDULERS["slurm"].state(job, known)).code is None:
         time.sleep(_POLL_S)
     took_s = time.monotonic() - began
     problems = [] if state.code == 0 else [f"job {job} has ended as {state.name}"]
@@ -85,7 +85,7 @@ def _wait_for_start(job: str, restarts: int) -> bool:
         found = re.search(r"JobState=(\w+).* Restarts=(\d+)", shown.stdout)
         if found and found[1] == "RUNNING" and int(found[2]) >= restarts:
             return True
-        if found and Watch(SCHEDULERS["slurm"], job).state().code is not None:
+        if found and SCHEDULERS["slurm"].state(job, {}).code is not None:
             return False
         time.sleep(_POLL_S)
     raise TrainerError(f"job {job} has not been started again within {_RUNNING_WITHIN_S:.0f} s")

@@ -184,7 +184,7 @@ def _launch(launcher: str, ranks: int, script: list[str], what: str) -> None:
     print(f"trainer: {launcher}, {ranks} rank{'s' * (ranks > 1)}, {what}", file=sys.stderr, flush=True)
     done = run(command, env=os.environ, timeout_s=RUN_TIMEOUT_S)
     if done.problem:
-        raise TrainerError(f"{' '.join(command)} failed ({done.problem}):\n{done.stdout[-3000:]}{done.stderr_tail}")
+        raise TrainerError(f"{' '.join(command)} failed ({done.problem}):\n{done.stdout[-3000:]}{done.stderr[-4000:]}")
 
 
 def _table(rows: list[dict[str, str]]) -> str:

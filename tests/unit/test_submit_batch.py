@@ -25,11 +25,20 @@ def run(folder: Path, name: str, mpirun: str, *options: str) -> int:
     (folder / "hostfile").write_text("a 2 all.q@a UNDEFINED\nb 2 all.q@b UNDEFINED\n")
     (folder / "nodefile").write_text("a\na\nb\nb\n")
     env = dict(
-        os.environ, PATH=f"{folder}:{os.environ['PATH']}", JOB_ID="7", SGE_TASK_ID="3", LSB_JOBID="7", LSB_JOBINDEX="3",
-        PBS_JOBID="7.server", PBS_JOBNAME="train", PBS_O_WORKDIR=str(folder), LSB_MCPU_HOSTS="a 2 b 2",
-        PE_HOSTFILE=str(folder / "hostfile"), PBS_NODEFILE=str(folder / "nodefile"),
+        os.environ,
+        PATH=f"{folder}:{os.environ['PATH']}",
+        JOB_ID="7",
+        SGE_TASK_ID="3",
+        LSB_JOBID="7",
+        LSB_JOBINDEX="3",
+        PBS_JOBID="7.server",
+        PBS_JOBNAME="train",
+        PBS_O_WORKDIR=str(folder),
+        LSB_MCPU_HOSTS="a 2 b 2",
+        PE_HOSTFILE=str(folder / "hostfile"),
+        PBS_NODEFILE=str(folder / "nodefile"),
         **dict.fromkeys(("SGE_O_PATH", "PBS_O_PATH"), f"{folder}:{os.environ['PATH']}:/of/who/submits"),
-    )  # fmt: skip
+    )
     script = render(name, *NODES, *options, *COMMAND)
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, timeout=30, check=False).returncode
 
@@ -65,8 +74,9 @@ def test_exit_code_75_puts_the_job_back(tmp_path: Path, name: str, submitted: st
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ranks_are_told_before_the_time_limit(tmp_path: Path, name: str) -> None:
-    code = run(tmp_path, name, "trap 'touch told; exit 1' USR2; while :; do sleep 0.02; done", "--time", "3s",
-               "--grace", "2s")  # fmt: skip
+    code = run(
+        tmp_path, name, "trap 'touch told; exit 1' USR2; while :; do sleep 0.02; done", "--time", "3s", "--grace", "2s"
+    )
     assert code == (75 if name == "gridengine" else 1)  # which then goes on
     assert (tmp_path / "told").exists()
 

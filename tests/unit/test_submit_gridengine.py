@@ -12,7 +12,7 @@ import pytest
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
 from trainer.errors import TrainerError
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS
 from trainer.ops.submit.schedulers.gridengine import GridEngine
 
 GRID_ENGINE = ["gridengine", "--nodes", "2", "--ranks-per-node", "2"]
@@ -44,9 +44,14 @@ def run(folder: Path, mpirun: str, *options: str, repeats: int = 0, qsub: str = 
     stand_in(folder, "qrsh", 'echo "$@" >> asked; [ ! -e lost ]')
     (folder / "hostfile").write_text("a 2 all.q@a UNDEFINED\nb 2 all.q@b UNDEFINED\n")
     env = dict(
-        os.environ, SGE_O_PATH=os.environ["PATH"], PATH="/usr/bin:/bin", JOB_ID="7", SGE_TASK_ID="3",
-        PE_HOSTFILE=str(folder / "hostfile"), REPEATS_IN_A_ROW=str(repeats),
-    )  # fmt: skip
+        os.environ,
+        SGE_O_PATH=os.environ["PATH"],
+        PATH="/usr/bin:/bin",
+        JOB_ID="7",
+        SGE_TASK_ID="3",
+        PE_HOSTFILE=str(folder / "hostfile"),
+        REPEATS_IN_A_ROW=str(repeats),
+    )
     command = ["python", "train.py", *(["{index}"] if "--array" in options else [])]
     script = render(*GRID_ENGINE, *options, "--", *command)
     return subprocess.run(["bash", "-c", script, "script"], cwd=folder, env=env, timeout=30, check=False).returncode
@@ -142,7 +147,7 @@ def test_the_accounting_is_read(folder: Path, records: list[tuple[str, int, int]
     stand_in(folder, "qstat", "printf 'Following jobs do not exist: \\n7\\n' >&2; exit 1")
     text = "".join(RECORD.format(host=host, task="undefined", failed=f, code=c) for host, f, c in records)
     stand_in(folder, "qacct", f"echo '{text}'")
-    state = Watch(SCHEDULERS["gridengine"], "7").state()
+    state = SCHEDULERS["gridengine"].state("7", {})
     assert (state.code, str(state)) == (code, words)
 
 
@@ -151,24 +156,24 @@ def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pyte
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='b', task='undefined', failed=0, code=0)}'")
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
-    watch = Watch(GridEngine(name="gridengine", summary="", suffix=".sge"), "7")
-    assert watch.state().code is None
+    scheduler = GridEngine(name="gridengine", summary="", suffix=".sge")
+    assert scheduler.state("7", {}).code is None
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
-    assert watch.state().code == 0
+    assert scheduler.state("7", {}).code == 0
 
 
 def test_an_arrays_jobs_are_told_apart_in_the_accounting(folder: Path) -> None:
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     text = "".join(RECORD.format(host="a", task=task, failed=0, code=code) for task, code in ((1, 78), (2, 0)))
     stand_in(folder, "qacct", f"echo '{text}'")
-    assert Watch(SCHEDULERS["gridengine"], "7").state().code == 78
+    assert SCHEDULERS["gridengine"].state("7", {}).code == 78
 
 
 def test_a_master_that_does_not_answer_says_nothing_of_a_job(folder: Path) -> None:
     stand_in(folder, "qstat", "echo 'error: commlib error: got select error' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='a', task='undefined', failed=25, code=99)}'")
     with pytest.raises(TrainerError, match="commlib"):
-        Watch(SCHEDULERS["gridengine"], "7").state()
+        SCHEDULERS["gridengine"].state("7", {})
 
 
 def test_a_script_is_looked_for_in_this_folder_unless_a_directive_names_another(folder: Path) -> None:

@@ -22,9 +22,22 @@ from trainer.ops.submit.schedulers import SCHEDULERS
 NAMES = ("mpijob", "trainjob", "jobset")
 NODES = ["--nodes", "2", "--ranks-per-node", "4", "--image", "trainer:cpu"]
 FULL = ["--time", "2h", "--memory", "16GB", "--cpus-per-rank", "2", "--gpus-per-node", "4", "--claim", "runs"]
-WHERE = ["--namespace", "team", "--node-selector", "example.com/gpu=h100", "--node-selector", "zone=1", "--toleration",
-         "nvidia.com/gpu:NoSchedule", "--toleration", "for=training:NoExecute", "--toleration", "spot", "--pull-secret",
-         "registry"]  # fmt: skip
+WHERE = [
+    "--namespace",
+    "team",
+    "--node-selector",
+    "example.com/gpu=h100",
+    "--node-selector",
+    "zone=1",
+    "--toleration",
+    "nvidia.com/gpu:NoSchedule",
+    "--toleration",
+    "for=training:NoExecute",
+    "--toleration",
+    "spot",
+    "--pull-secret",
+    "registry",
+]
 COMMAND = ["--", "python", "train.py", "--text", "it's $(HOME): {image} #1"]
 needs_crds = pytest.mark.needs("crds")
 
@@ -86,10 +99,10 @@ def test_rules_are_evaluated() -> None:
     job["metadata"]["name"] = "Train"
     job["spec"]["trainer"]["numProcPerNode"] = 0
     runtime["spec"]["mlPolicy"]["jax"] = {}
-    found = "; ".join([*problems(job, crds()), *problems(runtime, crds())])
-    assert "metadata.name must match RFC 1035" in found
-    assert "numProcPerNode must be greater than or equal to 1" in found
-    assert "spec.mlPolicy: " in found
+    said = "; ".join([*problems(job, crds()), *problems(runtime, crds())])
+    assert "metadata.name must match RFC 1035" in said
+    assert "numProcPerNode must be greater than or equal to 1" in said
+    assert "spec.mlPolicy: " in said
 
 
 @needs_crds
@@ -98,9 +111,9 @@ def test_a_field_deep_in_a_pod_is_checked() -> None:
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["containers"][0]["comand"] = ["a"]
     del pod["containers"][0]["name"]
-    found = "; ".join(problems(jobset, crds()))
-    assert "containers[0]: Additional properties are not allowed ('comand' was unexpected)" in found
-    assert "containers[0]: 'name' is a required property" in found
+    said = "; ".join(problems(jobset, crds()))
+    assert "containers[0]: Additional properties are not allowed ('comand' was unexpected)" in said
+    assert "containers[0]: 'name' is a required property" in said
 
 
 def containers(name: str) -> dict[str, dict[str, Any]]:
@@ -181,20 +194,20 @@ def test_a_claim_that_kubernetes_would_refuse_is_refused() -> None:
 def pods(value: Any) -> list[dict[str, Any]]:
     """The specifications of pods in a manifest."""
     if isinstance(value, list):
-        return [pod for one in value for pod in pods(one)]
+        return [pod for item in value for pod in pods(item)]
     if not isinstance(value, dict):
         return []
-    own = [value] if "terminationGracePeriodSeconds" in value else []
-    return own + [pod for one in value.values() for pod in pods(one)]
+    this = [value] if "terminationGracePeriodSeconds" in value else []
+    return this + [pod for item in value.values() for pod in pods(item)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pod_is_placed_as_it_was_asked_for(name: str) -> None:
     made = documents(name, *NODES, *WHERE, *COMMAND)
     assert {document["metadata"]["namespace"] for document in made} == {"team"}
-    found = pods(made)
-    assert len(found) == (2 if name == "mpijob" else 1)
-    for pod in found:
+    specs = pods(made)
+    assert len(specs) == (2 if name == "mpijob" else 1)
+    for pod in specs:
         assert pod["nodeSelector"] == {"example.com/gpu": "h100", "zone": "1"}
         assert pod["tolerations"] == [
             {"operator": "Exists", "key": "nvidia.com/gpu", "effect": "NoSchedule"},
@@ -209,9 +222,11 @@ def test_a_place_that_kubernetes_would_refuse_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         render("jobset", *NODES, *bad, *COMMAND)
     for problem in (
-        "--namespace is 'A'; valid are small letters", "--node-selector is 'gpu'; valid is a label, as in gpu=h100",
-        "--toleration is 'gpu:Never'; valid is a taint", "--pull-secret is 'a b'; valid are small letters",
-    ):  # fmt: skip
+        "--namespace is 'A'; valid are small letters",
+        "--node-selector is 'gpu'; valid is a label, as in gpu=h100",
+        "--toleration is 'gpu:Never'; valid is a taint",
+        "--pull-secret is 'a b'; valid are small letters",
+    ):
         assert problem in str(error.value)
     with pytest.raises(ConfigError, match="slurm has no --namespace; it is an option for Kubernetes"):
         render("slurm", "--nodes", "1", "--ranks-per-node", "1", "--namespace", "team", *COMMAND)
@@ -224,16 +239,19 @@ def test_torchrun_leaves_the_scripts_options_alone() -> None:
 
 def test_what_ends_a_trainjob_deletes_its_runtime_as_well() -> None:
     objects = ["trainjob.trainer.kubeflow.org/a", "trainingruntime.trainer.kubeflow.org/a"]
-    assert list(SCHEDULERS["trainjob"].cancel_command(objects[0])) == ["kubectl", "delete", *objects]
-    command = SCHEDULERS["trainjob"].cancel_command(f"{objects[0]} --namespace=team")
-    assert list(command) == ["kubectl", "delete", objects[0], "--namespace=team", objects[1]]
+    assert SCHEDULERS["trainjob"].cancel_line(objects[0]) == f"kubectl delete {objects[0]} {objects[1]}"
+    line = SCHEDULERS["trainjob"].cancel_line(f"{objects[0]} --namespace=team")
+    assert line == f"kubectl delete {objects[0]} --namespace=team {objects[1]}"
 
 
 def kubectl(folder: Path, condition: str, pods: str = "pod/train-launcher") -> None:
     """Write a `kubectl` that notes how it was called."""
     ended = {"type": condition, "status": "True", "reason": "BackoffLimit", "message": "two pods"}
     status = {"conditions": [{"type": "Created", "status": "True"}, ended]}
-    stand_in(folder, "kubectl", f"""
+    stand_in(
+        folder,
+        "kubectl",
+        f"""
         echo "$*" >> {folder}/calls
         case "$*" in
             create*) echo runtime/train; echo {"mpijob.kubeflow.org/train"} ;;
@@ -242,7 +260,8 @@ def kubectl(folder: Path, condition: str, pods: str = "pod/train-launcher") -> N
             "logs pod/pending"*) echo "error: container is waiting to start" ;;
             get*) cat <<< '{json.dumps({"status": status})}' ;;
             logs*) printf 'epoch 1\\nepoch 2' ;;
-        esac""")  # fmt: skip
+        esac""",
+    )
 
 
 @pytest.mark.parametrize(("condition", "code"), [("Succeeded", 0), ("Failed", 1)])

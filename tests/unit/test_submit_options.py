@@ -121,8 +121,10 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     for problem in (
         "no such option: --tme 3; did you mean --time? (valid are --array, ",
         "--nodes is 'x'; valid is a number of at least 1",
-        "--ranks-per-node is missing", "--memory is '3'; valid is a number with GB", "slurm has srun, torchrun",
-    ):  # fmt: skip
+        "--ranks-per-node is missing",
+        "--memory is '3'; valid is a number with GB",
+        "slurm has srun, torchrun",
+    ):
         assert problem in problems
     assert "\n" not in problems
 
@@ -176,12 +178,34 @@ def test_a_command_is_asked_for() -> None:
 
 
 def test_a_secret_does_not_get_into_a_file() -> None:
-    words = ("A_TOKEN=1", "WANDB_API_KEY=1", "--hf-token", "x", "--db-password=x", "--api-key=x", "PASSWORD=y",
-             "--wandb_api_key", "x", "--token=x", "--token", "logger.api_key=x", "hf_token=x")  # fmt: skip
+    words = (
+        "A_TOKEN=1",
+        "WANDB_API_KEY=1",
+        "--hf-token",
+        "x",
+        "--db-password=x",
+        "--api-key=x",
+        "PASSWORD=y",
+        "--wandb_api_key",
+        "x",
+        "--token=x",
+        "--token",
+        "logger.api_key=x",
+        "hf_token=x",
+    )
     assert secrets_in(job_with(*words)) == [
-        "A_TOKEN", "WANDB_API_KEY", "--hf-token", "--db-password", "--api-key", "PASSWORD", "--wandb_api_key",
-        "--token", "--token", "logger.api_key", "hf_token",
-    ]  # fmt: skip
+        "A_TOKEN",
+        "WANDB_API_KEY",
+        "--hf-token",
+        "--db-password",
+        "--api-key",
+        "PASSWORD",
+        "--wandb_api_key",
+        "--token",
+        "--token",
+        "logger.api_key",
+        "hf_token",
+    ]
     problems = problems_of(*SLURM, "--", "env", "HF_TOKEN=hush", "python", "a.py")
     assert "the value of HF_TOKEN would be written" in problems
     assert "hush" not in problems
@@ -222,13 +246,34 @@ def test_a_secret_in_the_words_of_a_shell_or_in_json_is_one_too() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--pad-token <pad>", "--max-tokens=3", "token.py", "--key secret", "A=secret", "monkey=1", "pad_token=x",
-        "sort_key=length", "HF_TOKEN", "--tokenizer gpt2", "--num-tokens 5", "--key-dim 64", "--keyframes 3",
-        "--secret-file path", "--password-file=p", "--token-path p", "--eos-token-id 2", "--cache-key images",
-        "--bypass", "--passes 2", "--second-pass 1", "--data https://host:80/a@b", "--data s3://bucket/key=1/x",
-        "HF_TOKEN=$HF_TOKEN", "WANDB_API_KEY=", "--label-key label_of_the_image_2024_v2",
+        "--pad-token <pad>",
+        "--max-tokens=3",
+        "token.py",
+        "--key secret",
+        "A=secret",
+        "monkey=1",
+        "pad_token=x",
+        "sort_key=length",
+        "HF_TOKEN",
+        "--tokenizer gpt2",
+        "--num-tokens 5",
+        "--key-dim 64",
+        "--keyframes 3",
+        "--secret-file path",
+        "--password-file=p",
+        "--token-path p",
+        "--eos-token-id 2",
+        "--cache-key images",
+        "--bypass",
+        "--passes 2",
+        "--second-pass 1",
+        "--data https://host:80/a@b",
+        "--data s3://bucket/key=1/x",
+        "HF_TOKEN=$HF_TOKEN",
+        "WANDB_API_KEY=",
+        "--label-key label_of_the_image_2024_v2",
     ],
-)  # fmt: skip
+)
 def test_an_ordinary_option_is_no_secret(words: str) -> None:
     assert secrets_in(job_with("python", "a.py", *words.split())) == []
 

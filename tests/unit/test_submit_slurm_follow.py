@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.job_files import render, stand_in
 from trainer.cli import main
-from trainer.ops.submit.schedulers import SCHEDULERS, Watch
+from trainer.ops.submit.schedulers import SCHEDULERS, State
 
 SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
 COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
@@ -47,12 +47,12 @@ def _in_a_folder_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_slurms_states_are_read(tmp_path: Path, states: list[tuple[str, ...]], name: str, code: int | None) -> None:
     lines = [record(17 + number, *words) for number, words in enumerate(states)]
     stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-    state = Watch(SCHEDULERS["slurm"], "17").state()
+    state = SCHEDULERS["slurm"].state("17", {})
     assert (str(state), state.code) == (name, code)
 
 
 def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path) -> None:
-    watch = Watch(SCHEDULERS["slurm"], "17")
+    known: dict[str, State] = {}
     answers = [
         ([(17, "RUNNING", "0:0"), (19, "FAILED", "3:0")], None),
         ([(17, "FAILED", "1:0"), (19, "RUNNING", "0:0")], None),  # 19 was put back by hand
@@ -62,7 +62,7 @@ def test_the_end_of_an_arrays_job_is_remembered(tmp_path: Path) -> None:
     for records, code in answers:
         lines = [record(number, state, code) for number, state, code in records]
         stand_in(tmp_path, "scontrol", "\n".join(f"echo '{line}'" for line in lines))
-        assert watch.state().code == code
+        assert SCHEDULERS["slurm"].state("17", known).code == code
 
 
 def test_a_job_is_submitted_and_followed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,15 +139,18 @@ def test_the_reason_of_an_earlier_start_is_not_told_of_a_later_end(
 
 def test_the_lines_of_an_arrays_jobs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")
-    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{record(one, 'COMPLETED', '0:0')}'" for one in (17, 18)))
-    for one in (17, 18):
-        (tmp_path / f"runs/train-{one}").mkdir(parents=True)
-        (tmp_path / f"runs/train-{one}.log").write_text("begins\n")
-        (tmp_path / f"runs/train-{one}/rank-3.log").write_text("trains\n")
+    stand_in(tmp_path, "scontrol", "\n".join(f"echo '{record(job, 'COMPLETED', '0:0')}'" for job in (17, 18)))
+    for job in (17, 18):
+        (tmp_path / f"runs/train-{job}").mkdir(parents=True)
+        (tmp_path / f"runs/train-{job}.log").write_text("begins\n")
+        (tmp_path / f"runs/train-{job}/rank-3.log").write_text("trains\n")
     assert main(["submit", *SLURM, "--follow", "--array", "0-1", *COMMAND, "{index}"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "[job 17] begins", "[job 17, rank 3] trains", "[job 18] begins", "[job 18, rank 3] trains",
-    ]  # fmt: skip
+        "[job 17] begins",
+        "[job 17, rank 3] trains",
+        "[job 18] begins",
+        "[job 18, rank 3] trains",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +205,19 @@ def test_a_module_that_this_python_does_not_have_is_not_submitted(
 
 @pytest.mark.parametrize(
     "words",
-    [["--", "/opt/python", "-m", "a.py"], ["--", "python", "train.py", "a.py"],
-     ["--", "env", "-C", "a", "python", "a.py"],
-     ["--image", "a.sif", "--", "python", "/opt/a.py"], ["--dry-run", "--", "python", "a.py"],
-     ["--", "mytool", "out.py"], ["--", "/in_container.sh", "a.py"], ["--", "bash", "-c", "cd a; python a.py"],
-     ["--", "uv", "run", "a.py"], ["--image", "a.sif", "--", "python", "-mfoo", "a.py"]],
-)  # fmt: skip
+    [
+        ["--", "/opt/python", "-m", "a.py"],
+        ["--", "python", "train.py", "a.py"],
+        ["--", "env", "-C", "a", "python", "a.py"],
+        ["--image", "a.sif", "--", "python", "/opt/a.py"],
+        ["--dry-run", "--", "python", "a.py"],
+        ["--", "mytool", "out.py"],
+        ["--", "/in_container.sh", "a.py"],
+        ["--", "bash", "-c", "cd a; python a.py"],
+        ["--", "uv", "run", "a.py"],
+        ["--image", "a.sif", "--", "python", "-mfoo", "a.py"],
+    ],
+)
 def test_a_script_that_may_be_elsewhere_is_not_looked_for(tmp_path: Path, words: list[str]) -> None:
     stand_in(tmp_path, "sbatch", "echo 17")
     assert main(["submit", *SLURM, *words]) == 0

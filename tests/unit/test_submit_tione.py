@@ -23,9 +23,11 @@ COMMAND = ["--", "python", "train.py", "it's $5", "{x}"]
 def tccli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Have tccli note its arguments and the request, and answer with what is in the file `answer`."""
     stand_in(
-        tmp_path, "tccli", f'cd {tmp_path}; printf "%s\\n" "$@" > arguments\n'
+        tmp_path,
+        "tccli",
+        f'cd {tmp_path}; printf "%s\\n" "$@" > arguments\n'
         'for last; do :; done; cp "${last#file://}" request 2> /dev/null; cat answer',
-    )  # fmt: skip
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "answer").write_text("{}")
     return tmp_path
@@ -53,9 +55,14 @@ def test_a_task_in_a_resource_group(tccli: Path) -> None:
 
 def test_a_task_that_is_paid_by_the_hour(tccli: Path) -> None:
     request = created(
-        tccli, *HOURLY, "--directive=RDMAConfig.Enable=true", "--directive=CFSSource.Id=cfs-1",
-        "--directive=ImageType=TCR", "--directive=RegistryId=tcr-1", "--directive=VpcId=vpc-1",
-    )  # fmt: skip
+        tccli,
+        *HOURLY,
+        "--directive=RDMAConfig.Enable=true",
+        "--directive=CFSSource.Id=cfs-1",
+        "--directive=ImageType=TCR",
+        "--directive=RegistryId=tcr-1",
+        "--directive=VpcId=vpc-1",
+    )
     assert request["ChargeType"] == "POSTPAID_BY_HOUR"
     assert request["ResourceConfigInfos"] == [
         {"Role": "WORKER", "InstanceNum": 2, "InstanceType": "TI.GN10.5XLARGE80.POST", "RDMAConfig": {"Enable": True}}
@@ -70,16 +77,18 @@ def test_each_node_starts_its_ranks_with_the_command_as_it_is(tccli: Path) -> No
     request = created(tccli, *HOURLY)
     stand_in(tccli, "torchrun", 'printf "%s\\n" "$@" > ranks')
     env = dict(os.environ, RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="23456", WORLD_SIZE="2")
-    subprocess.run(
-        ["bash", "-c", request["StartCmdInfo"]["StartCmd"]], cwd=tccli, env=env, check=True, timeout=20
-    )  # fmt: skip
+    subprocess.run(["bash", "-c", request["StartCmdInfo"]["StartCmd"]], cwd=tccli, env=env, check=True, timeout=20)
     words = (tccli / "ranks").read_text().splitlines()
     assert words[-6:] == ["--no-python", "--", "python", "train.py", "it's $5", "{x}"]
     told = dict(zip(words[:12:2], words[1:12:2], strict=True))
     assert told == {
-        "--nnodes": "2", "--nproc-per-node": "2", "--node-rank": "1", "--master-addr": "10.0.0.1",
-        "--master-port": "23456", "--log-dir": "runs/train",
-    }  # fmt: skip
+        "--nnodes": "2",
+        "--nproc-per-node": "2",
+        "--node-rank": "1",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "23456",
+        "--log-dir": "runs/train",
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_each_node_starts_its_ranks_with_the_command_as_it_is(tccli: Path) -> No
         ([*NODES, *HOURLY, "--claim", "a"], "tione has no --claim; runs/ comes from a file system"),
         ([*NODES, *HOURLY, "--name", "a" * 61], "tione takes up to 60 characters"),
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_do_is_refused(options: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         render("tione", *options, "--", "python", "train.py")

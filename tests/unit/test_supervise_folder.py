@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops.supervise.attempt import Attempt, Times
-from trainer.ops.supervise.events import Events
-from trainer.ops.supervise.folder import Former, locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, Former, locked, read_former, write_job
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Judgement, Verdict
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
 from trainer.ops.supervise.summary import recovery_of, summarize, training_share
 
 HOSTS = (Host("a", 2), Host("b", 2))
@@ -73,8 +71,13 @@ def attempts() -> list[Attempt]:
 
 def test_a_recovery_goes_from_the_last_progress_to_the_first_update() -> None:
     assert recovery_of(*attempts()) == {
-        "detected": 0.5, "ended": 1.5, "started": 0.5, "joined": 3.0, "first update": 1.0, "total": 6.5,
-    }  # fmt: skip
+        "detected": 0.5,
+        "ended": 1.5,
+        "started": 0.5,
+        "joined": 3.0,
+        "first update": 1.0,
+        "total": 6.5,
+    }
     failed, done = attempts()
     done.times.first_update = None
     assert recovery_of(failed, done) == {}

@@ -22,9 +22,12 @@ def parse(*arguments: str) -> Options:
 def test_what_stands_behind_the_command_is_its_own() -> None:
     options = parse("-np", "4", "-H", "a:2,b:2", "--min-np", "2", "python", "train.py", "-np", "7", "--help")
     assert options == Options(
-        ranks=4, hosts=(Host("a", 2), Host("b", 2)), min_ranks=2, name="train",
+        ranks=4,
+        hosts=(Host("a", 2), Host("b", 2)),
+        min_ranks=2,
+        name="train",
         command=("python", "train.py", "-np", "7", "--help"),
-    )  # fmt: skip
+    )
 
 
 def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.supervise.attempt import Attempt, Running, Times, find_dead
-from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Facts, Judgement, Verdict, hint, judge
+from trainer.ops.supervise import attempt, remote
+from trainer.ops.supervise.attempt import Running, find_dead
+from trainer.ops.supervise.hosts import Host, slots_of
+from trainer.ops.supervise.options import Options
+from trainer.ops.supervise.outcome import Attempt, Facts, Judgement, Times, Verdict, hint, judge
 from trainer.ops.supervise.remote import Answer
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
@@ -25,9 +27,13 @@ def rank(number: int, **reported: Any) -> Heartbeat:
     return Heartbeat(pid=100 + number, rank=number, **values)
 
 
+def options_for(hosts: tuple[Host, ...]) -> Options:
+    return Options(ranks=slots_of(hosts), hosts=hosts, min_ranks=1, command=("python", "train.py"))
+
+
 def judged(*ranks: Heartbeat, **facts: Any) -> Judgement:
-    by_number = {one.rank: one for one in ranks}
-    hosts = {one.rank: "abc"[one.rank] for one in ranks}
+    by_number = {heartbeat.rank: heartbeat for heartbeat in ranks}
+    hosts = {number: "abc"[number] for number in by_number}
     return judge(Facts(launcher="horovodrun", ranks=by_number, host_of=hosts, **facts))
 
 
@@ -39,8 +45,11 @@ def test_exit_code_0_is_done() -> None:
 def test_a_mistake_is_told_by_a_rank_or_by_the_code() -> None:
     told = judged(rank(0), rank(1, error=MISTAKE, message="batch_size is 0"), codes=[1])
     assert (told.verdict, told.text, told.code, told.is_last) == (
-        Verdict.MISTAKE, "rank 1 on b: batch_size is 0", 78, True,
-    )  # fmt: skip
+        Verdict.MISTAKE,
+        "rank 1 on b: batch_size is 0",
+        78,
+        True,
+    )
     for code in (2, 78, 126, 127):
         told = judged(codes=[code])
         assert (told.verdict, told.code) == (Verdict.MISTAKE, code)
@@ -140,13 +149,17 @@ def test_what_may_be_the_network_points_to_the_doctor() -> None:
     hosts = (Host("a", 2), Host("b", 2))
     line = "`trainer doctor -H a:2,b:2` looks for the cause on these hosts and between them"
     for told in (
-        judged(rank(0), lost={"b": "does not answer"}), judged(codes=[1]), judged(rank(0), rank(1), idle_s=600.0),
-    ):  # fmt: skip
+        judged(rank(0), lost={"b": "does not answer"}),
+        judged(codes=[1]),
+        judged(rank(0), rank(1), idle_s=600.0),
+    ):
         assert hint(told, hosts) == line
         assert hint(told, (Host("localhost", 4),)) == ""
     for told in (
-        judged(rank(0), rank(1, error="KeyError")), judged(codes=[-9]), judged(rank(0), rank(1, updates=8), idle_s=9.0),
-    ):  # fmt: skip
+        judged(rank(0), rank(1, error="KeyError")),
+        judged(codes=[-9]),
+        judged(rank(0), rank(1, updates=8), idle_s=9.0),
+    ):
         assert hint(told, hosts) == ""
 
 
@@ -214,16 +227,40 @@ def test_of_an_attempt_the_rank_is_named_that_died_without_a_word(order: Sequenc
     first, killed, guilty = order
     hosts = (Host("localhost", 2 + guilty_is_here), *([] if guilty_is_here else [Host("b", 1)]))
     place = dict.fromkeys(order, "localhost") | {guilty: hosts[-1].name}
-    attempt = Attempt(hosts, "job", Times(time.monotonic()), 0.0)
-    running = Running(attempt, hosts, "horovodrun", 0.0, Signals(), str)
+    started = Attempt(hosts, "job", Times(time.monotonic()), 0.0)
+    running = Running(started, options_for(hosts), Signals())
     states = {number: rank(number) for number in order} | {first: rank(first, error=LOST_PEER)}
     for number in order:
         running._ranks.note(place[number], states[number])
     running._ranks.dead, running._ranks.killed = (first,), frozenset([killed])
     answers = [
-        Answer(host.name, True, ranks=tuple(states[one] for one in order if place[one] == host.name)) for host in hosts
+        Answer(host.name, True, ranks=tuple(states[number] for number in order if place[number] == host.name))
+        for host in hosts
     ]
     running._conclude(answers, [1])
     running._ranks.close()
     name = f"rank {guilty} on {place[guilty]}"
-    assert attempt.judgement.text == f"{name} died without a word in update 10"
+    assert started.judgement.text == f"{name} died without a word in update 10"
+
+
+@pytest.mark.parametrize(("updates", "said"), [(0, ""), (9, "elsewhere answers again, and is taken back")])
+def test_a_host_that_is_back_has_the_ranks_save_once_there_is_something_to_save(
+    monkeypatch: pytest.MonkeyPatch, updates: int, said: str
+) -> None:
+    def answer(hosts: Sequence[Host], *_: object) -> list[Answer]:
+        return [Answer(host.name, is_well=True) for host in hosts]
+
+    monkeypatch.setattr(remote, "on_all_hosts", answer)
+    monkeypatch.setattr(attempt, "on_all_hosts", answer)
+    monkeypatch.setattr(attempt, "_MISSING_PROBE_S", 0.0)
+    here, missing = Host("localhost", 1), Host("elsewhere", 1)
+    running = Running(Attempt((here,), "job", Times(0.0), 0.0), options_for((here, missing)), Signals(), [missing])
+    running._ranks.note("localhost", rank(0, updates=updates, first_update=min(updates, 1)))
+    deadline = time.monotonic() + (5.0 if said else 0.2)
+    while not running._asked_for and time.monotonic() < deadline:
+        running._ask()
+        time.sleep(0.01)
+    running._missing.close()
+    running._missing._pool.shutdown()  # which nothing else waits for
+    running._ranks.close()
+    assert (running._asked_for, running._is_last) == (said, False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Verdict
-from trainer.ops.supervise.policy import GiveUp, Past, Restart, bad_hosts, choose_hosts, decide
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
+from trainer.ops.supervise.policy import GiveUp, Restart, bad_hosts, choose_hosts, decide, hosts_to_take_back
 
 A, B = Host("a", 2), Host("b", 2)
 NOW = 10_000.0
@@ -15,13 +15,13 @@ NOW = 10_000.0
 def failed(
     update: int | None = None,
     *,
-    first: int | None = None,
     blamed: tuple[str, ...] = (),
     hosts: tuple[Host, ...] = (A, B),
     verdict: Verdict = Verdict.FAILED,
     ended: float = NOW,
-) -> Past:
-    return Past(verdict=verdict, hosts=hosts, blamed=blamed, first_update=first, last_update=update, ended=ended)
+) -> Attempt:
+    updates = None if update is None else (1, update)
+    return Attempt(hosts, "", Times(0.0, ended=ended), 0.0, Judgement(verdict, "", blamed), updates)
 
 
 def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
@@ -30,6 +30,13 @@ def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
     assert choose_hosts((A, B), {"b"}, (), 4) == (B,)
     assert choose_hosts((A, B), {"a", "b"}, {"a"}, 4) == (B,)
     assert choose_hosts((A, B), (), (), 4) == ()
+
+
+def test_hosts_are_taken_back_while_ranks_are_missing_unless_they_were_left_out_for_failures() -> None:
+    assert hosts_to_take_back((A, B), (A,), (), 4) == [B]
+    assert hosts_to_take_back((A, B), (A, B), (), 4) == []
+    assert hosts_to_take_back((A, B), (A,), (), 2) == []
+    assert hosts_to_take_back((A, B), (A,), ("b",), 4) == []
 
 
 def test_a_host_that_fails_three_times_in_five_is_left_out_where_the_job_can_do_without() -> None:
@@ -79,7 +86,7 @@ def test_failures_at_different_updates_or_on_other_hosts_are_not_the_same() -> N
 
 
 def test_restarts_are_bounded() -> None:
-    history = [failed(update, first=1) for update in range(1, 4)]
+    history = [failed(update) for update in range(1, 4)]
     assert isinstance(decide(history, 3, (A, B)), Restart)
     refused = decide(history, 2, (A, B))
     assert isinstance(refused, GiveUp)
@@ -87,6 +94,6 @@ def test_restarts_are_bounded() -> None:
 
 
 def test_after_progress_there_is_no_wait_and_without_it_the_wait_doubles() -> None:
-    progress, none = failed(9, first=1), failed(verdict=Verdict.PREEMPTED)
+    progress, none = failed(9), failed(verdict=Verdict.PREEMPTED)
     waits = [decide([progress, *[none] * count], 100, (A, B)) for count in range(9)]
     assert waits == [Restart(wait) for wait in (0, 1, 2, 4, 8, 16, 32, 60, 60)]

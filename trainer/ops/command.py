@@ -1,4 +1,4 @@
-"""The command that starts a training, as `trainer run`, `trainer doctor` and `trainer submit` take it."""
+"""The command that starts a training, as it is given to `trainer run`, `trainer doctor` and `trainer submit`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON, _SHELL = re.compile(r"(python|pypy)[\d.]*"), re.compile(r"(ba|da|k|z)?sh")
-# Options that end an interpreter's own, and options with a value, which may also be a word of its own.
+# Options that end an interpreter's own options, and options with a value, which may also be the next word.
 _PYTHON_ENDS, _PYTHON_VALUES = "cm", "WX"
 _SHELL_ENDS, _SHELL_VALUES = "c", "oO"
-_LAUNCHERS = frozenset({
-    "horovodrun", "torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "aprun",
-    "deepspeed", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "horovod.runner",
-    "horovod.runner.launch", "deepspeed.launcher.runner",
-})  # fmt: skip
+_OF_MPI = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "aprun"}
+_OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+_OF_HOROVOD = {"horovodrun", "horovod.runner", "horovod.runner.launch"}
+_OTHERS = {"deepspeed", "deepspeed.launcher.runner", "accelerate.commands.launch"}
+_LAUNCHERS = _OF_MPI | _OF_TORCH | _OF_HOROVOD | _OTHERS
 """Programs and modules that start several processes of a training."""
 _SUBCOMMANDS = {"accelerate": "launch", "trainer": "run"}
 """Programs and modules that do so with this word."""
-_WRAPPERS = frozenset({
-    "env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid", "nsys",
-})  # fmt: skip
-"""Programs that start the one whose name follows, behind options of their own."""
-_ENVIRONMENTS = frozenset({
-    "uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba", "apptainer", "singularity",
-})  # fmt: skip
+_WRAPPERS = {"env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid"} | {
+    "nsys"
+}
+"""Programs that start the program whose name follows, behind options of their own."""
+_CONTAINERS = {"apptainer", "singularity"}
+_ENVIRONMENTS = {"uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba"} | _CONTAINERS
 """The same, perhaps in another folder, or with other files."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a command starts in the end, behind `env`, other wrappers and interpreters."""
+    """The program that a command starts in the end, behind `env`, other wrappers and interpreters."""
 
     program: str
     script: str = ""
-    """A file that an interpreter runs."""
+    """The file that an interpreter runs."""
     module: str = ""
-    """Of `python -m`."""
+    """The module that `python -m` runs."""
     launcher: str = ""
-    """The words for a launcher of several processes; empty for any other program."""
+    """How the command names a launcher of several processes; empty for any other program."""
     is_here: bool = True
-    """Whether it starts in the folder, and with the files, that the command starts with."""
+    """Whether the program starts in the folder, and sees the files, that the command starts with."""
 
 
 def to_command(words: Sequence[str]) -> tuple[str, ...]:
@@ -90,10 +89,10 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def refuse_launcher(command: Sequence[str], starter: str) -> str:
-    """Return what is wrong with a command that starts several processes by itself; empty for any other one.
+    """Return what is wrong with a command that starts several processes by itself; empty for any other command.
 
     Args:
-        starter: who starts one for each rank already.
+        starter: who starts a process for each rank already.
     """
     launcher = target_of(command).launcher if command else ""
     if not launcher:
@@ -110,7 +109,7 @@ def _behind_wrappers(command: Sequence[str]) -> int:
     if Path(command[0]).name not in _WRAPPERS | _ENVIRONMENTS:
         return 0
     others = [at for at, word in enumerate(command) if at and not (word.startswith("-") or _ASSIGNMENT.fullmatch(word))]
-    # Which options of a wrapper have values is known of none.
+    # Which options of a wrapper take values is not known, so a word that is known to be a program comes first.
     known = [at for at in others if _is_known(command[at])]
     return min(known or others or [0])
 
@@ -126,7 +125,7 @@ def _is_known(word: str) -> bool:
 
 
 def _script_of(words: Sequence[str], ends: str, with_value: str) -> tuple[str, str, Sequence[str]]:
-    """Return the option that ends an interpreter's own, if it is there, its value or the script, and what follows."""
+    """Return the option that ends an interpreter's options, if any, then its value or the script, and what follows."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

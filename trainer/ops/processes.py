@@ -1,4 +1,4 @@
-"""Runs commands, launchers with all their ranks among them, and ends every process that they leave."""
+"""Run a command, such as a launcher with all its ranks, and end every process that it leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 20.0
 """Time for a launcher to end its ranks, those on other hosts included."""
 _POLL_S = 0.1
-_TAIL_CHARACTERS = 4000
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
 _RANK_MARK = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
@@ -58,11 +57,6 @@ class Finished:
         ours = [line for line in errors if line.startswith("trainer: ") and "tuned: " not in line]
         return (ours or errors or printed or ["no output"])[-1]
 
-    @property
-    def stderr_tail(self) -> str:
-        """Return the end of stderr."""
-        return self.stderr[-_TAIL_CHARACTERS:]
-
 
 def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd: Path | None = None) -> Finished:
     """Run `command`; at its timeout, or when this process is interrupted, end it with all processes that it started.
@@ -75,9 +69,16 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd
     path = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     # In a session of its own, so that Ctrl-C reaches it only through this process, once.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", env={**env, "PATH": path, _MARK: mark}, cwd=cwd, start_new_session=True,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**env, "PATH": path, _MARK: mark},
+        cwd=cwd,
+        start_new_session=True,
+    )
     code: int | None = None
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -116,15 +117,15 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_POLL_S)
         left = processes_with(_MARK, mark)
-        for one in left:
+        for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                survivor.kill()
         psutil.wait_procs(left, timeout=_GRACE_S)
 
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Context in which an interrupt is deferred to the end."""
+    """Defer interrupts to the end of a `with` block."""
     received: list[int] = []
     earlier = {number: signal.signal(number, lambda number, _: received.append(number)) for number in INTERRUPTS}
     try:
@@ -137,10 +138,10 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Return the running processes whose environment variable has this value, which children inherit."""
-    found = []
+    """Return the running processes with this value of an environment variable, which children inherit."""
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked

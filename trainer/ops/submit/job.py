@@ -1,4 +1,4 @@
-"""What `trainer submit` was asked for, in the same terms for every scheduler."""
+"""A job that `trainer submit` was asked for, in the same terms for every scheduler."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import shlex
 from dataclasses import dataclass
 
 INDEX = "{index}"
-"""Stands in the command for the number of a job of an array."""
+"""Placeholder in the command for the number of a job of an array."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training, and the machines that it shall have."""
+    """A training, and the machines that it is to have."""
 
     name: str
     command: tuple[str, ...]
@@ -21,17 +21,17 @@ class Job:
     gpus_per_node: int = 0
     cpus_per_rank: int | None = None
     memory_gib: int | None = None
-    """Of each node."""
+    """Memory of each node."""
     time_s: int | None = None
     grace_s: int = 120
     """Time before the limit at which the ranks are told to save and end."""
     image: str = ""
     array: str = ""
-    """Numbers as in "0-3,7", one job for each; empty for a single job."""
+    """Numbers as in "0-3,7", each of which gets a job; empty for a single job."""
     claim: str = ""
-    """A PersistentVolumeClaim for runs/, on Kubernetes."""
+    """Name of a PersistentVolumeClaim for runs/, on Kubernetes."""
     namespace: str = ""
-    """Of Kubernetes, as the next three."""
+    """The job's namespace on Kubernetes; the next three fields are for Kubernetes, too."""
     node_selector: tuple[str, ...] = ()
     """Labels that nodes have to have, as in "gpu=h100"."""
     tolerations: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Job:
     made_by: str = ""
     """The command that writes this job's file."""
     directives: tuple[str, ...] = ()
-    """Further options of the scheduler, in its own words."""
+    """Further options of the scheduler, as it spells them."""
 
     @property
     def ranks(self) -> int:

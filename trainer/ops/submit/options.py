@@ -44,7 +44,7 @@ The job file is runs/NAME with the scheduler's suffix. Nothing of the environmen
 _NOT_IN_FILE = ("--dry-run", "--follow")
 _UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
-"""Slurm's own form, days-hours:minutes:seconds. Shorter ones mean minutes to some and hours to others."""
+"""Slurm's own form, days-hours:minutes:seconds. Shorter forms mean minutes to some and hours to others."""
 _UNITS_GIB = {"GB": 1, "GiB": 1, "TB": 1024, "TiB": 1024}
 
 
@@ -73,14 +73,14 @@ _OPTIONS = {
         ("--directive", "directives", "=TEXT", "a further option of the scheduler's own"),
     ),
 }
-"""By group: an option, the field of `Job` that it sets, the name of its value, and its help."""
+"""The options by group: each with the field of `Job` that it sets, the name of its value, and its help."""
 _REPEATED = ("node_selector", "tolerations", "pull_secrets", "directives")
 _OPTION_OF = {field: option for rows in _OPTIONS.values() for option, field, _, _ in rows}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is to be done with a job."""
+    """A job, and what is to be done with it."""
 
     job: Job
     scheduler: Scheduler
@@ -105,7 +105,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def to_options(arguments: Sequence[str]) -> Options | None:
-    """Return the checked options; None where the help was asked for, which is then printed.
+    """Return the checked options; print the help and return None if it was asked for.
 
     Raises:
         ConfigError: names everything that is not valid, and what would be.
@@ -138,7 +138,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         problems.append("there is no command; put it behind --, as in -- python train.py")
     if scheduler:
         problems += [*_check(job, scheduler), *scheduler.problems(job)]
-        if parsed.follow and not scheduler.is_tried:
+        if parsed.follow and not scheduler.submit_command:
             problems.append(f"{scheduler.name} has no --follow; nobody has run it, and its file is only written")
     if problems or scheduler is None:
         raise ConfigError("; ".join(problems))
@@ -178,7 +178,7 @@ def _unknown_option(words: Sequence[str], valid: Sequence[str]) -> str:
 def _read(
     parsed: argparse.Namespace, command: tuple[str, ...], scheduler: Scheduler | None, made_by: str, problems: list[str]
 ) -> Job:
-    """Return the job, and note the values that are not valid; a valid one stands in their place."""
+    """Return the job, with a valid value in place of each that is not valid, and note the latter in `problems`."""
     given = {name: value for name, value in vars(parsed).items() if name in _OPTION_OF and value}
     values: dict[str, Any] = {name: tuple(value) if name in _REPEATED else value for name, value in given.items()}
     for name, (convert, valid) in _NUMBERS.items():
@@ -228,7 +228,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], int | None], str]] = {
     "time_s": (_seconds, _TIME.format("2h")),
     "grace_s": (_seconds, _TIME.format("120s")),
 }
-"""Fields of `Job` that are numbers: how the text is read, and what is valid."""
+"""The fields of `Job` that are numbers: how their text is read, and what is valid."""
 
 
 def _check_command(job: Job) -> list[str]:
@@ -244,7 +244,7 @@ def _check_command(job: Job) -> list[str]:
 
 
 def _check(job: Job, scheduler: Scheduler) -> list[str]:
-    """Return what no scheduler or not this one can do."""
+    """Return what no scheduler can do, or this scheduler cannot, a line each."""
     problems = []
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,62}", job.name):
         problems.append(f"--name is {job.name!r}; valid are up to 63 letters, digits, '.', '_' and '-', a letter first")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from trainer.ops.submit.job import Job
 
-# `--pad-token`, `sort_key=` and `--secret-file` are none, and more options end so than can be listed here. So a key or
-# a token is a secret where a word before says whose it is, and else where its value looks like one.
+# `--pad-token`, `sort_key=` and `--secret-file` hold no secrets, and more options end like them than can be listed
+# here. So a key or a token is a secret if a word before it says whose it is, or if its value looks like a secret.
 _OWNERS = (
     "access|account|anthropic|api|auth|aws|azure|bearer|clearml|comet|databricks|db|docker|encryption|gcp|gemini|git|"
     "github|gitlab|google|hf|hub|hugging-?face|kaggle|license|login|minio|mlflow|modal|mysql|neptune|ngc|nvidia|oauth|"
@@ -33,8 +33,8 @@ _VALUES = {
 def secrets_in(job: Job) -> list[str]:
     """Return the options and variables that hold secrets in a command or a directive, without their values."""
     texts = (*job.command, *job.directives, job.image)
-    found = [name for name, value in _named(job) if _is_secret(name, value)]
-    return found + [what for what, pattern in _VALUES.items() if any(map(pattern.search, texts))]
+    names = [name for name, value in _named(job) if _is_secret(name, value)]
+    return names + [what for what, pattern in _VALUES.items() if any(map(pattern.search, texts))]
 
 
 def _named(job: Job) -> Iterator[tuple[str, str]]:

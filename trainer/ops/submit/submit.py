@@ -1,4 +1,4 @@
-"""`trainer submit`: from the options to a job that runs."""
+"""`trainer submit`: write the job file, submit it, and follow the job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -18,14 +17,14 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.ops.command import target_of
 from trainer.ops.submit.options import Options, to_options
-from trainer.ops.submit.schedulers import State, Watch
+from trainer.ops.submit.schedulers import State
 
 _POLL_S = 1.0
-# What a rank or a watcher says of a failure, which launchers and the ranks that it takes along write much more after.
+# What a rank or a watcher says of a failure. Launchers, and ranks that fail because of it, write much more after it.
 _WHY = re.compile(r"trainer: (?:rank \d+ on host (?!.*lost another rank)|why it failed: |hang: ).*")
 _WHY_LINES = 8
 _UNANSWERED = 30
-"""So many questions in a row may fail, as while a scheduler is started again, before --follow gives up."""
+"""How many questions in a row may fail, as while a scheduler is restarted, before --follow gives up."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,24 +48,24 @@ def run(arguments: Sequence[str]) -> int:
         write_atomically(path, text)
     except OSError as error:
         raise TrainerError(f"{path} cannot be written: {error.strerror}") from None
-    if not options.scheduler.is_tried:
+    if not options.scheduler.submit_command:
         _say(f"{path} is written, not submitted, because nobody has run one: its head says what to check, and how to")
         return 0
     job_id = options.scheduler.submit(path)
-    _say(f"{path} is job {job_id}; {shlex.join(options.scheduler.cancel_command(job_id))} ends it")
+    _say(f"{path} is job {job_id}; {options.scheduler.cancel_line(job_id)} ends it")
     _say(f"its output: {options.scheduler.logs(options.job, job_id)}")
     return follow(options, job_id) if options.follows else 0
 
 
 def _check_script(options: Options) -> None:
-    """Raise `ConfigError` where a command's script or program names no file in the folder that the nodes see."""
+    """Raise `ConfigError` if a command's script or program names no file in the folder that the nodes see."""
     target = target_of(options.job.command)
     if not options.scheduler.runs_here(options.job) or not target.is_here:
         return
     # The PATH of the nodes may have a program without a slash.
     program = target.program if "/" in target.program or target.program.endswith(".py") else ""
     path = Path(target.script or program)
-    # An absolute path may be one of an image's own, or of the nodes'.
+    # An absolute path may be in an image, or on the nodes only.
     if path.name and not path.is_absolute() and not path.is_file():
         raise ConfigError(f"{path} is not a file in {Path.cwd()}, the folder in which the job will run")
     if program and path.is_file() and not os.access(path, os.X_OK):
@@ -77,7 +76,7 @@ def _check_script(options: Options) -> None:
 
 
 def _has_module(python: str, module: str) -> bool:
-    """Return whether a Python finds a module; True where it is not the one that this program runs in."""
+    """Return whether a Python finds a module; True for another Python than that of this program."""
     program = shutil.which(python)
     if program is None or Path(program).parent != Path(sys.executable).parent:
         return True
@@ -89,21 +88,18 @@ def follow(options: Options, job_id: str) -> int:
 
     It is 130 after Ctrl-C.
     """
-    not_followed, codes = deque([job_id]), list[int]()
+    scheduler, jobs, codes = options.scheduler, [job_id], list[int]()
     try:
-        while not_followed:
-            job_id = not_followed.popleft()
+        for job_id in jobs:  # which get more
             follower = _Follower(options, job_id)
             while (code := follower.look()) is None:
                 time.sleep(_POLL_S)
             codes.append(code)
-            for successor in options.scheduler.successors(options.job, job_id):
-                cancel = shlex.join(options.scheduler.cancel_command(successor))
-                _say(f"job {job_id} goes on as job {successor}; {cancel} ends it")
-                not_followed.append(successor)
+            for successor in scheduler.successors(options.job, job_id):
+                _say(f"job {job_id} goes on as job {successor}; {scheduler.cancel_line(successor)} ends it")
+                jobs.append(successor)
     except KeyboardInterrupt:
-        cancel = shlex.join(options.scheduler.cancel_command(job_id))
-        _say(f"job {job_id} goes on; {cancel} ends it")
+        _say(f"job {job_id} goes on; {scheduler.cancel_line(job_id)} ends it")
         return 130
     return max(codes)
 
@@ -113,16 +109,16 @@ class _Follower:
 
     def __init__(self, options: Options, job_id: str) -> None:
         self._options, self._job_id = options, job_id
-        self._watch = Watch(options.scheduler, job_id)
+        self._states: dict[str, State] = {}
         self._seen: dict[str, int] = {}
         self._state = ""
         self._unanswered = 0
         self._why: list[str] = []
 
     def look(self) -> int | None:
-        """Print what is new; return the exit code of a job that has ended."""
+        """Print what is new; return the exit code once the job has ended, else None."""
         try:
-            state = self._watch.state()
+            state = self._options.scheduler.state(self._job_id, self._states)
             output = self._options.scheduler.new_output(self._options.job, self._job_id, self._seen)
         except TrainerError:
             self._unanswered += 1
@@ -139,9 +135,9 @@ class _Follower:
         return state.code
 
     def _tell(self, state: State) -> None:
-        """Print a new state; that of a job that has failed with what its ranks have said of it."""
+        """Print a new state; if the job has failed, print what its ranks have said of it first."""
         if state.waits:
-            self._why.clear()  # It was of an earlier start.
+            self._why.clear()  # what there is belongs to an earlier start
         if not state.code:
             _say(f"job {self._job_id}: {state}")
             return

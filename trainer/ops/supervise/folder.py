@@ -1,15 +1,19 @@
-"""The folder runs/NAME of a supervised job: its lock, and the id under which its processes are found again."""
+"""The folder runs/NAME of a supervised job: its lock, the id by which its processes are found again, its events."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.ops.supervise.hosts import Host
@@ -22,7 +26,30 @@ class Former:
     job: str
     hosts: tuple[Host, ...]
     supervisor: int
-    """Its process."""
+    """Number of its process."""
+
+
+class Events:
+    """Events of a job: a line each for people, on standard error, and one with facts for programs.
+
+    Args:
+        path: the file to append to, events.jsonl.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def say(self, kind: str, text: str, **facts: Any) -> None:
+        """Print one or more lines, and append an event to the file; a full disk does not end the job."""
+        with suppress(OSError, ValueError):  # nobody reads any more
+            print_line("\n".join(f"trainer run: {line}" for line in text.splitlines()), sys.stderr)
+        self.note(kind, text=text, **facts)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Append an event to the file."""
+        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts}
+        with suppress(OSError), self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 @contextmanager
@@ -30,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Context in which no other process supervises this job.
 
     Raises:
-        ConfigError: another one does.
+        ConfigError: another process does.
         TrainerError: the folder cannot be made.
     """
     try:
@@ -54,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_job(folder: Path, job: str, hosts: Sequence[Host]) -> None:
-    """Note the job that is about to start; an empty one means that none is under way."""
+    """Note the job that is about to start; an empty `job` means that none is under way."""
     entry = {"job": job, "hosts": [[host.name, host.slots] for host in hosts], "supervisor": os.getpid()}
     write_atomically(folder / "job.json", json.dumps(entry) + "\n")
 

@@ -52,17 +52,6 @@ def slots_of(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
 
 
-def fill(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """Return the hosts with the ranks that each of them gets, in their order; those that get none are left out."""
-    filled = []
-    for host in hosts:
-        taken = min(host.slots, ranks)
-        ranks -= taken
-        if taken:
-            filled.append(Host(host.name, taken))
-    return tuple(filled)
-
-
 def names(hosts: Sequence[Host]) -> str:
     """Return the hosts as -H takes them."""
     return ",".join(map(str, hosts))

@@ -1,4 +1,4 @@
-"""The commands that start a job: one function a launcher."""
+"""Start a job: a function for each launcher makes its command."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trainer.watch.job_folder import JOB
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20000, 32000)
 """Below the ports that a kernel gives to clients."""
-# What belongs to this host or to this shell.
+# Variables that belong to this host or to this shell, and are not for other hosts.
 _PRIVATE = {"DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "USER", "_"}
-# What the input begins with: the environment, because other users can read command lines. A job ends with its ssh,
-# whose end ends the input.
+# What another host's shell reads. The environment stands before it in the same input, because other users can read
+# command lines. When ssh ends, the input ends, and with it the job.
 _ON_HOST = """\
 cd {folder} || exit 127
 exec 3<&0
@@ -49,7 +49,7 @@ class Start:
 
     command: tuple[str, ...]
     script: str = ""
-    """What it reads from its standard input, which then stays open; without one it gets ours."""
+    """What it reads from its standard input, which then stays open; where it is empty, it gets our standard input."""
 
 
 def launch(launcher: str, hosts: Sequence[Host], command: Sequence[str], job: str) -> list[subprocess.Popen[bytes]]:
@@ -78,7 +78,7 @@ def environment_for(job: str) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Open MPI's daemons on other hosts would carry no mark.
     agent = {"OMPI_MCA_orte_launch_agent": f"env {JOB}={job} orted"}
-    # Another at every start. It reaches the ranks as the rest of the environment does, on no command line.
+    # A new secret at every start. It reaches the ranks as the rest of the environment does, on no command line.
     return {**agent, **os.environ, "PATH": path, JOB: job, SECRET: secrets.token_hex(32)}
 
 
@@ -88,21 +88,21 @@ def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[
 
 
 def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Return one agent of torchrun for each host; their rendezvous is a port of the first one.
+    """Return an agent of torchrun for each host; their rendezvous is a port of the first host.
 
     It is the static one: the agents of c10d load pickles from the store, which asks nobody who they are. Without `--`,
     torchrun would take the script's options for its own where they abbreviate one, as --log does.
     """
-    run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--no-python")
     is_alone = len(hosts) == 1 and hosts[0].is_here
     first = "127.0.0.1" if is_alone else socket.gethostname() if hosts[0].is_here else hosts[0].name
-    address = ("--master-addr", first, "--master-port", str(_free_port()))
+    rendezvous = (
+        f"--rdzv-backend static --master-addr {first} --master-port {_free_port()} --rdzv-id {environment[JOB]}"
+    )
+    common = f"-m torch.distributed.run --max-restarts 0 --no-python {rendezvous} --nnodes {len(hosts)}".split()
     starts = []
     for number, host in enumerate(hosts):
-        agent = (
-            *run, "--rdzv-backend", "static", *address, "--rdzv-id", environment[JOB], "--nnodes", str(len(hosts)),
-            "--node-rank", str(number), "--nproc-per-node", str(host.slots), "--", *command,
-        )  # fmt: skip
+        place = ("--node-rank", str(number), "--nproc-per-node", str(host.slots))
+        agent = (sys.executable, *common, *place, "--", *command)
         starts.append(Start(agent) if host.is_here else through_ssh(host, agent, environment))
     return starts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,23 @@ exit codes:
 
 Lines of this program begin with "trainer run: ". They are also in runs/NAME/events.jsonl.
 """
+_LAUNCHERS = {
+    "mpi": "start with horovodrun --mpi",
+    "gloo": "start with horovodrun --gloo",
+    "torchrun": "start with torchrun, on several hosts through ssh",
+}
+_NUMBERS = (
+    ("--min-np", "min_ranks", "go on with N ranks at least (-np)"),
+    ("--max-restarts", "max_restarts", "give up after N restarts (%(default)s)"),
+    ("--timeout", "timeout_s", "restart when no rank has made progress for S seconds; 0: never (%(default).0f)"),
+    (
+        "--hang-timeout",
+        "hang_timeout_s",
+        "say which rank the others wait for, and restart, after S seconds; 0: never (measured, at least 30)",
+    ),
+    ("--wait-for-hosts", "wait_for_hosts_s", "with too few hosts, wait S seconds for one to come back (%(default).0f)"),
+)
+"""Options with a number, none of which may be negative: each with its field of `Options`, and its help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +68,7 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """Where the lock, the job's id and the events are."""
+        """The folder with the lock, the job's id and the events."""
         return Path("runs", self.name)
 
 
@@ -72,12 +89,30 @@ class _Parser(argparse.ArgumentParser):
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add `run` to the subcommands."""
     parser = subparsers.add_parser(
-        "run", help="start a training, and start it again after a failure", description=_DESCRIPTION, epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "run",
+        help="start a training, and start it again after a failure",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         usage="trainer run -np N [-H HOST:SLOTS,…] [options] COMMAND …",
-    )  # fmt: skip
-    _add_job(parser.add_argument_group("the job"))
-    _add_failures(parser.add_argument_group("after a failure"))
+    )
+    group = parser.add_argument_group("the job")
+    group.add_argument("-np", dest="ranks", type=int, metavar="N", required=True, help="number of ranks")
+    group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
+    launchers = group.add_mutually_exclusive_group()
+    for name, text in _LAUNCHERS.items():
+        launchers.add_argument(
+            f"--{name}", dest="launcher", action="store_const", const=name, default=Options.launcher, help=text
+        )
+    group.add_argument("--name", help="name of the folder runs/NAME (the script's)")
+    group = parser.add_argument_group("after a failure")
+    for option, field, text in _NUMBERS:
+        kind, metavar = (float, "S") if field.endswith("_s") else (int, "N")
+        default = getattr(Options, field, None)
+        group.add_argument(option, dest=field, type=kind, metavar=metavar, default=default, help=text)
+    text = "when a host is back, have the ranks save, and start again with it at once"
+    group.add_argument("--take-back", action="store_true", help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -85,41 +120,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of a command with subcommands, whose errors are one line."""
     return _Parser(prog=prog, description="Runs trainings on several processes and hosts.", allow_abbrev=False)
-
-
-def _add_job(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-np", dest="ranks", type=int, metavar="N", required=True, help="number of ranks")
-    group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
-    kinds = group.add_mutually_exclusive_group()
-    for name, text in (
-        ("mpi", "start with horovodrun --mpi"), ("gloo", "start with horovodrun --gloo"),
-        ("torchrun", "start with torchrun, on several hosts through ssh"),
-    ):  # fmt: skip
-        kinds.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
-    group.add_argument("--name", help="name of the folder runs/NAME (the script's)")
-
-
-def _add_failures(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--min-np", dest="min_ranks", type=int, metavar="N", help="go on with N ranks at least (-np)")
-    group.add_argument(
-        "--max-restarts", type=int, default=100, metavar="N", help="give up after N restarts (%(default)s)"
-    )
-    group.add_argument(
-        "--timeout", dest="timeout_s", type=float, default=600.0, metavar="S",
-        help="restart when no rank has made progress for S seconds; 0: never (%(default).0f)",
-    )  # fmt: skip
-    group.add_argument(
-        "--hang-timeout", dest="hang_timeout_s", type=float, metavar="S",
-        help="say which rank the others wait for, and restart, after S seconds; 0: never (measured, at least 30)",
-    )  # fmt: skip
-    group.add_argument(
-        "--wait-for-hosts", dest="wait_for_hosts_s", type=float, default=600.0, metavar="S",
-        help="with too few hosts, wait S seconds for one to come back (%(default).0f)",
-    )  # fmt: skip
-    group.add_argument(
-        "--take-back", action="store_true",
-        help="when a host is back, have the ranks save, and start again with it at once",
-    )  # fmt: skip
 
 
 def to_options(parsed: argparse.Namespace) -> Options:
@@ -137,10 +137,10 @@ def to_options(parsed: argparse.Namespace) -> Options:
     min_ranks = ranks if parsed.min_ranks is None else parsed.min_ranks
     if not 1 <= min_ranks <= ranks:
         raise ConfigError(f"--min-np is {min_ranks}; valid is 1 to {ranks}, which -np is")
-    for name in ("max_restarts", "timeout_s", "hang_timeout_s", "wait_for_hosts_s"):
-        if getattr(parsed, name) is not None and not getattr(parsed, name) >= 0:
-            option = name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(f"--{option} is {getattr(parsed, name)}; valid is a number of at least 0")
+    for option, field, _ in _NUMBERS:
+        value = getattr(parsed, field)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{option} is {value}; valid is a number of at least 0")
     command = to_command(parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
@@ -149,8 +149,5 @@ def to_options(parsed: argparse.Namespace) -> Options:
     name = parsed.name or name_of(command)
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
         raise ConfigError(f"--name is {name!r}; valid are letters, digits, '.', '_' and '-'")
-    return Options(
-        ranks=ranks, hosts=hosts, command=command, min_ranks=min_ranks, launcher=parsed.launcher or "horovodrun",
-        max_restarts=parsed.max_restarts, timeout_s=parsed.timeout_s, wait_for_hosts_s=parsed.wait_for_hosts_s,
-        take_back=parsed.take_back, hang_timeout_s=parsed.hang_timeout_s, name=name,
-    )  # fmt: skip
+    given = {field.name: getattr(parsed, field.name) for field in fields(Options)}
+    return Options(**{**given, "hosts": hosts, "min_ranks": min_ranks, "command": command, "name": name})

@@ -1,4 +1,4 @@
-"""How an attempt has ended, and which hosts are to blame: conclusions from exit codes and heartbeats."""
+"""Judge how an attempt has ended, and which hosts are to blame, from exit codes and heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.ops.supervise.hosts import Host, names
 from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
-# argparse's own, and what a shell says of a command that it cannot run, or does not find.
+# 2 is argparse's code; 126 and 127 are a shell's for a command that it cannot run, or does not find.
 _MISTAKES = (exit_codes.MISTAKE, 2, 126, 127)
 
 
@@ -33,22 +33,22 @@ class Facts:
 
     launcher: str
     codes: Sequence[int] = ()
-    """Exit codes of the launcher's processes, negative for a signal; empty where they had to be ended."""
+    """Exit codes of the launcher's processes, negative for a signal; empty if they had to be ended."""
     ranks: Mapping[int, Heartbeat] = field(default_factory=dict)
     host_of: Mapping[int, str] = field(default_factory=dict)
     """The hosts of the ranks, as -H names them."""
     verdict: JobVerdict | None = None
     """What the watch has found out about the job."""
     dead: Sequence[int] = ()
-    """Ranks whose processes were gone first."""
+    """Ranks whose processes died first."""
     ended: Sequence[int] = ()
-    """Ranks that had ended in good order before."""
+    """Ranks that had ended in good order before that."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Hosts of the attempt that did not answer afterwards, and why."""
     idle_s: float | None = None
-    """Time without progress, where it was ended for it."""
+    """Seconds without progress, if the attempt was ended because of them."""
     asked_for: str = ""
-    """Why the ranks were asked to save and end; empty where they were not."""
+    """Why the ranks were asked to save and end; empty if they were not."""
     is_last: bool = False
     """Whether that was because `trainer run` itself has to end."""
     was_interrupted: bool = False
@@ -63,11 +63,39 @@ class Judgement:
     hosts: tuple[str, ...] = ()
     """Hosts that are to blame."""
     code: int = 1
-    """Exit code of `trainer run` where this attempt is the last."""
+    """Exit code of `trainer run` if this attempt is the last."""
     is_last: bool = False
-    """Whether there is nothing to start again."""
+    """Whether the job is not to be started again."""
     may_be_network: bool = False
     """Whether a host, or the network between hosts, may be the cause."""
+
+
+@dataclass
+class Times:
+    """Moments of an attempt on this host's monotonic clock; None for what has not happened."""
+
+    started: float
+    joined: float | None = None
+    first_update: float | None = None
+    progress: float | None = None
+    """Time of the most recent progress of any rank."""
+    detected: float | None = None
+    ended: float | None = None
+    """From when on no process of the attempt was left."""
+
+
+@dataclass
+class Attempt:
+    """A start of the job on some hosts, and how it went."""
+
+    hosts: tuple[Host, ...]
+    """The hosts, with the ranks that each of them had."""
+    job: str
+    times: Times
+    wall_clock: float
+    judgement: Judgement = Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
+    updates: tuple[int, int] | None = None
+    """The first and the last completed update; None where it completed none."""
 
 
 def judge(facts: Facts) -> Judgement:
@@ -97,7 +125,7 @@ def judge(facts: Facts) -> Judgement:
 
 
 def hint(judgement: Judgement, hosts: Sequence[Host]) -> str:
-    """Return which command looks for the cause; empty where it would find none."""
+    """Return a line that names the command which looks for the cause; empty if it would find none."""
     if not judgement.may_be_network or all(host.is_here for host in hosts):
         return ""
     return f"`trainer doctor -H {names(hosts)}` looks for the cause on these hosts and between them"
@@ -125,9 +153,9 @@ def _blame(facts: Facts) -> Judgement:
     if facts.lost:
         text = "; ".join(f"host {host} is lost: {why}" for host, why in facts.lost.items())
         return Judgement(Verdict.FAILED, text, tuple(facts.lost), may_be_network=True)
-    # What ranks that have lost one another say follows from different collectives, and no error of a rank's own does.
-    no_own_error = any(rank.error in ("", LOST_PEER) for rank in facts.ranks.values())
-    if facts.verdict is not None and facts.verdict.kind == DIFFERENT and no_own_error:
+    # Different collectives explain that ranks have lost one another; they do not explain another error of a rank.
+    follows = any(rank.error in ("", LOST_PEER) for rank in facts.ranks.values())
+    if facts.verdict is not None and facts.verdict.kind == DIFFERENT and follows:
         return Judgement(Verdict.FAILED, facts.verdict.text)
     failed = [number for number, rank in sorted(facts.ranks.items()) if rank.error not in ("", LOST_PEER)]
     if failed:
@@ -135,7 +163,7 @@ def _blame(facts: Facts) -> Judgement:
         what = f"{rank.error}: {rank.message}" if rank.message else rank.error
         text = f"{_name(facts, failed[0])} failed{_when(rank)}: {what.splitlines()[0][:200]}"
         return Judgement(Verdict.FAILED, text, (facts.host_of[failed[0]],))
-    # A rank that has lost another one ends too, and may be the first that was seen to.
+    # A rank that has lost another rank ends too, and may be the first whose end was seen.
     if silent := [number for number in facts.dead if not facts.ranks[number].has_ended]:
         return _blame_silent(facts, silent)
     killed = [-code for code in facts.codes if code < 0]
@@ -153,13 +181,13 @@ def _blame(facts: Facts) -> Judgement:
 def _blame_silent(facts: Facts, silent: Sequence[int]) -> Judgement:
     text = f"{_names(facts, silent)} died without a word{_when(facts.ranks[silent[0]])}{_signal(facts.codes)}"
     if ended := [number for number in facts.ended if not facts.ranks[number].error]:
-        # By sys.exit, after which a launcher ends the others; no host is to blame.
+        # They may have called sys.exit, after which a launcher ends the others; no host is to blame.
         return Judgement(Verdict.FAILED, f"{text}, after {_names(facts, ended)} had ended")
     return Judgement(Verdict.FAILED, text, tuple(sorted({facts.host_of[number] for number in silent})))
 
 
 def _blame_none(facts: Facts, lost: Sequence[int]) -> Judgement:
-    """Return what there is to say where all failures follow from one that nobody has reported."""
+    """Judge an attempt in which all reported failures follow from a failure that nobody has reported."""
     text = f"{_names(facts, lost[:8])} lost another rank{_when(facts.ranks[lost[0]])}"
     ended = [number for number, rank in sorted(facts.ranks.items()) if rank.phase == DONE and not rank.error]
     if ended:

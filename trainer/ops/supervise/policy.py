@@ -1,4 +1,4 @@
-"""Decisions of `trainer run`: start again or not, when, and on which hosts. No processes, no clock."""
+"""Decide for `trainer run` whether to start again, when, and on which hosts. No processes, no clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from trainer.ops.supervise.hosts import Host, fill, slots_of
-from trainer.ops.supervise.outcome import Verdict
+from trainer.ops.supervise.hosts import Host, slots_of
+from trainer.ops.supervise.outcome import Attempt, Verdict
 
 SAME_UPDATE = 3
 """Failures in a row at the same update that show that another start will not help."""
@@ -19,24 +19,9 @@ LONGEST_WAIT_S = 60.0
 _FAILURES = (Verdict.FAILED, Verdict.HUNG)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """An attempt, as decisions see it."""
-
-    verdict: Verdict
-    hosts: tuple[Host, ...]
-    """With the ranks that each of them had."""
-    blamed: tuple[str, ...] = ()
-    first_update: int | None = None
-    """The first update that it completed; None where it completed none."""
-    last_update: int | None = None
-    ended: float = 0.0
-    """On the monotonic clock."""
-
-
 @dataclass(frozen=True)
 class GiveUp:
-    """Not to start again."""
+    """The decision not to start again."""
 
     text: str
     code: int = 1
@@ -44,26 +29,43 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Restart:
-    """To start again after a wait."""
+    """The decision to start again after a wait."""
 
     wait_s: float
 
 
 def choose_hosts(hosts: Sequence[Host], well: Collection[str], bad: Collection[str], ranks: int) -> tuple[Host, ...]:
-    """Return the hosts of the next start, with the ranks of each: those that are well, and not bad."""
-    return fill([host for host in hosts if host.name in well and host.name not in bad], ranks)
+    """Return the hosts of the next start, with the ranks of each: in their order, those that are well, and not bad."""
+    chosen = []
+    for host in hosts:
+        taken = min(host.slots, ranks) if host.name in well and host.name not in bad else 0
+        ranks -= taken
+        if taken:
+            chosen.append(Host(host.name, taken))
+    return tuple(chosen)
 
 
-def bad_hosts(history: Sequence[Past], hosts: Sequence[Host], min_ranks: int, now: float) -> tuple[str, ...]:
+def hosts_to_take_back(hosts: Sequence[Host], chosen: Sequence[Host], bad: Collection[str], ranks: int) -> list[Host]:
+    """Return the hosts for which a job that runs without them is worth starting again, once they are back.
+
+    Args:
+        chosen: the hosts that it runs on. Where they have slots for all ranks, it needs no other.
+        bad: hosts that it leaves out although they answer.
+    """
+    named = {host.name for host in chosen} | set(bad)
+    return [host for host in hosts if host.name not in named] if slots_of(chosen) < ranks else []
+
+
+def bad_hosts(history: Sequence[Attempt], hosts: Sequence[Host], min_ranks: int, now: float) -> tuple[str, ...]:
     """Return the hosts on which ranks fail again and again, and that the job can do without.
 
     Args:
         hosts: those that are well.
         now: on the monotonic clock.
     """
-    recent = [past for past in history if past.verdict in _FAILURES and now - past.ended < RECENT_S]
-    failures = recent[-LATEST:]
-    counted = Counter(host for past in failures for host in past.blamed)
+    failures = [past for past in history if past.judgement.verdict in _FAILURES]
+    recent = [past for past in failures if past.times.ended is not None and now - past.times.ended < RECENT_S]
+    counted = Counter(host for past in recent[-LATEST:] for host in past.judgement.hosts)
     bad: list[str] = []
     for name, count in counted.most_common():
         rest = [host for host in hosts if host.name not in (*bad, name)]
@@ -72,7 +74,7 @@ def bad_hosts(history: Sequence[Past], hosts: Sequence[Host], min_ranks: int, no
     return tuple(bad)
 
 
-def decide(history: Sequence[Past], max_restarts: int, next_hosts: Sequence[Host]) -> Restart | GiveUp:
+def decide(history: Sequence[Attempt], max_restarts: int, next_hosts: Sequence[Host]) -> Restart | GiveUp:
     """Return whether to start again after the last attempt, which neither is done nor was the user's mistake.
 
     Args:
@@ -81,20 +83,20 @@ def decide(history: Sequence[Past], max_restarts: int, next_hosts: Sequence[Host
     if len(history) > max_restarts:
         return GiveUp(f"given up after {max_restarts} restarts, which --max-restarts allows")
     latest = history[-SAME_UPDATE:]
-    if len(latest) == SAME_UPDATE and all(past.verdict in _FAILURES for past in latest):
-        same_place = len({past.last_update for past in latest}) == 1
-        if same_place and all(past.hosts == tuple(next_hosts) for past in latest):
-            update = latest[-1].last_update
+    if len(latest) == SAME_UPDATE and all(past.judgement.verdict in _FAILURES for past in latest):
+        last_updates = {past.updates[1] if past.updates else None for past in latest}
+        if len(last_updates) == 1 and all(past.hosts == tuple(next_hosts) for past in latest):
+            update = last_updates.pop()
             where = "before the first update" if update is None else f"after update {update}"
             return GiveUp(f"given up: {SAME_UPDATE} failures in a row {where}; another start would fail there too")
     return Restart(wait_s(history))
 
 
-def wait_s(history: Sequence[Past]) -> float:
+def wait_s(history: Sequence[Attempt]) -> float:
     """Return the seconds to wait: none after progress, else 1, 2, 4, … 60 with each attempt without any."""
     fruitless = 0
     for past in reversed(history):
-        if past.first_update is not None:
+        if past.updates is not None:
             break
         fruitless += 1
     return min(2.0 ** (fruitless - 1), LONGEST_WAIT_S) if fruitless else 0.0

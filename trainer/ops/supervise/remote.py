@@ -23,10 +23,10 @@ from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 TIMEOUT_S = 10.0
-"""For all hosts together."""
-# The environment of a process is what it was started with, so the mark stays. A process may be made while others are
-# killed, so killing is repeated. Only those processes of heartbeats that carry the mark are preempted, as
-# a number may belong to another process by now.
+"""Seconds in which all hosts together have to answer."""
+# /proc shows the environment that a process was started with, so the mark stays. A process may be made while others are
+# killed, so killing is repeated. A heartbeat's process is preempted only if it carries the mark, because its number may
+# belong to another process by now.
 _SCRIPT = r"""
 job=$1 action=$2
 shift 2
@@ -69,18 +69,18 @@ class Answer:
     host: str
     is_well: bool
     processes: frozenset[int] = frozenset()
-    """Processes of the job that ran."""
+    """Processes of the job that were running."""
     ranks: tuple[Heartbeat, ...] = ()
     verdict: JobVerdict | None = None
-    """Of the host's watcher."""
+    """What the host's watcher has found out."""
     problem: str = ""
-    """Why it is not well."""
+    """Why the host is not well."""
 
 
 def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: float = TIMEOUT_S) -> list[Answer]:
     """Look for the processes of a job on all hosts at once, signal or kill them; return the answers in their order.
 
-    After "kill", the job's folder is gone too. An empty job is nobody's, and makes the call a mere probe.
+    "kill" also removes the job's folder. With an empty job, the call only probes whether the hosts answer.
     """
     deadline = time.monotonic() + timeout_s
     started = [(host, _start(host, job, action)) for host in hosts]
@@ -88,10 +88,10 @@ def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: flo
 
 
 class Inquiry:
-    """Looks at the hosts of a job in the background, one look at a time.
+    """Looks at the hosts of a job in the background, if there are any, again and again.
 
     Args:
-        every_s: from an answer to the next look.
+        every_s: seconds from an answer to the next look.
     """
 
     def __init__(self, hosts: Sequence[Host], job: str, every_s: float) -> None:
@@ -105,9 +105,9 @@ class Inquiry:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answers(self) -> list[Answer]:
-        """Return answers that have come since the last call, and look again where it is time to."""
+        """Return the answers that have come since the last call, and look again if it is time to."""
         now = time.monotonic()
-        if self._asked is None and now - self._asked_at > self._every_s:
+        if self._hosts and self._asked is None and now - self._asked_at > self._every_s:
             self._asked = self._pool.submit(on_all_hosts, self._hosts, self._job, "look")
         if self._asked is None or not self._asked.done():
             return []
@@ -120,8 +120,11 @@ def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:
     command = ["sh", "-s", "--", job or "nobody", action, *folders]
     process = subprocess.Popen(
         command if host.is_here else [*SSH, host.name, shlex.join(command)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     if process.stdin is not None:
         with suppress(BrokenPipeError):
             process.stdin.write(_SCRIPT.encode())
@@ -151,8 +154,8 @@ def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
     ranks, verdict = [], None
     while records:
         size = records.find(b"\n") + 1 or len(records)
-        if (found := parse_verdict(records[:size])) is not None:
-            verdict = found
+        if (host_verdict := parse_verdict(records[:size])) is not None:
+            verdict = host_verdict
         else:
             size = SIZE
             if (heartbeat := Heartbeat.from_bytes(records[:SIZE])) is not None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
-PREEMPTS = (signal.SIGTERM, signal.SIGUSR2)
-INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
+_PREEMPTS = (signal.SIGTERM, signal.SIGUSR2)
+_INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Context that notes signals instead of acting on them; those that are ignored stay so."""
+    """Context that notes signals instead of acting on them; a signal that is ignored stays ignored."""
 
     def __init__(self) -> None:
-        self.preempts: int = 0
-        """Requests to save and end."""
+        self.preempts = False
+        """Whether a signal has asked to save and end."""
         self.interrupted_by: int | None = None
-        """The signal that ends the job at once. A second request to save and end is one too."""
+        """The signal that ends the job at once: an interrupt, or a second request to save and end."""
         self._reader, self._writer = socket.socketpair()
         self._earlier: dict[int, object] = {}
 
@@ -29,16 +28,14 @@ class Signals:
         for end in (self._reader, self._writer):
             end.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*PREEMPTS, *INTERRUPTS):
+        for number in (*_PREEMPTS, *_INTERRUPTS):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._earlier[number] = signal.signal(number, self._note)
         # Wakes the waiting when a launcher ends.
         self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(-1)
@@ -46,14 +43,15 @@ class Signals:
         self._writer.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in PREEMPTS and not self.preempts:
-            self.preempts = 1
+        if number in _PREEMPTS and not self.preempts:
+            self.preempts = True
         else:
             self.interrupted_by = self.interrupted_by or number
 
     @property
     def has_any(self) -> bool:
-        return bool(self.preempts or self.interrupted_by)
+        """Whether any signal has come."""
+        return self.preempts or self.interrupted_by is not None
 
     def wait(self, seconds: float, descriptors: Iterable[int] = ()) -> None:
         """Wait for a signal, for the end of a child, for one of the descriptors, or for this long."""
@@ -61,10 +59,3 @@ class Signals:
         with suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
-
-
-def open_process(process: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None where the system has none."""
-    with suppress(OSError, AttributeError):
-        return os.pidfd_open(process)
-    return None

@@ -7,26 +7,24 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from trainer.ops.supervise.attempt import Attempt
 from trainer.ops.supervise.hosts import names, slots_of
+from trainer.ops.supervise.outcome import Attempt
 
+_PARTS = ("detected", "ended", "started", "joined", "first update")
 _HEAD = ("attempt", "start", "ranks", "hosts", "updates", "recovery", "end")
 
 
 def recovery_of(earlier: Attempt, later: Attempt) -> dict[str, float]:
     """Return the seconds from the last progress of an attempt to the first update of the next one, and their parts.
 
-    Empty where one of these moments is missing.
+    Empty where one of the moments between them is not known.
     """
     before, after = earlier.times, later.times
-    moments = {
-        "from": before.progress, "detected": before.detected, "ended": before.ended, "started": after.started,
-        "joined": after.joined, "first update": after.first_update,
-    }  # fmt: skip
-    known = [moment for moment in moments.values() if moment is not None]
+    moments = (before.progress, before.detected, before.ended, after.started, after.joined, after.first_update)
+    known = [moment for moment in moments if moment is not None]
     if len(known) < len(moments):
         return {}
-    parts = {name: end - begin for name, (begin, end) in zip(list(moments)[1:], pairwise(known), strict=True)}
+    parts = dict(zip(_PARTS, (end - begin for begin, end in pairwise(known)), strict=True))
     return {**parts, "total": known[-1] - known[0]}
 
 
@@ -48,13 +46,16 @@ def facts_of(attempts: Sequence[Attempt]) -> dict[str, Any]:
     recoveries = [{}, *(recovery_of(*pair) for pair in pairwise(attempts))]
     rows = [
         {
-            "start": attempt.wall_clock, "ranks": slots_of(attempt.hosts), "hosts": names(attempt.hosts),
-            "updates": attempt.updates, "recovery_s": {name: round(value, 3) for name, value in recovery.items()},
+            "start": attempt.wall_clock,
+            "ranks": slots_of(attempt.hosts),
+            "hosts": names(attempt.hosts),
+            "updates": attempt.updates,
+            "recovery_s": {name: round(value, 3) for name, value in recovery.items()},
             "verdict": attempt.judgement.verdict,
             "end": attempt.judgement.text,
         }
         for attempt, recovery in zip(attempts, recoveries, strict=True)
-    ]  # fmt: skip
+    ]
     return {"attempts": rows, "training_share": round(training_share(attempts), 4)}
 
 
@@ -63,11 +64,10 @@ def summarize(attempts: Sequence[Attempt]) -> str:
     rows = [_HEAD]
     for number, entry in enumerate(facts_of(attempts)["attempts"], 1):
         total = entry["recovery_s"].get("total")
-        rows.append((
-            str(number), time.strftime("%H:%M:%S", time.localtime(entry["start"])), str(entry["ranks"]), entry["hosts"],
-            "–".join(map(str, entry["updates"] or ["none"])), f"{total:.1f} s" if total is not None else "–",
-            entry["end"] or "",
-        ))  # fmt: skip
+        start = time.strftime("%H:%M:%S", time.localtime(entry["start"]))
+        updates = "–".join(map(str, entry["updates"] or ["none"]))
+        recovery = f"{total:.1f} s" if total is not None else "–"
+        rows.append((str(number), start, str(entry["ranks"]), entry["hosts"], updates, recovery, entry["end"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [_describe(number, *pair) for number, pair in enumerate(pairwise(attempts), 2) if recovery_of(*pair)]

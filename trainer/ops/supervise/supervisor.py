@@ -1,4 +1,4 @@
-"""`trainer run`: attempt after attempt, until the job is done or there is no sense in another one."""
+"""`trainer run`: start attempt after attempt, until the job is done or another attempt makes no sense."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.errors import ConfigError
-from trainer.ops.supervise.attempt import Attempt, Running, Times
-from trainer.ops.supervise.events import Events
-from trainer.ops.supervise.folder import locked, read_former, write_job
+from trainer.ops.supervise.attempt import Running
+from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Judgement, hint
-from trainer.ops.supervise.policy import GiveUp, Past, bad_hosts, choose_hosts, decide
-from trainer.ops.supervise.rejoin import Rejoin
+from trainer.ops.supervise.outcome import Attempt, Judgement, Times, hint
+from trainer.ops.supervise.policy import GiveUp, bad_hosts, choose_hosts, decide, hosts_to_take_back
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.summary import facts_of, summarize
@@ -32,7 +30,7 @@ def supervise(options: Options) -> int:
     """Run the job to its end; return the exit code.
 
     Raises:
-        ConfigError: another process supervises it, or its launcher or ssh is not installed.
+        ConfigError: another process supervises the job, or its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
     if options.hang_timeout_s is not None:
@@ -56,7 +54,6 @@ class _Supervisor:
         # The same for all attempts, so that what a lost host still runs is ended when the host is back.
         self._job = uuid.uuid4().hex
         self._attempts: list[Attempt] = []
-        self._history: list[Past] = []
         self._bad: tuple[str, ...] = ()
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
@@ -91,10 +88,8 @@ class _Supervisor:
             return
         answers = on_all_hosts(former.hosts, former.job, "kill")
         left = sum(len(answer.processes) for answer in answers)
-        self._events.say(
-            "taken over", f"process {former.supervisor} was supervising this job; of its processes on "
-            f"{names(former.hosts)}, {left} were left, and were ended", left=left,
-        )  # fmt: skip
+        text = f"process {former.supervisor} was supervising this job; of its processes on {names(former.hosts)}, "
+        self._events.say("taken over", f"{text}{left} were left, and were ended", left=left)
 
     def _attempt(self) -> tuple[list[Answer], Judgement]:
         options, number = self._options, len(self._attempts) + 1
@@ -104,30 +99,21 @@ class _Supervisor:
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
         attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        rejoin = Rejoin(options, self._hosts, self._bad)
-        running = Running(attempt, options.hosts, options.launcher, options.timeout_s, self._signals, rejoin.reason)
-        try:
-            answers = running.run(options.command)
-        finally:
-            rejoin.close()
+        missing = hosts_to_take_back(options.hosts, self._hosts, self._bad, options.ranks) if options.take_back else []
+        answers = Running(attempt, options, self._signals, missing).run()
         judgement = attempt.judgement
         self._attempts.append(attempt)
-        first, last = attempt.updates or (None, None)
-        self._history.append(Past(
-            verdict=judgement.verdict, hosts=self._hosts, blamed=judgement.hosts, first_update=first, last_update=last,
-            ended=time.monotonic(),
-        ))  # fmt: skip
         self._events.say(
             judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
         )
         return answers, judgement
 
     def _prepare_next(self, answers: Sequence[Answer]) -> GiveUp | None:
-        """Choose the hosts of the next attempt and wait until it may start; return why there is none."""
+        """Choose the hosts of the next attempt, and wait until it may start; return why there is to be none, if so."""
         refusal = self._choose(answers)
         if refusal is not None:
             return refusal
-        step = decide(self._history, self._options.max_restarts, self._hosts)
+        step = decide(self._attempts, self._options.max_restarts, self._hosts)
         if isinstance(step, GiveUp):
             return step
         if step.wait_s:
@@ -142,7 +128,7 @@ class _Supervisor:
         while not self._signals.has_any:
             well = [answer.host for answer in answers if answer.is_well]
             hosts_well = [host for host in options.hosts if host.name in well]
-            self._bad = bad = bad_hosts(self._history, hosts_well, options.min_ranks, time.monotonic())
+            self._bad = bad = bad_hosts(self._attempts, hosts_well, options.min_ranks, time.monotonic())
             chosen = choose_hosts(options.hosts, well, bad, options.ranks)
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]

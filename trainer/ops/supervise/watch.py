@@ -1,4 +1,4 @@
-"""The ranks of an attempt while it runs: their heartbeats, the dead among them, and whether any makes progress."""
+"""The ranks of an attempt while it runs: their heartbeats, which of them are dead, and whether any makes progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
-from trainer.ops.supervise.signals import open_process
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
 from trainer.watch.job_folder import folder_name, is_own
 
@@ -27,10 +26,11 @@ _LOST = 2
 
 
 class Ranks:
-    """The ranks of a job. Those on this host are read from the files of their heartbeats.
+    """The ranks of a job. Those of this host are read from the files of their heartbeats.
 
-    Other hosts are asked through ssh: for their ranks where this host has none, as all ranks take their updates
-    together; and whether they are there when progress stops, because nothing else tells of a host without power.
+    Other hosts are asked through ssh: for the heartbeats of their ranks if this host has no ranks (else those of this
+    host are enough, because all ranks take their updates together), and, once progress stops, whether they still
+    answer, because nothing else tells of a host without power.
     """
 
     def __init__(self, hosts: Sequence[Host], job: str, timeout_s: float) -> None:
@@ -39,25 +39,25 @@ class Ranks:
         self.dead: tuple[int, ...] = ()
         """Ranks of this host whose processes were found gone first, without an orderly end."""
         self.ended: tuple[int, ...] = ()
-        """Ranks that had ended in good order by then."""
+        """Ranks that had ended in good order when the first was found dead."""
         self.killed: frozenset[int] = frozenset()
         """Ranks of this host that ran until `kill` was called."""
         self.lost: set[str] = set()
-        """Hosts that have stopped to answer."""
+        """Hosts that have stopped answering."""
         self.joined_at: float | None = None
         self.first_update_at: float | None = None
         self._here = next((host.name for host in hosts if host.is_here), "")
         self._hosts, self._timeout_s = hosts, timeout_s
         self._folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
         self.progress_at = time.monotonic()
-        """When a rank was last seen to have made progress."""
+        """Time of the most recent progress of any rank, on this host's monotonic clock."""
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unanswered = Counter[str]()
         self._inquiry = Inquiry(hosts, job, _POLL_S)
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close the descriptors of the processes, and ask other hosts no more."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -89,7 +89,7 @@ class Ranks:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def read(self) -> None:
-        """Look at the ranks."""
+        """Read the heartbeats of the ranks, look for dead ranks, and ask other hosts if it is time to."""
         if self._here:
             with suppress(OSError):
                 for path in self._folder.glob("rank-*") if is_own(self._folder) else ():
@@ -117,8 +117,8 @@ class Ranks:
     def _look_for_dead(self) -> None:
         running = {number: rank.pid for number, rank in self.all.items() if number not in self._gone}
         for number in running.keys() - self._descriptors.keys():
-            if (descriptor := open_process(running[number])) is not None:
-                self._descriptors[number] = descriptor
+            with suppress(OSError, AttributeError):  # it is gone, or the system has no such descriptors
+                self._descriptors[number] = os.pidfd_open(running[number])
         dead = {number for number, process in running.items() if not is_running(process)}
         for number in dead & self._descriptors.keys():
             os.close(self._descriptors.pop(number))

@@ -1,6 +1,6 @@
 """The schedulers that `trainer submit` knows."""
 
-from trainer.ops.submit.schedulers.base import Scheduler, State, Watch
+from trainer.ops.submit.schedulers.base import Scheduler, State
 from trainer.ops.submit.schedulers.gridengine import GRID_ENGINE
 from trainer.ops.submit.schedulers.kubernetes import JOB_SET, MPI_JOB, TRAIN_JOB
 from trainer.ops.submit.schedulers.slurm import SLURM
@@ -10,4 +10,4 @@ SCHEDULERS: dict[str, Scheduler] = {
     scheduler.name: scheduler for scheduler in (SLURM, MPI_JOB, TRAIN_JOB, JOB_SET, GRID_ENGINE, PBS, LSF, TI_ONE)
 }
 
-__all__ = ["SCHEDULERS", "Scheduler", "State", "Watch"]
+__all__ = ["SCHEDULERS", "Scheduler", "State"]

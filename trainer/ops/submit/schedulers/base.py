@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.cluster.exit_codes import PREEMPTED
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops.submit.job import Job, duration, shell_command
-from trainer.ops.submit.schedulers.template import fill, read
+from trainer.ops.submit.schedulers.template import fill, read, read_requeue
 
 KUBERNETES_ONLY: Mapping[str, str] = {
     "claim": "its nodes share a file system",
     **dict.fromkeys(("namespace", "node_selector", "tolerations", "pull_secrets"), "it is an option for Kubernetes"),
 }
-"""What other schedulers lack."""
+"""What all other schedulers lack."""
+BATCH_LACKS: Mapping[str, str] = {**KUBERNETES_ONLY, "image": "start the container runtime in the command"}
+"""What schedulers lack whose script calls `mpirun`."""
+ONE_JOB = "submit a job for each, under a --name of its own"
+"""What to do in place of an array."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +49,53 @@ class Scheduler:
     """Fills in job files, and talks to a scheduler through its own commands."""
 
     name: str
-    """Also of its template."""
+    """Its name on the command line, which its template has, too."""
     summary: str
-    """A line of the help."""
+    """Its line in the help."""
     suffix: str
-    """Of a job file."""
+    """What the name of a job file ends with."""
     submit_command: tuple[str, ...] = ()
-    """What submits the job file whose path comes behind it."""
+    """The command that submits the job file named behind it. Empty where nobody has run such a file yet: then the file
+    is only written."""
     cancel: tuple[str, ...] = ()
-    """What ends the job whose id comes behind it."""
+    """The command that ends the job whose id is named behind it."""
     launchers: tuple[str, ...] = ("mpirun",)
-    """What can start the ranks; the first is the default."""
+    """Programs that can start the ranks; the first is the default."""
     lacks: Mapping[str, str] = field(default_factory=lambda: KUBERNETES_ONLY)
-    """Fields of `Job` that this scheduler has nothing for, and what to do instead."""
+    """Fields of `Job` that this scheduler cannot serve, each with what to do instead."""
     index: str = ""
-    """The shell's variable for the number of a job of an array."""
+    """Shell variable with the number of a job of an array."""
     longest_name: int = 63
-    """Characters that the name of a job may have."""
+    """How many characters the name of a job may have."""
     early_s: int = 0
     """How long before the announced time the signal of the time limit may come."""
     runs_in_image: bool = False
-    """Whether a job runs in the folder of an image, which it needs, not in the one that it is submitted from."""
-    is_tried: bool = True
-    """Whether such jobs have been run. Of another scheduler there is the template only; nothing submits its files."""
+    """Whether a job needs an image, and runs in the image's folder instead of the folder that it is submitted from."""
 
     def name_from(self, text: str) -> str:
-        """Return a valid name for a job, made from that of its script."""
+        """Return a valid name for a job, made from the name of its script."""
         return re.sub(r"^(?![A-Za-z])", "job-", re.sub(r"[^A-Za-z0-9_.-]+", "-", text))[: self.longest_name]
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template; None where a job has no such thing."""
+        """Return what a template may name; None where a job has no such thing."""
         unproven = ["GPUs"] * bool(job.gpus_per_node) + ["containers"] * bool(job.image and not self.runs_in_image)
+        minutes = -(-(job.time_s or 0) // 60)
         return {
             **{name: value or None for name, value in vars(job).items()},
             "ranks": job.ranks,
-            "cpus_per_node": job.cpus_per_node,
+            "cores": job.cpus_per_node or job.ranks_per_node,
+            "and_gpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
+            "and_memory": f":mem={job.memory_gib}gb" if job.memory_gib else "",
+            "slot_memory_mib": -(-job.memory_gib * 1024 // job.ranks_per_node) if job.memory_gib else None,
             "command": shell_command(job.command, f"${self.index}"),
             "index_in_name": f"-${self.index}" if job.array else "",
+            "array_in_brackets": f"[{job.array}]" if job.array else "",
             "time": duration(job.time_s) if job.time_s else None,
+            "hours_and_minutes": f"{minutes // 60}:{minutes % 60:02}" if minutes else None,
             "told_after_s": job.time_s - job.grace_s if job.time_s else None,
             "not_run_with": f" Not run with {' and '.join(unproven)}." if unproven else "",
+            "preempted": PREEMPTED,
+            "requeue": read_requeue(),
         }
 
     def render(self, job: Job) -> str:
@@ -92,9 +105,18 @@ class Scheduler:
 
     def problems(self, job: Job) -> list[str]:
         """Return what this scheduler cannot do for a job, a line each."""
+        problems = []
         if self.runs_in_image and not job.image:
-            return [f"--image is missing; {self.name} runs the ranks in containers, as in --image trainer:cpu"]
-        return []
+            problems.append(f"--image is missing; {self.name} runs the ranks in containers, as in --image trainer:cpu")
+        if self.launchers == ("mpirun",):
+            problems += [
+                f"--directive is {text!r}; valid is an option of the scheduler's own, as in --directive='-q gpu'"
+                for text in job.directives
+                if not text.startswith("-")
+            ]
+            if "0" in re.split("[-,]", job.array):
+                problems.append(f"--array is {job.array!r}; {self.name} counts from 1")
+        return problems
 
     def runs_here(self, job: Job) -> bool:
         """Return whether a job runs in the folder that it is submitted from."""
@@ -110,16 +132,38 @@ class Scheduler:
         """
         return re.split(r"[.;]", call(*self.submit_command, str(path)))[0]
 
-    def cancel_command(self, job_id: str) -> Sequence[str]:
-        """Return the command that ends a job."""
-        return (*self.cancel, job_id)
+    def cancel_line(self, job_id: str) -> str:
+        """Return the command that ends a job, as a line of shell."""
+        return shlex.join((*self.cancel, job_id))
+
+    def stem(self, job: Job, job_id: str) -> str:
+        """Return what the names of a job's logs begin with; for an array, as a pattern."""
+        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
 
     def logs(self, job: Job, job_id: str) -> str:
-        """Return where a job's output is, in words."""
-        return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}/"
+        """Return where a job's output is, in words: the script's log, and the folder with the ranks'."""
+        return f"{self.stem(job, job_id)}.log, {self.stem(job, job_id)}/"
+
+    def state(self, job_id: str, known: dict[str, State]) -> State:
+        """Ask where a job is; for an array, return the state of a job that waits or runs, else of the worst end.
+
+        Args:
+            known: the states that earlier calls have learned, which this call updates. When the last job of an array
+                ends, the scheduler may have forgotten those that ended early.
+
+        Raises:
+            TrainerError: the scheduler does not answer, or does not know the job.
+        """
+        now = self.states(job_id)
+        for unfinished in [each for each, state in known.items() if state.code is None]:
+            del known[unfinished]
+        known.update(now)
+        if not known:
+            raise TrainerError(f"{self.name} says nothing of job {job_id}")
+        return max(known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
     def states(self, job_id: str) -> Mapping[str, State]:
-        """Ask where a job is; of an array, where each of its jobs is that the scheduler still knows.
+        """Ask where a job is; for an array, where each of its jobs is that the scheduler still knows.
 
         Raises:
             TrainerError: the scheduler does not know it.
@@ -132,36 +176,12 @@ class Scheduler:
         return ()
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
-        """Return what a job has printed since the last call, in whole lines; those of a rank begin with its number.
+        """Return the whole lines that a job has printed since the last call; a rank's lines begin with its number.
 
         Args:
             seen: how much of each log has been returned; this call adds to it.
         """
         raise NotImplementedError
-
-
-class Watch:
-    """Where a submitted job is, from one question to the next.
-
-    Of an array, a scheduler may have forgotten a job that ended early when the last one ends.
-    """
-
-    def __init__(self, scheduler: Scheduler, job_id: str) -> None:
-        self._scheduler, self._job_id = scheduler, job_id
-        self._known: dict[str, State] = {}
-
-    def state(self) -> State:
-        """Ask; return the state of a job that waits or runs, else of the one with the largest exit code.
-
-        Raises:
-            TrainerError: the scheduler does not answer, or does not know the job.
-        """
-        now = self._scheduler.states(self._job_id)
-        ended = {job_id: state for job_id, state in self._known.items() if state.code is not None}
-        self._known = ended | dict(now)
-        if not self._known:
-            raise TrainerError(f"{self._scheduler.name} says nothing of job {self._job_id}")
-        return max(self._known.values(), key=lambda state: math.inf if state.code is None else state.code)
 
 
 def call(*command: str) -> str:
@@ -180,20 +200,8 @@ def call(*command: str) -> str:
     return done.stdout.strip()
 
 
-def batch_problems(name: str, job: Job) -> list[str]:
-    """Return what the schedulers whose script calls `mpirun` would read in another way."""
-    problems = [
-        f"--directive is {text!r}; valid is an option of the scheduler's own, as in --directive='-q gpu'"
-        for text in job.directives
-        if not text.startswith("-")
-    ]
-    if "0" in re.split("[-,]", job.array):
-        problems.append(f"--array is {job.array!r}; {name} counts from 1")
-    return problems
-
-
 def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:
-    """Return the whole lines that have been appended to these files; a file may not be there yet.
+    """Return the whole lines that were appended to these files since the last call; a file may not be there yet.
 
     Args:
         paths: each with what its lines begin with.

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
 from trainer.errors import TrainerError
 from trainer.ops.submit.job import Job
-from trainer.ops.submit.schedulers.base import KUBERNETES_ONLY, Scheduler, State, batch_problems, call, read_new
-from trainer.ops.submit.schedulers.template import read
+from trainer.ops.submit.schedulers.base import BATCH_LACKS, Scheduler, State, call, read_new
 
 _ACCOUNTED_S = 16.0
 """Grid Engine writes its accounting every 15 s by default, that of other hosts before that of the script."""
@@ -25,20 +25,17 @@ class GridEngine(Scheduler):
     """When qstat first did not know a job any more."""
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template."""
+        """Return what the template may name."""
         has_slots = any(text.split()[0] == "-pe" for text in job.directives)
-        memory_mib = None if job.memory_gib is None else -(-job.memory_gib * 1024 // job.ranks_per_node)
         return super().values(job) | {
             "default_slots": None if has_slots else job.ranks,
-            "slot_memory_mib": memory_mib,
             "task_in_name": "-$TASK_ID" if job.array else "",
             "task_option": '-t "$SGE_TASK_ID" ' if job.array else "",
-            "requeue": read("requeue.py"),
         }
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse what Grid Engine has no words of its own for."""
-        problems = batch_problems(self.name, job)
+        """Return what Grid Engine has no option for, a line each."""
+        problems = super().problems(job)
         if job.array and not re.fullmatch(r"\d+(-\d+)?", job.array):
             problems.append(f"--array is {job.array!r}; gridengine takes one range, as in 1-4")
         return problems
@@ -65,15 +62,11 @@ class GridEngine(Scheduler):
 
     def successors(self, job: Job, job_id: str) -> Sequence[str]:
         """Return the jobs that this one has submitted."""
-        return [path.read_text().strip() for path in sorted(Path().glob(f"{_stem(job, job_id)}/next"))]
+        return [path.read_text().strip() for path in sorted(Path().glob(f"{self.stem(job, job_id)}/next"))]
 
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the script has written; what the ranks print comes through mpirun."""
-        return read_new(dict.fromkeys(sorted(Path().glob(f"{_stem(job, job_id)}.log")), ""), seen)
-
-    def logs(self, job: Job, job_id: str) -> str:
-        """Return the script's log, and the folder with the ranks'."""
-        return f"{_stem(job, job_id)}.log, {_stem(job, job_id)}/"
+        return read_new(dict.fromkeys(sorted(Path().glob(f"{self.stem(job, job_id)}.log")), ""), seen)
 
 
 GRID_ENGINE = GridEngine(
@@ -84,23 +77,17 @@ GRID_ENGINE = GridEngine(
     cancel=("qdel",),
     index="SGE_TASK_ID",
     lacks={
-        **KUBERNETES_ONLY,
-        "image": "start the container runtime in the command",
+        **BATCH_LACKS,
         "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
         "cpus_per_rank": "name the site's resource with --directive",
     },
 )
 
 
-def _stem(job: Job, job_id: str) -> str:
-    """Return what the names of a job's logs begin with; of an array, as a pattern."""
-    return f"runs/{job.name}-{job_id}{'-*' if job.array else ''}"
-
-
 def _state(record: Mapping[str, str]) -> State:
     code = int(record["exit_status"])
     detail = f"exit code {code}" if code else ""
-    # A job that ended with 75 goes on as another one, whose exit code counts.
-    if record["failed"] != "0" or code not in (0, 75, 78):
+    if record["failed"] != "0" or code not in (0, PREEMPTED, MISTAKE):
         return State("ended", 1, detail or f"failed: {record['failed']}")
-    return State("ended", 0 if code == 75 else code, detail)
+    # A job that was preempted goes on as another one, whose exit code counts.
+    return State("ended", 0 if code == PREEMPTED else code, detail)

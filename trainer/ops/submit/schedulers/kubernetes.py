@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.ops.submit.job import Job
-from trainer.ops.submit.schedulers.base import Scheduler, State, call, with_prefix
+from trainer.ops.submit.schedulers.base import ONE_JOB, Scheduler, State, call, with_prefix
 from trainer.ops.submit.schedulers.template import fill, read
 
 _ENDS = {"Succeeded": 0, "Complete": 0, "Completed": 0, "Failed": 1}
-# The names of pods, which are longer, have to stay below 64 characters.
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_OBJECT = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_WORD = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
-_KEY = rf"([a-z0-9]([-.a-z0-9]{{0,251}}[a-z0-9])?/)?{_WORD}"
-_LABEL = re.compile(rf"(?P<key>{_KEY})=(?P<value>({_WORD})?)", re.ASCII)
-_TOLERATION = re.compile(
-    rf"(?P<key>{_KEY})(=(?P<value>({_WORD})?))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?", re.ASCII
-)
-_LACKS = {"array": "submit a job for each, under a --name of its own", "directives": "edit what --dry-run prints"}
+_NAME = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_OBJECT = r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?"
+_KEY = rf"({_OBJECT}/)?{_NAME}"
+_TOLERATION = rf"(?P<key>{_KEY})(=(?P<value>({_NAME})?))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
+_VALID = {
+    # The names of pods, which are longer, have to stay below 64 characters.
+    "name": (r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "{} takes up to 40 small letters, digits and '-', a letter first"),
+    "claim": (_OBJECT, "valid are small letters, digits, '-' and '.', as in --claim runs"),
+    "namespace": (
+        r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?",
+        "valid are small letters, digits and '-', as in --namespace team",
+    ),
+    "pull_secrets": (_OBJECT, "valid are small letters, digits, '-' and '.'"),
+    "node_selector": (rf"{_KEY}=({_NAME})?", "valid is a label, as in gpu=h100"),
+    "tolerations": (_TOLERATION, "valid is a taint, as in gpu=h100:NoSchedule or gpu:NoExecute"),
+}
+"""Fields of `Job` that become names and labels: what Kubernetes takes, and how that is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +41,21 @@ class Kubernetes(Scheduler):
     submit_command: tuple[str, ...] = ("kubectl", "create", "-f")
     cancel: tuple[str, ...] = ("kubectl", "delete")
     launchers: tuple[str, ...] = ("torchrun",)
-    lacks: Mapping[str, str] = field(default_factory=lambda: _LACKS)
+    lacks: Mapping[str, str] = field(
+        default_factory=lambda: {"array": ONE_JOB, "directives": "edit what --dry-run prints"}
+    )
     longest_name: int = 40
     runs_in_image: bool = True
     pods: str
-    """The label selector of the pods whose logs are shown, with {} for the job's name."""
+    """Label selector of the pods whose logs are shown, with {} for the job's name."""
 
     def name_from(self, text: str) -> str:
-        """Return a valid name for a job, made from that of its script."""
+        """Return a valid name for a job, made from the name of its script."""
         words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
         return re.sub(r"^(?![a-z])", "job-", words)[: self.longest_name].rstrip("-")
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template."""
+        """Return what the template may name."""
         amounts = {
             "cpu": job.cpus_per_node,
             "memory": job.memory_gib and f"{job.memory_gib}Gi",
@@ -69,28 +78,14 @@ class Kubernetes(Scheduler):
         return {**values, "pod": fill(read("templates/pod.yaml"), values)}
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse names that Kubernetes would refuse, and a job without an image."""
+        """Return the names that Kubernetes would refuse, and that an image is missing, a line each."""
         problems = super().problems(job)
-        for option, texts, pattern, valid in (
-            ("name", (job.name,), _NAME, f"{self.name} takes up to 40 small letters, digits and '-', a letter first"),
-            ("claim", (job.claim,), _OBJECT, "valid are small letters, digits, '-' and '.', as in --claim runs"),
-            (
-                "namespace",
-                (job.namespace,),
-                _NAMESPACE,
-                "valid are small letters, digits and '-', as in --namespace team",
-            ),
-            ("pull-secret", job.pull_secrets, _OBJECT, "valid are small letters, digits, '-' and '.'"),
-            ("node-selector", job.node_selector, _LABEL, "valid is a label, as in gpu=h100"),
-            (
-                "toleration",
-                job.tolerations,
-                _TOLERATION,
-                "valid is a taint, as in gpu=h100:NoSchedule or gpu:NoExecute",
-            ),
-        ):
-            bad = [text for text in texts if text and not pattern.fullmatch(text)]
-            problems += [f"--{option} is {text!r}; {valid}" for text in bad]
+        for name, (pattern, valid) in _VALID.items():
+            value = getattr(job, name)
+            texts = (value,) if isinstance(value, str) else value
+            option = name.removesuffix("s").replace("_", "-")
+            bad = [text for text in texts if text and not re.fullmatch(pattern, text, re.ASCII)]
+            problems += [f"--{option} is {text!r}; {valid.format(self.name)}" for text in bad]
         return problems
 
     def submit(self, path: Path) -> str:
@@ -131,11 +126,11 @@ class Kubernetes(Scheduler):
         words = ["kubectl logs --all-containers --prefix -l", self.pods.format(job.name), *job_id.split()[1:]]
         return " ".join(words)
 
-    def cancel_command(self, job_id: str) -> Sequence[str]:
-        """Return the command that ends a job, and a trainjob's runtime, whose name another submission needs."""
+    def cancel_line(self, job_id: str) -> str:
+        """Return the line that ends a job, and a trainjob's runtime, whose name another submission needs."""
         kind, _, name = job_id.split()[0].partition("/")
         runtime = [f"trainingruntime.trainer.kubeflow.org/{name}"] if kind.startswith("trainjob.") else []
-        return (*self.cancel, *job_id.split(), *runtime)
+        return shlex.join((*self.cancel, *job_id.split(), *runtime))
 
 
 MPI_JOB = Kubernetes(
@@ -163,7 +158,7 @@ def _json(value: object) -> str | None:
 
 
 def _toleration(text: str) -> dict[str, str]:
-    match = _TOLERATION.fullmatch(text)
+    match = re.fullmatch(_TOLERATION, text, re.ASCII)
     parts = match.groupdict() if match else {}
     operator = "Exists" if parts.get("value") is None else "Equal"
     return {"operator": operator} | {name: part for name, part in parts.items() if part is not None}

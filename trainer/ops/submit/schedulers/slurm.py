@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cluster.exit_codes import MISTAKE
 from trainer.ops.submit.job import Job, shell_command
 from trainer.ops.submit.schedulers.base import Scheduler, State, call, read_new
 from trainer.ops.submit.schedulers.template import fill, read
@@ -16,7 +17,7 @@ _ENDED = frozenset(
 )
 
 _OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
-"""Options of sbatch's that say where a job's logs are."""
+"""Options of sbatch that decide where a job's logs are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Slurm(Scheduler):
     """Slurm, from 22.05 on."""
 
     def values(self, job: Job) -> dict[str, object]:
-        """Return what goes into the template."""
+        """Return what the template may name."""
         values = super().values(job)
         options, container = _container(job)
         if job.cpus_per_rank:
@@ -36,12 +37,11 @@ class Slurm(Scheduler):
             "rank_variables": "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID " if is_torchrun else "",
             "container": container,
             "threads": job.cpus_per_rank or 1,
-            "requeue": read("requeue.py"),
         }
         return {**values, "torchrun": fill(read("templates/slurm-torchrun.sh"), values) if is_torchrun else None}
 
     def problems(self, job: Job) -> list[str]:
-        """Refuse what Slurm would read in another way."""
+        """Return which directives Slurm would not read as options, or would lose the logs by, a line each."""
         return [
             f"--directive is {text!r}; valid is an option of sbatch's, as in --directive=--partition=gpu, "
             f"but not {', '.join(_OF_LOGS.values())}, by which the logs are found"
@@ -67,10 +67,9 @@ class Slurm(Scheduler):
                 paths[path] = _prefix([*words, f"rank {_rank(path)}"])
         return read_new(paths, seen)
 
-    def logs(self, job: Job, job_id: str) -> str:
-        """Return the script's log, and the folder with the ranks'."""
-        stem = f"runs/{job.name}-{'*' if job.array else job_id}"
-        return f"{stem}.log, {stem}/"
+    def stem(self, job: Job, job_id: str) -> str:
+        """Return what the names of a job's logs begin with; each job of an array has an id of its own."""
+        return f"runs/{job.name}-{'*' if job.array else job_id}"
 
 
 SLURM = Slurm(
@@ -109,7 +108,7 @@ def _state(job: Mapping[str, str]) -> State:
         return State(name)
     code, signal = map(int, job["ExitCode"].split(":"))
     detail = f"signal {signal}" if signal else f"exit code {code}" if code else ""
-    return State(name, 0 if name == "COMPLETED" else 78 if code == 78 else 1, detail)
+    return State(name, 0 if name == "COMPLETED" else MISTAKE if code == MISTAKE else 1, detail)
 
 
 def _prefix(words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Job files are templates: a shell script or a manifest with names in place of values, as in `--nodes=__nodes__`."""
+"""Templates of job files: a shell script or a manifest with names in place of values, as in `--nodes=__nodes__`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 from textwrap import indent
+
+from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
 
 _NAME = re.compile(r"__([A-Za-z](?:[A-Za-z_.]*?[A-Za-z])?)__")
 _COMMENT = re.compile(r" *# ")
@@ -16,11 +18,17 @@ def read(path: str) -> str:
     return files("trainer.ops.submit").joinpath(path).read_text(encoding="utf-8")
 
 
+def read_requeue() -> str:
+    """Return `requeue.py` as a program that needs no trainer: with the exit codes in place of their import."""
+    codes = f"MISTAKE, PREEMPTED = {MISTAKE}, {PREEMPTED}\n"
+    return re.sub(r"^from trainer\.cluster\.exit_codes import .*\n", codes, read("requeue.py"), flags=re.MULTILINE)
+
+
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Return a template with values in place of their names.
 
-    A line whose value is None is left out, with the comment right above it. A line whose value is a tuple comes once
-    for each item. The lines of a value that has a line of its own stand at the depth of its name.
+    A line with a value of None is left out, together with the comment right above it. A line with a tuple is repeated
+    for each of its items. A value whose name stands alone on its line is indented like the name.
     """
     lines: list[str] = []
     for line in template.splitlines():
@@ -39,5 +47,5 @@ def _filled(line: str, names: list[str], values: Mapping[str, object]) -> list[s
     for name in names:
         items = values[name]
         if isinstance(items, tuple):
-            return [filled for item in items for filled in _filled(line, names, {**values, name: item})]
+            return [each for item in items for each in _filled(line, names, {**values, name: item})]
     return [_NAME.sub(lambda match: str(values[match[1]]), line)]

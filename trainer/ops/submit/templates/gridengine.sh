@@ -55,30 +55,23 @@ limit=(timeout --foreground --preserve-status --signal=USR2 __told_after_s__)
     __command__
 code=$?
 
-# A host that starts no program any more is lost. The first one runs this script.
-has_lost_a_host() {
-    mapfile -t others < <(awk 'NR > 1 {print $1}' "$PE_HOSTFILE")
-    for host in "${others[@]}"; do
-        timeout 30 qrsh -inherit -nostdin "$host" true || return 0
-    done
-    return 1
-}
-cause=
-# Ranks that were told to save may fail in place of it.
-[ ${#limit[@]} = 0 ] || [ "$SECONDS" -lt "${limit[-1]}" ] || cause=told
-case $cause$code in
-    told* | 0 | 75 | 78) ;;
-    *) ! has_lost_a_host || cause=lost ;;
-esac
 decide() {
     python3 - "$@" << 'REQUEUE'
 __requeue__
 REQUEUE
 }
 echo "${REPEATS_IN_A_ROW:-0}" > "$logs/unsaved"
-decide "$code" "$logs" $cause
+# Whether the ranks were told to save.
+told=
+[ ${#limit[@]} = 0 ] || [ "$SECONDS" -lt "${limit[-1]}" ] || told=yes
+# A host that starts no program any more is lost. The first one runs this script.
+# shellcheck disable=SC2016  # what is between '' is expanded by the bash that probes
+probe='for host in $(awk "NR > 1 {print \$1}" "$PE_HOSTFILE"); do
+    timeout 30 qrsh -inherit -nostdin "$host" true || exit
+done'
+decide "$code" "$logs" "$told" bash -c "$probe"
 code=$?
-[ "$code" = 75 ] || exit "$code"
+[ "$code" = __preempted__ ] || exit "$code"
 
 # Exit code 99 would put the job back into the queue under its id, but Grid Engine 8.1.9 never starts it again on hosts
 # other than the first that it has had (qstat -j: "until clean up of a previous run has finished"). So the job submits
@@ -88,4 +81,4 @@ export REPEATS_IN_A_ROW
 next=$(qsub -terse -v REPEATS_IN_A_ROW __task_option__"$0") || exit 99
 echo "${next%%.*}" > "$logs/next"
 echo "goes on as job ${next%%.*}"
-exit 75
+exit "$code"

@@ -12,8 +12,8 @@
 # Slots, a rank each, and how many of them on a host.
 #BSUB -n __ranks__
 #BSUB -R "span[ptile=__ranks_per_node__]"
-# What ends with 75 has saved, and comes again.
-#BSUB -Q "75"
+# What ends with __preempted__ has saved, and comes again.
+#BSUB -Q "__preempted__"
 # A job whose host is lost comes again, too.
 #BSUB -r
 #BSUB -o runs/__name__-%J.log
@@ -42,5 +42,5 @@ limit=(timeout --foreground --preserve-status --signal=USR2 __told_after_s__)
     __command__
 code=$?
 
-# LSF itself puts the job back into the queue at exit code 75 (-Q).
+# LSF itself puts the job back into the queue at exit code __preempted__ (-Q).
 exit "$code"

@@ -43,5 +43,5 @@ limit=(timeout --foreground --preserve-status --signal=USR2 __told_after_s__)
 code=$?
 
 # A job may not put itself back into the queue (qrerun is the operator's): the same file is submitted again.
-[ "$code" != 75 ] || qsub "runs/$PBS_JOBNAME.pbs" || exit 1
+[ "$code" != __preempted__ ] || qsub "runs/$PBS_JOBNAME.pbs" || exit 1
 exit "$code"

@@ -87,25 +87,14 @@ code=$?
 cat "$errors"
 [ ! "$cancelled" ] || exit "$code"
 
-# After USR2, ranks may fail in place of saving. A lost node makes ranks on others fail, minutes before Slurm notices
-# it: a step on all nodes does not end then.
-cause=
-case $code in
-    0 | 75 | 78) ;;
-    *)
-        if [ "$asked" ]; then
-            cause=told
-        elif ! timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null; then
-            cause=lost
-        fi
-        ;;
-esac
 decide() {
     python3 - "$@" << 'REQUEUE'
 __requeue__
 REQUEUE
 }
-decide "$code" "$logs" $cause
+# A lost node makes ranks on others fail, minutes before Slurm notices it: a step on all nodes does not end then.
+probe='timeout 60 srun --overlap --ntasks-per-node=1 true 2> /dev/null'
+decide "$code" "$logs" "$asked" bash -c "$probe"
 decision=$?
-[ "$decision" != 75 ] || put_back "$code"
+[ "$decision" != __preempted__ ] || put_back "$code"
 exit "$decision"
