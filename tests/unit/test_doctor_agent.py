@@ -67,7 +67,8 @@ def through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def test_the_source_is_python_3_8_and_needs_the_standard_library_only(source: Path) -> None:
     tree = ast.parse(source.read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    # A relative import is of a file that is sent too.
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
     assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
@@ -184,7 +185,7 @@ def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
     assert again[2] != ports[2]
     for port in ports:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._HEAD.pack(b"P", 0))
+            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._REQUEST.pack(*exchange._PING))
             assert len(_end(stranger)) <= 32  # the challenge, and nothing after it
     found = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
     assert all(found["errors"].values())
@@ -193,11 +194,11 @@ def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
 def test_a_proof_that_was_recorded_is_refused(agent: Connection) -> None:
     port = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)[0]
     with exchange._connect("127.0.0.1", port, TOKEN, 5) as first:
-        exchange._ask(first, b"P", 0)
+        exchange._ask(first, *exchange._PING)
     with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
         challenge = exchange._receive(second, 32)
         other = hmac.digest(TOKEN.encode(), challenge[::-1], "sha256")
-        second.sendall(other + exchange._HEAD.pack(b"P", 0))
+        second.sendall(other + exchange._REQUEST.pack(*exchange._PING))
         assert _end(second) == b""
 
 
@@ -218,7 +219,14 @@ def test_a_port_that_nobody_listens_on_is_refused() -> None:
 
 def test_messages_that_are_larger_than_what_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener takes small messages, and forgets what comes after a large one's head."""
-    monkeypatch.setattr(exchange, "_discard", lambda connection, size: time.sleep(1.0))
+    receive = exchange._receive
+
+    def forget(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+        if size == exchange.LARGE_BYTES:
+            time.sleep(1.0)
+        return receive(connection, size, deadline)
+
+    monkeypatch.setattr(exchange, "_receive", forget)
     monkeypatch.setattr(exchange, "_SEGMENT_S", 0.1)
     monkeypatch.setattr(exchange, "_LISTEN_S", 1.0)
     ports = exchange.listen("127.0.0.1", TOKEN)

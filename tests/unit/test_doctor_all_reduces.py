@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import found, healthy, pair, software, the_only
-from tests.unit.test_doctor_gpus import near, pci, two, with_gpus
+from tests.unit.doctor_facts import changed, found, healthy, pair, software, the_only
+from tests.unit.test_doctor_gpus import gpus_of_b, near, pci, two, with_gpus
 from trainer.ops.doctor.connection import AgentError
 from trainer.ops.doctor.examine import as_json, as_text
 from trainer.ops.doctor.facts import AllReduce, Facts
@@ -76,10 +76,10 @@ def test_what_goes_wrong(facts: Facts, line: str) -> None:
 
 def test_what_another_finding_explains_is_not_repeated() -> None:
     facts = after("", RAISED)
-    facts = replace(facts, gpus={"b": with_gpus(two(ecc="3"), near("NV18")).gpus["b"]})
+    facts = changed(facts, gpus={"b": gpus_of_b(two(ecc="3"), near("NV18"))})
     assert "uncorrected memory errors" in the_only(facts)
-    unreached = {("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")}
-    one = with_gpus(two().splitlines()[0]).gpus["b"]
+    unreached = {("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")}
+    one = gpus_of_b(two().splitlines()[0])
     assert try_them(healthy(gpus={"a": one, "b": one}, pairs=unreached), "a", "b")[1] == []
 
 
@@ -103,12 +103,13 @@ class Agent:
 
 def try_them(facts: Facts, *names: str) -> tuple[Facts, list[tuple[str, str, Mapping[str, Any]]]]:
     asked: list[tuple[str, str, Mapping[str, Any]]] = []
-    agents: Any = {name: Agent(name, asked) for name in names}
-    return try_all_reduces(facts, agents), asked
+    agents: Any = {host: Agent(host.name, asked) for host in facts.hosts if host.name in names}
+    try_all_reduces(facts, agents)
+    return facts, asked
 
 
 def test_two_gpus_of_each_host_then_those_of_two_hosts() -> None:
-    gpus = with_gpus(two()).gpus["b"]
+    gpus = gpus_of_b(two())
     facts, asked = try_them(healthy(gpus={"a": gpus, "b": gpus}), "a", "b")
     assert [one.hosts for one in facts.all_reduces] == [("a",), ("b",), ("a", "b")]
     assert all(one.result for one in facts.all_reduces)
@@ -120,7 +121,7 @@ def test_two_gpus_of_each_host_then_those_of_two_hosts() -> None:
 
 
 def test_hosts_without_a_second_gpu_or_without_cuda_are_left_out() -> None:
-    one = with_gpus(two().splitlines()[0]).gpus["b"]
+    one = gpus_of_b(two().splitlines()[0])
     facts, _ = try_them(healthy(gpus={"a": one, "b": one}), "a", "b")
     assert [one.hosts for one in facts.all_reduces] == [("a", "b")]
     none = {name: software(versions={"CUDA": ""}) for name in ("a", "b")}

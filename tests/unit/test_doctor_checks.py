@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, software, the_only, way
+from tests.unit.doctor_facts import ADDRESS, changed, found, healthy, login, machine, software, the_only, told, way
 from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.checks.host import GIB, MIB
 from trainer.ops.doctor.facts import Facts, Login, Name
 
 
 def of_machine(name: str = "b", **changes: Any) -> Facts:
-    return healthy(machines={"a": machine("a"), "b": machine("b")} | {name: machine(name, **changes)})
+    return healthy(machine={"a": machine("a"), "b": machine("b")} | {name: machine(name, **changes)})
 
 
 def of_software(**changes: Any) -> Facts:
@@ -24,15 +23,15 @@ def of_software(**changes: Any) -> Facts:
 
 def of_name(here: str, there: str, **changes: Any) -> Facts:
     facts = healthy()
-    names = {host: dict(seen) for host, seen in facts.names.items()}
+    names = {host: dict(seen) for host, seen in told(facts, "names").items()}
     names[here][there] = way("a", "b", **changes) if there else Name(**changes)
-    return replace(facts, names=names)
+    return changed(facts, names=names)
 
 
 def refused(error: str, **changes: Any) -> Facts:
     """Return the facts where ssh to b has ended with these lines."""
-    facts = healthy(logins={"a": Login(), "b": login(error=error)}, **changes)
-    return replace(facts, machines={"a": machine("a")}, software={"a": software()}, pairs={}, names={}, owned={})
+    facts = healthy(login={"a": Login(), "b": login(error=error)}, **changes)
+    return changed(facts, machine={"a": machine("a")}, software={"a": software()}, pairs={}, names={}, owned={})
 
 
 def test_healthy_hosts_have_no_finding() -> None:
@@ -73,7 +72,7 @@ def test_what_ssh_says_is_the_only_line(error: str, line: str) -> None:
 @pytest.mark.parametrize("address", ["127.0.1.1", ADDRESS["a"]])
 def test_a_login_that_fails_because_the_name_leads_to_this_host(address: str) -> None:
     seen = Name(addresses=(address,), in_hosts_file=True)
-    said = the_only(refused("Host key verification failed.", names_here={"b": seen}))
+    said = the_only(refused("Host key verification failed.", seen_here={"b": seen}))
     assert f"on a, b leads to {address}, which is a itself" in said
     assert "correct the line of b in /etc/hosts on a" in said
 
@@ -81,24 +80,24 @@ def test_a_login_that_fails_because_the_name_leads_to_this_host(address: str) ->
 def test_an_address_of_the_hosts_file_is_told_as_such() -> None:
     seen = Name(addresses=("10.9.9.9",), in_hosts_file=True)
     assert "b (10.9.9.9 of /etc/hosts, port 2222) does not answer" in the_only(
-        refused("ssh: connect to host b port 2222: Connection timed out", names_here={"b": seen})
+        refused("ssh: connect to host b port 2222: Connection timed out", seen_here={"b": seen})
     )
 
 
 def test_an_address_of_the_settings_of_ssh_is_told_instead() -> None:
-    facts = refused("Connection refused", names_here={"b": Name(addresses=("127.0.1.1",))})
-    facts = replace(facts, logins={"b": login(error="Connection refused", address="10.9.9.8")})
+    facts = refused("Connection refused", seen_here={"b": Name(addresses=("127.0.1.1",))})
+    facts = changed(facts, login={"b": login(error="Connection refused", settings={"hostname": "10.9.9.8"})})
     assert "no ssh server answers on b (10.9.9.8, port 2222)" in the_only(facts)
 
 
 def test_this_host_by_another_name_may_just_have_no_server() -> None:
-    facts = refused("Connection refused", names_here={"b": Name(addresses=(ADDRESS["a"],))})
+    facts = refused("Connection refused", seen_here={"b": Name(addresses=(ADDRESS["a"],))})
     assert "no ssh server answers on b (10.0.0.1, port 2222)" in the_only(facts)
 
 
 def test_a_login_that_prints_or_is_slow() -> None:
-    assert "prints 'Welcome' before" in the_only(healthy(logins={"a": Login(), "b": login(printed="Welcome")}))
-    assert the_only(healthy(logins={"a": Login(), "b": login(seconds=6.2)})).startswith(
+    assert "prints 'Welcome' before" in the_only(healthy(login={"a": Login(), "b": login(printed="Welcome")}))
+    assert the_only(healthy(login={"a": Login(), "b": login(seconds=6.2)})).startswith(
         "WARNING: the login to b takes 6 s"
     )
 
@@ -119,18 +118,18 @@ def test_a_login_that_prints_or_is_slow() -> None:
 def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> None:
     facts = of_name(here, there, **changes)
     owned = {
-        "a": {"10.9.9.9": False, **facts.owned["a"]},
+        "a": {"10.9.9.9": False, **told(facts, "owned")["a"]},
         "b": {"10.9.9.9": False, "fd00::9": False, ADDRESS["b"]: True},
     }
-    assert line in the_only(replace(facts, owned=owned))
+    assert line in the_only(changed(facts, owned=owned))
 
 
 def test_this_host_is_told_by_the_name_that_others_have_for_it() -> None:
     facts = of_name("b", "a", addresses=("127.0.0.1",), in_hosts_file=True)
-    said = the_only(replace(facts, peers={"a": "login7"}))
+    said = the_only(changed(facts, peer={"a": "login7"}))
     assert said.startswith("PROBLEM: on b, login7 leads to 127.0.0.1, which is b itself")
     assert "correct the line of login7 in /etc/hosts on b: `10.0.0.1 login7`" in said
-    nowhere = the_only(replace(of_name("b", "a", addresses=(), error="unknown"), peers={"a": "login7"}))
+    nowhere = the_only(changed(of_name("b", "a", addresses=(), error="unknown"), peer={"a": "login7"}))
     assert (
         "b cannot resolve the name login7 (unknown); add its address to /etc/hosts on b: `10.0.0.1 login7`" in nowhere
     )
@@ -146,13 +145,13 @@ def test_a_wrong_address_that_is_this_hosts_own_or_behind_a_bridge_is_told_so() 
     facts = of_name("a", "b", addresses=("10.9.9.9",), interface="docker0")
     owned = {"a": {"10.9.9.9": True}, "b": {"10.9.9.9": False}}
     assert "b leads to 10.9.9.9, which is its own (docker0), and b has no such address" in the_only(
-        replace(facts, owned=owned)
+        changed(facts, owned=owned)
     )
 
 
 def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
     facts = healthy()
-    assert found(replace(facts, names={**facts.names, "a": {}})) == []
+    assert found(changed(facts, names={**told(facts, "names"), "a": {}})) == []
 
 
 def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
@@ -188,7 +187,7 @@ def test_software_that_differs(changes: dict[str, Any], line: str) -> None:
 def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in_it() -> None:
     assert found(of_software(versions={"Python": "3.11.9"})) == []
     facts = of_machine(folder_exists=False, outputs={"path": "/job", "free": 0, "is_writable": False})
-    facts = replace(facts, software={"a": software(), "b": software(script="missing", library="")})
+    facts = changed(facts, software={"a": software(), "b": software(script="missing", library="")})
     assert "b has no folder /job" in the_only(facts, "train.py")
 
 
@@ -227,5 +226,5 @@ def test_what_is_not_needed_is_not_missed() -> None:
 
 @pytest.mark.parametrize(("ahead", "way"), [(3600.5, "ahead of"), (-3600.5, "behind")])
 def test_clocks_apart(ahead: float, way: str) -> None:
-    assert f"the clock of b is 3,600 s {way} that of a" in the_only(healthy(clocks={"a": 0.0, "b": ahead}))
-    assert found(healthy(clocks={"a": 0.0, "b": ahead / 3600})) == []
+    assert f"the clock of b is 3,600 s {way} that of a" in the_only(healthy(seconds_ahead={"a": 0.0, "b": ahead}))
+    assert found(healthy(seconds_ahead={"a": 0.0, "b": ahead / 3600})) == []

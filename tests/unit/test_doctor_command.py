@@ -96,7 +96,7 @@ def test_what_is_well_is_one_line() -> None:
 
 def test_findings_come_first_and_exit_codes_tell_them_apart() -> None:
     slow = healthy(pairs={("a", "b"): pair("b", bytes_per_s=1e6), ("b", "a"): pair("a")})
-    broken = healthy(pairs={("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")})
+    broken = healthy(pairs={("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")})
     partly = replace(healthy(), incomplete=("host b: gone",))
     assert [exit_code(facts, found(facts)) for facts in (healthy(), slow, broken, partly)] == [0, 0, 1, 2]
     assert as_text(broken, found(broken), 1.0).startswith("trainer doctor: PROBLEM: a cannot connect to b")
@@ -107,7 +107,7 @@ def test_findings_come_first_and_exit_codes_tell_them_apart() -> None:
 
 
 def test_json_has_findings_and_facts() -> None:
-    facts = healthy(pairs={("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")})
+    facts = healthy(pairs={("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")})
     said = json.loads(as_json(facts, found(facts), 1.0))
     (finding,) = said["findings"]
     assert (finding["level"], finding["cause"], finding["hosts"]) == ("problem", "reach", ["a", "b"])

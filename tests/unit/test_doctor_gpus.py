@@ -52,13 +52,16 @@ def pci(iommu: str = "", *, share_a_switch: bool = True) -> dict[str, Any]:
     return {address: {"bridges": way, "iommu": iommu} for address, way in places}
 
 
-def with_gpus(query: str, topology: str = "", *, rdma: bool = False, **changes: Any) -> Facts:
-    output = {
+def gpus_of_b(query: str, topology: str = "", **changes: Any) -> dict[str, Any]:
+    return {
         "query": query, "topology": topology, "p2p": "", "peer_memory": "nvidia_peermem", "driver": "", "acs": "",
         "kernel": "6.1.0-13-amd64", "pci": {}, "environment": {},
     } | changes  # fmt: skip
+
+
+def with_gpus(query: str, topology: str = "", *, rdma: bool = False, **changes: Any) -> Facts:
     machines = {"a": machine("a"), "b": machine("b", has_rdma=rdma, locked_memory=NO_LIMIT)}
-    return healthy(gpus={"b": output}, machines=machines)
+    return healthy(gpus={"b": gpus_of_b(query, topology, **changes)}, machine=machines)
 
 
 def two(**changes: str) -> str:
@@ -116,8 +119,9 @@ def test_a_driver_that_is_too_old_and_pytorch_without_cuda() -> None:
         with_gpus(old)
     )
     versions = {"CUDA": ""}
-    facts = with_gpus(two())
-    facts = healthy(gpus=facts.gpus, software={"a": software(versions=versions), "b": software(versions=versions)})
+    facts = healthy(
+        gpus={"b": gpus_of_b(two())}, software={"a": software(versions=versions), "b": software(versions=versions)}
+    )
     assert "PyTorch on b was built without CUDA" in the_only(facts)
 
 

@@ -51,8 +51,8 @@ class Finding:
 class About:
     """The kind of cause and the hosts that several findings share."""
 
-    def __init__(self, cause: Cause, *hosts: str) -> None:
-        self.cause, self.hosts = cause, hosts
+    def __init__(self, cause: Cause, *hosts: object) -> None:
+        self.cause, self.hosts = cause, tuple(map(str, hosts))
 
     def problem(self, text: str, remedy: str) -> Finding:
         """Return a finding that makes a job fail."""
