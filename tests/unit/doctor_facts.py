@@ -19,30 +19,52 @@ _OF_HOSTS = {field.name for field in fields(HostFacts)}
 def machine(name: str, **changes: Any) -> dict[str, Any]:
     """Return what an agent reads of a healthy host."""
     return {
-        "host_name": name, "user": "trainer", "user_id": 1000, "identity": f"kernel of {name}", "shm_free": GIB,
-        "memory_free": {"machine": 8 * GIB, "cgroup": NO_LIMIT}, "cores": 2.0, "open_files": 1024,
-        "locked_memory": 65536, "has_rdma": False, "folder": "/job", "folder_exists": True,
-        "outputs": {"path": "/job/runs", "free": 20 * GIB, "is_writable": True}, "reads_memory": True,
+        "host_name": name,
+        "user": "trainer",
+        "user_id": 1000,
+        "identity": f"kernel of {name}",
+        "shm_free": GIB,
+        "memory_free": {"machine": 8 * GIB, "cgroup": NO_LIMIT},
+        "cores": 2.0,
+        "open_files": 1024,
+        "locked_memory": 65536,
+        "has_rdma": False,
+        "folder": "/job",
+        "folder_exists": True,
+        "outputs": {"path": "/job/runs", "free": 20 * GIB, "is_writable": True},
+        "reads_memory": True,
         "single_copy_is_off": False,
-    } | changes  # fmt: skip
+    } | changes
 
 
 def software(**changes: Any) -> dict[str, Any]:
     """Return what an agent reads of the right packages; `versions` are merged."""
     versions = {
-        "Python": "3.11.2", "PyTorch": "2.14.1", "Horovod": "0.28.1", "Open MPI": "4.1.8", "trainer": "0.1.0",
-        "CUDA": "13.0", "NCCL": "2.30.7",
-    } | changes.pop("versions", {})  # fmt: skip
+        "Python": "3.11.2",
+        "PyTorch": "2.14.1",
+        "Horovod": "0.28.1",
+        "Open MPI": "4.1.8",
+        "trainer": "0.1.0",
+        "CUDA": "13.0",
+        "NCCL": "2.30.7",
+    } | changes.pop("versions", {})
     return {
-        "executable": sys.executable, "versions": versions, "horovod_build": "h", "library": "l", "script": "s",
-        "shadows": [], "programs": {"orted": "/bin/orted", "mpirun": "/bin/mpirun", "horovodrun": "/bin/horovodrun"},
-        "path": "/bin", "opal_prefix": "", "opal_prefix_is_right": True,
-    } | changes  # fmt: skip
+        "executable": sys.executable,
+        "versions": versions,
+        "horovod_build": "h",
+        "library": "l",
+        "script": "s",
+        "shadows": [],
+        "programs": {"orted": "/bin/orted", "mpirun": "/bin/mpirun", "horovodrun": "/bin/horovodrun"},
+        "path": "/bin",
+        "opal_prefix": "",
+        "opal_prefix_is_right": True,
+    } | changes
 
 
 def way(here: str, there: str, **changes: Any) -> Name:
     """Return what the name of one host leads to on the other."""
-    return replace(Name(addresses=(ADDRESS[there],), own=ADDRESS[here], interface="eth0"), **changes)
+    return replace(Name(addresses=(ADDRESS[there],), source=ADDRESS[here], interface="eth0"), **changes)
 
 
 def pair(there: str, **changes: Any) -> Pair:
@@ -108,13 +130,13 @@ def login(**changes: Any) -> Login:
     return replace(Login(seconds=0.3, settings=settings), **changes)
 
 
-def found(facts: Facts, script: str = "") -> list[Finding]:
+def findings_of(facts: Facts, script: str = "") -> list[Finding]:
     """Return the findings of `trainer doctor -H a:2,b:2 python SCRIPT`."""
     return judge(replace(facts, script=script))
 
 
 def the_only(facts: Facts, script: str = "") -> str:
     """Return the one finding there has to be, as it is printed, with its level."""
-    (finding,) = found(facts, script)
+    (finding,) = findings_of(facts, script)
     assert finding.remedy
     return f"{Level(finding.level).name}: {finding}"

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import ADDRESS, changed, found, healthy, login, machine, software, the_only, told, way
+from tests.unit.doctor_facts import (
+    ADDRESS,
+    changed,
+    findings_of,
+    healthy,
+    login,
+    machine,
+    software,
+    the_only,
+    told,
+    way,
+)
 from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.checks.host import GIB, MIB
 from trainer.ops.doctor.facts import Facts, Login, Name
@@ -35,34 +46,47 @@ def refused(error: str, **changes: Any) -> Facts:
 
 
 def test_healthy_hosts_have_no_finding() -> None:
-    assert found(healthy(), "train.py") == []
+    assert findings_of(healthy(), "train.py") == []
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        ("ssh: connect to host b port 2222: Connection refused",
-         "no ssh server answers on b (10.0.0.2, port 2222): connection refused"),
+        (
+            "ssh: connect to host b port 2222: Connection refused",
+            "no ssh server answers on b (10.0.0.2, port 2222): connection refused",
+        ),
         ("ssh: connect to host b port 2222: Connection timed out", "b (10.0.0.2, port 2222) does not answer: "),
         ("ssh: connect to host b port 2222: No route to host", "b (10.0.0.2, port 2222) does not answer: "),
-        ("@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
-         "b (10.0.0.2, port 2222) shows another host key than the one that a knows; if b was set up anew, "
-         "`ssh-keygen -f /cluster/known_hosts -R '[b]:2222'` on a"),
-        ("No ED25519 host key is known for [b]:2222\nHost key verification failed.",
-         "b (10.0.0.2, port 2222) shows a host key that a does not know"),
-        ("trainer@b: Permission denied (publickey).", "b (10.0.0.2, port 2222) refuses the login of user trainer with "
-         "the key /home/trainer/.ssh/id_ed25519; `ssh-copy-id trainer@b`"),
-        ("@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\ntrainer@b: Permission denied (publickey).",
-         "other users can read the private key /home/trainer/.ssh/id_ed25519 on a, and ssh refuses it; `chmod 600 "),
+        (
+            "@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
+            "b (10.0.0.2, port 2222) shows another host key than the one that a knows; if b was set up anew, "
+            "`ssh-keygen -f /cluster/known_hosts -R '[b]:2222'` on a",
+        ),
+        (
+            "No ED25519 host key is known for [b]:2222\nHost key verification failed.",
+            "b (10.0.0.2, port 2222) shows a host key that a does not know",
+        ),
+        (
+            "trainer@b: Permission denied (publickey).",
+            "b (10.0.0.2, port 2222) refuses the login of user trainer with "
+            "the key /home/trainer/.ssh/id_ed25519; `ssh-copy-id trainer@b`",
+        ),
+        (
+            "@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\ntrainer@b: Permission denied (publickey).",
+            "other users can read the private key /home/trainer/.ssh/id_ed25519 on a, and ssh refuses it; `chmod 600 ",
+        ),
         ("Bad owner or permissions on /home/trainer/.ssh/config", "others can write /home/trainer/.ssh/config; `chmod"),
         ("kex_exchange_identification: Connection closed by remote host", "ends the connection before the login"),
-        ("ssh: Could not resolve hostname b: Name or service not known",
-         "a cannot resolve the name b; add its address to /etc/hosts on a, or"),
+        (
+            "ssh: Could not resolve hostname b: Name or service not known",
+            "a cannot resolve the name b; add its address to /etc/hosts on a, or",
+        ),
         ("no answer in time", "the login to b (10.0.0.2, port 2222) has not ended in 0 s"),
         ("no python3 on the PATH", "b has no Python on the PATH"),
         ("sh: 1: Syntax error", "a command cannot be run on b: sh: 1: Syntax error"),
     ],
-)  # fmt: skip
+)
 def test_what_ssh_says_is_the_only_line(error: str, line: str) -> None:
     said = the_only(refused(error))
     assert said.startswith("PROBLEM: ")
@@ -106,15 +130,23 @@ def test_a_login_that_prints_or_is_slow() -> None:
     ("here", "there", "changes", "line"),
     [
         ("a", "b", {"addresses": ("127.0.1.1",)}, "PROBLEM: on a, b leads to 127.0.1.1, which is a itself"),
-        ("a", "b", {"addresses": ("10.9.9.9",)}, "PROBLEM: on a, b leads to 10.9.9.9, and b has no such address (it "
-         "has 10.0.0.2 on eth0)"),
-        ("a", "b", {"addresses": (), "error": "unknown"}, "PROBLEM: a cannot resolve the name b (unknown); add its "
-         "address to /etc/hosts on a: `10.0.0.2 b`"),
+        (
+            "a",
+            "b",
+            {"addresses": ("10.9.9.9",)},
+            "PROBLEM: on a, b leads to 10.9.9.9, and b has no such address (it has 10.0.0.2 on eth0)",
+        ),
+        (
+            "a",
+            "b",
+            {"addresses": (), "error": "unknown"},
+            "PROBLEM: a cannot resolve the name b (unknown); add its address to /etc/hosts on a: `10.0.0.2 b`",
+        ),
         ("a", "b", {"addresses": ("fd00::2",)}, "PROBLEM: on a, b has IPv6 addresses only"),
         ("a", "b", {"addresses": ("fd00::9", "10.0.0.2")}, "WARNING: on a, b leads first to the IPv6 address fd00::9"),
         ("b", "", {"addresses": ("127.0.1.1",)}, "WARNING: on b, its own host name leads to 127.0.1.1"),
     ],
-)  # fmt: skip
+)
 def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> None:
     facts = of_name(here, there, **changes)
     owned = {
@@ -151,7 +183,7 @@ def test_a_wrong_address_that_is_this_hosts_own_or_behind_a_bridge_is_told_so() 
 
 def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
     facts = healthy()
-    assert found(changed(facts, names={**told(facts, "names"), "a": {}})) == []
+    assert findings_of(changed(facts, names={**told(facts, "names"), "a": {}})) == []
 
 
 def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
@@ -163,8 +195,10 @@ def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
     ("changes", "line"),
     [
         ({"versions": {"Python": "3.12.1"}}, "Python is 3.11.2 on a and 3.12.1 on b"),
-        ({"versions": {"PyTorch": "2.13.0", "CUDA": "12.8"}}, "PyTorch is 2.14.1 on a and 2.13.0 on b; `pip install "
-         "torch==2.14.1` on b"),
+        (
+            {"versions": {"PyTorch": "2.13.0", "CUDA": "12.8"}},
+            "PyTorch is 2.14.1 on a and 2.13.0 on b; `pip install torch==2.14.1` on b",
+        ),
         ({"versions": {"CUDA": ""}}, "PyTorch's CUDA is 13.0 on a and missing on b"),
         ({"versions": {"NCCL": "2.27.5"}}, "PyTorch's NCCL is 2.30.7 on a and 2.27.5 on b"),
         ({"versions": {"Horovod": ""}}, "Horovod is 0.28.1 on a and missing on b"),
@@ -179,13 +213,13 @@ def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
         ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "WARNING: OPAL_PREFIX is /x for a login to b"),
         ({"executable": "/bin/python3", "versions": {"PyTorch": ""}}, f"b has no {sys.executable}, the job's Python"),
     ],
-)  # fmt: skip
+)
 def test_software_that_differs(changes: dict[str, Any], line: str) -> None:
     assert line in the_only(of_software(**changes), "train.py")
 
 
 def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in_it() -> None:
-    assert found(of_software(versions={"Python": "3.11.9"})) == []
+    assert findings_of(of_software(versions={"Python": "3.11.9"})) == []
     facts = of_machine(folder_exists=False, outputs={"path": "/job", "free": 0, "is_writable": False})
     facts = changed(facts, software={"a": software(), "b": software(script="missing", library="")})
     assert "b has no folder /job" in the_only(facts, "train.py")
@@ -206,7 +240,7 @@ def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in
         ({"outputs": {"path": "/job", "free": GIB, "is_writable": False}}, "WARNING: on b, /job cannot be written"),
         ({"user": "eve", "user_id": 1001}, "WARNING: the job is user trainer (1000) on a and eve (1001) on b"),
     ],
-)  # fmt: skip
+)
 def test_a_host_that_lacks_something(changes: dict[str, Any], line: str) -> None:
     assert line in the_only(of_machine(**changes))
 
@@ -220,11 +254,11 @@ def test_the_remedy_for_too_little_memory_depends_on_what_limits_it() -> None:
 
 
 def test_what_is_not_needed_is_not_missed() -> None:
-    assert found(of_machine(reads_memory=False, single_copy_is_off=True)) == []
-    assert found(of_machine(has_rdma=True, locked_memory=NO_LIMIT)) == []
+    assert findings_of(of_machine(reads_memory=False, single_copy_is_off=True)) == []
+    assert findings_of(of_machine(has_rdma=True, locked_memory=NO_LIMIT)) == []
 
 
 @pytest.mark.parametrize(("ahead", "way"), [(3600.5, "ahead of"), (-3600.5, "behind")])
 def test_clocks_apart(ahead: float, way: str) -> None:
     assert f"the clock of b is 3,600 s {way} that of a" in the_only(healthy(seconds_ahead={"a": 0.0, "b": ahead}))
-    assert found(healthy(seconds_ahead={"a": 0.0, "b": ahead / 3600})) == []
+    assert findings_of(healthy(seconds_ahead={"a": 0.0, "b": ahead / 3600})) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.doctor_facts import ADDRESS, found, healthy, login, machine, pair, the_only, told, way
+from tests.unit.doctor_facts import ADDRESS, findings_of, healthy, login, machine, pair, the_only, told, way
 from trainer.ops.doctor.facts import Facts, HostFacts, Login
 from trainer.ops.doctor.finding import Level
 
@@ -36,11 +36,11 @@ def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
 
 
 def test_a_bridge_or_a_tunnel_on_the_way() -> None:
-    names = {**told(healthy(), "names"), "b": {"a": way("b", "a", interface="docker0", own="172.17.0.1")}}
+    names = {**told(healthy(), "names"), "b": {"a": way("b", "a", interface="docker0", source="172.17.0.1")}}
     assert "the way from b to a (10.0.0.1) leads into docker0 (172.17.0.1), a bridge" in the_only(
         lost(LOST, LOST, names=names)
     )
-    assert found(healthy(names=names)) == []
+    assert findings_of(healthy(names=names)) == []
     tunnel = {**names, "b": {"a": way("b", "a", interface="wg0")}}
     assert the_only(healthy(names=tunnel)).startswith("WARNING: the way from b to a leads through the tunnel wg0")
 
@@ -59,7 +59,7 @@ def test_an_address_of_many_hosts_is_one_line() -> None:
     bridge = {"docker0": {"addresses": ["172.17.0.1"], "mtu": 1500, "speed": 0}}
     facts = healthy(interfaces=dict.fromkeys("abc", bridge))
     facts.hosts += (HostFacts(name="c", slots=2, machine=machine("c"), interfaces=bridge),)
-    (said,) = [finding for finding in found(facts) if "172.17.0.1" in finding.text]
+    (said,) = [finding for finding in findings_of(facts) if "172.17.0.1" in finding.text]
     assert said.text.startswith("a, b and c all have the address 172.17.0.1 (on docker0, docker0 and docker0)")
 
 
@@ -77,7 +77,7 @@ def test_large_packets_that_vanish() -> None:
 
 
 def test_a_pair_of_which_one_direction_could_not_be_tried_has_no_finding_of_it() -> None:
-    assert found(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
+    assert findings_of(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
 
 
 def test_a_login_that_needs_small_packets_is_explained_by_a_pair() -> None:
@@ -94,7 +94,7 @@ def test_a_slow_or_far_pair() -> None:
     interfaces = {
         name: {"eth0": {"addresses": [address], "mtu": 1500, "speed": 400_000}} for name, address in ADDRESS.items()
     }
-    assert found(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
+    assert findings_of(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
     unknown = {name: {"eth0": {**entry["eth0"], "speed": 0}} for name, entry in interfaces.items()}
     assert "from b to a come 40 Mbit/s; " in the_only(healthy(pairs=slow, interfaces=unknown))
     far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
@@ -113,7 +113,7 @@ def test_problems_come_before_warnings_and_causes_before_what_they_explain() -> 
         seconds_ahead={"a": 0.0, "b": 9.0},
         machine={"a": machine("a"), "b": machine("b", shm_free=0)},
     )
-    findings = found(facts)
+    findings = findings_of(facts)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM, Level.WARNING]
     assert "b leads to 127.0.1.1" in str(findings[0])
     assert "has 0 MiB free, and its 2 ranks need 128" in str(findings[1])

@@ -98,11 +98,14 @@ def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
 
 def _host_as_json(host: HostFacts) -> dict[str, Any]:
     told = ("machine", "software", "interfaces", "gpus")
+    names = {name: asdict(seen) for name, seen in host.names.items() if name}
+    for entry in names.values():
+        entry["own"] = entry.pop("source")
     return {
         "slots": host.slots,
         "login_s": host.login.seconds,
         **{question: getattr(host, question) or None for question in told},
-        "names": {name: asdict(seen) for name, seen in host.names.items() if name},
+        "names": names,
     }
 
 

@@ -15,7 +15,7 @@ _RESULT = '{"bytes": '
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """How the start of an agent on a host went."""
+    """How the login to a host and the start of its agent went."""
 
     seconds: float = 0.0
     error: str = ""
@@ -30,14 +30,14 @@ class Login:
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """What a name leads to, as one host sees it."""
+    """What a host's name leads to on a host that resolves it."""
 
     addresses: Sequence[str] = ()
     error: str = ""
-    own: str = ""
-    """The looking host's own IPv4 address on the way there."""
+    source: str = ""
+    """The IPv4 address from which the host that resolves it would connect there."""
     interface: str = ""
-    """The interface that has it."""
+    """The interface that has this address."""
     in_hosts_file: bool = False
     seconds: float = 0.0
 
@@ -121,7 +121,7 @@ class AllReduce:
     outputs: tuple[str, ...] = ()
     """What the ranks have printed, NCCL's log among it."""
     was_killed: bool = False
-    """Whether it had not ended at its limit."""
+    """Whether it was killed at its limit."""
     limit_s: float = 0.0
 
     @property

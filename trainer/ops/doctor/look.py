@@ -202,7 +202,7 @@ def _address_for(host: HostFacts, other: HostFacts) -> str:
 
     Empty where it has none but a loopback address.
     """
-    address = other.way(host).own
+    address = other.way(host).source
     return "" if not address or ip_address(address).is_loopback else address
 
 

@@ -40,19 +40,19 @@ def _addresses() -> list[tuple[str, str]]:
 
 
 def resolve(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return, for each name, its addresses, this host's own address and interface on the way there, and its source."""
+    """Resolve names: the addresses of each, this host's address and interface on the way there, and who says so."""
     by_address = {address: name for name, entry in interfaces().items() for address in entry["addresses"]}
     hosts_file = [line.partition("#")[0].split()[1:] for line in read_text("/etc/hosts").splitlines()]
     with ThreadPoolExecutor(max_workers=16) as pool:
         entries = dict(zip(names, pool.map(_resolve, names)))
     for name, entry in entries.items():
-        entry["interface"] = by_address.get(entry["own"], "")
+        entry["interface"] = by_address.get(entry["source"], "")
         entry["in_hosts_file"] = any(name in aliases for aliases in hosts_file)
     return entries
 
 
 def _resolve(name: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"addresses": [], "error": "", "own": ""}
+    entry: dict[str, Any] = {"addresses": [], "error": "", "source": ""}
     started = time.monotonic()
     try:
         infos = socket.getaddrinfo(name, 9, type=socket.SOCK_STREAM)
@@ -60,7 +60,7 @@ def _resolve(name: str) -> dict[str, Any]:
         for address in [address for address in entry["addresses"] if ":" not in address][:1]:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((address, 9))  # sends nothing: the kernel only chooses a route
-                entry["own"] = probe.getsockname()[0]
+                entry["source"] = probe.getsockname()[0]
     except OSError as error:
         entry["error"] = error.strerror or str(error)
     entry["seconds"] = time.monotonic() - started

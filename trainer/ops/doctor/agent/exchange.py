@@ -99,7 +99,7 @@ def _is_proven(connection: socket.socket, token: bytes) -> bool:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
-    """Return as many bytes; without a deadline, the connection's timeout holds for each part of them."""
+    """Receive exactly `size` bytes; without a deadline, the connection's timeout holds for each part of them."""
     data = bytearray(size)
     rest = memoryview(data)
     while rest:

@@ -140,7 +140,7 @@ def _reads_memory() -> bool:
 
 
 def _single_copy_is_off() -> bool:
-    """Return whether Open MPI has been told not to copy so."""
+    """Return whether Open MPI has been told not to copy with process_vm_readv."""
     name = "btl_vader_single_copy_mechanism"
     prefix = os.environ.get("OPAL_PREFIX")
     mpirun = shutil.which("mpirun")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-from trainer.ops.doctor.checks.names import bridge, correction, into_bridge
+from trainer.ops.doctor.checks.names import correction, into_bridge, is_bridge
 from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import About, Cause, Finding
 
@@ -113,7 +113,7 @@ def _failed(facts: Facts, host: HostFacts) -> Finding:
     if _is_wrong(facts, address, login.error):
         text = f"on {here}, {name} leads to {address}, which is {here} itself, and the login fails ({last})"
         return About(Cause.NAME, name).problem(text, correction(here, name, seen))
-    if bridge(seen.interface):
+    if is_bridge(seen.interface):
         text, remedy = into_bridge(here, name, seen)
         return About(Cause.INTERFACE, name).problem(f"{text}, and the login fails ({last})", remedy)
     from_file = " of /etc/hosts" if seen.in_hosts_file and address in seen.addresses else ""

@@ -51,7 +51,7 @@ def _peer(host: HostFacts, other: HostFacts) -> Iterator[Finding]:
         yield about.problem(text, correction(here, name, seen, right))
     elif other.owned and not other.owned.get(address, True):
         whose = ", which is its own" if host.owned.get(address) else ""
-        whose += f" ({seen.interface})" if bridge(seen.interface) else ""
+        whose += f" ({seen.interface})" if is_bridge(seen.interface) else ""
         has = f"{name} has no such address (it has {_all_addresses(other)})"
         text = f"on {here}, {name} leads to {address}{whose}, and {has}"
         yield about.problem(text, correction(here, name, seen, right))
@@ -75,17 +75,16 @@ def correction(here: str, name: str, seen: Name, right: str = "") -> str:
     return f"correct the line of {name} {place}{f': `{right} {name}`' if right else ''}"
 
 
-def bridge(interface: str) -> bool:
+def is_bridge(interface: str) -> bool:
     """Return whether an interface leads to containers or virtual machines on its own host."""
     return re.match(r"docker|br-|veth|virbr|cni|flannel|cali|lxc|lxd|podman|kube", interface) is not None
 
 
 def into_bridge(here: str, there: str, way: Name) -> tuple[str, str]:
     """Return text and remedy for a way that leads into a bridge."""
-    addresses = ", ".join(way.addresses)
+    leads = f"({', '.join(way.addresses)}) leads into {way.interface} ({way.source})"
     return (
-        f"the way from {here} to {there} ({addresses}) leads into {way.interface} ({way.own}), a bridge to containers "
-        f"on {here}",
+        f"the way from {here} to {there} {leads}, a bridge to containers on {here}",
         f"`ip route get {way.first}` on {here}; give the bridge another subnet, or correct the address of {there} in "
         f"/etc/hosts on {here}",
     )
@@ -93,7 +92,7 @@ def into_bridge(here: str, there: str, way: Name) -> tuple[str, str]:
 
 def _address(host: HostFacts) -> str:
     """Return the address that a host has on the way to others; empty where it has none but a loopback address."""
-    addresses = (way.own for way in host.names.values())
+    addresses = (way.source for way in host.names.values())
     return next((address for address in addresses if address and not ip_address(address).is_loopback), "")
 
 

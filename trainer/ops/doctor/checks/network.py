@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
-from trainer.ops.doctor.checks.names import bridge, into_bridge
+from trainer.ops.doctor.checks.names import into_bridge, is_bridge
 from trainer.ops.doctor.facts import Facts, HostFacts, Pair
 from trainer.ops.doctor.finding import About, Cause, Finding
 
@@ -48,10 +48,10 @@ def _interface(host: HostFacts, other: HostFacts, about: About, *, fails: bool) 
     way = host.way(other)
     if _TUNNEL.match(way.interface):
         yield about.warning(
-            f"the way from {host} to {other} leads through the tunnel {way.interface} ({way.own})",
+            f"the way from {host} to {other} leads through the tunnel {way.interface} ({way.source})",
             f"give {other} its address on the hosts' own network, in /etc/hosts on {host}",
         )
-    if fails and bridge(way.interface):
+    if fails and is_bridge(way.interface):
         yield about.problem(*into_bridge(host.name, other.name, way))
 
 
