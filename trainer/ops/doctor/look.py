@@ -98,20 +98,20 @@ def _at_once(ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
 
 
 def _answers(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
-    """Call a function that asks agents for all keys at the same time; return the values of those that have answered.
+    """Call a function that asks agents for all keys at the same time; return its values where they have answered.
 
-    What the other ones say is noted among the facts.
+    The errors of the others are noted among the facts.
     """
-
-    def try_it(key: K) -> T | AgentError:
+    keys = list(keys)
+    with ThreadPoolExecutor(max_workers=min(64, len(keys) or 1)) as pool:
+        futures = {key: pool.submit(ask, key) for key in keys}
+    answers = {}
+    for key, future in futures.items():
         try:
-            return ask(key)
+            answers[key] = future.result()
         except AgentError as error:
-            return error
-
-    values = _at_once(try_it, keys)
-    facts.incomplete += tuple(str(value) for value in values.values() if isinstance(value, AgentError))
-    return {key: value for key, value in values.items() if not isinstance(value, AgentError)}
+            facts.incomplete += (str(error),)
+    return answers
 
 
 def _enter(host: Host, options: Options) -> tuple[HostFacts, Connection]:

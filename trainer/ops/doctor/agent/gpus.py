@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -102,9 +101,9 @@ def all_reduce(
     if interface:
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     until = time.monotonic() + limit_s
-    files = [tempfile.TemporaryFile() for _ in ranks]  # noqa: SIM115 (closed by `_end_of`)
-    with open(os.memfd_create("store"), "wb") as memory:  # noqa: PTH123 (a file descriptor)
-        store = store or f"file:///proc/self/fd/{memory.fileno()}"
+    files = [_file_in_memory() for _ in ranks]
+    with _file_in_memory() as shared:
+        store = store or f"file:///proc/self/fd/{shared.fileno()}"
         processes = []
         for place, (rank, file) in enumerate(zip(ranks, files)):
             arguments = [backend, str(rank), str(size), str(place), store, str(int(limit_s) + 1)]
@@ -116,11 +115,15 @@ def all_reduce(
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                pass_fds=[memory.fileno()],
+                pass_fds=[shared.fileno()],
             )
             processes.append(process)
         killed = not _wait(processes, until)
     return {"outputs": [_end_of(file) for file in files], "killed": killed}
+
+
+def _file_in_memory() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("trainer-doctor"), "w+b")
 
 
 def _end_of(file: IO[bytes]) -> str:
