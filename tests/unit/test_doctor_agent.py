@@ -67,7 +67,8 @@ def through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def test_the_source_is_python_3_8_and_needs_the_standard_library_only(source: Path) -> None:
     tree = ast.parse(source.read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    # A relative import is of a file that is sent too.
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
     assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
@@ -94,7 +95,7 @@ def test_no_answer_is_waited_for_after_the_end_of_the_time() -> None:
 
 def test_an_error_of_an_agent_is_one_of_its_host(agent: Connection) -> None:
     with pytest.raises(AgentError, match="localhost: TypeError"):
-        agent.call("resolve", 5, unknown=1)
+        agent.call("resolve", 5, unknsource=1)
 
 
 def test_what_an_agent_reads_of_a_host(agent: Connection, tmp_path: Path) -> None:
@@ -122,13 +123,13 @@ def test_what_an_agent_reads_of_gpus(through_ssh: Callable[[str], Connection], t
         (tmp_path / program).chmod(0o755)
     agent = through_ssh('NCCL_P2P_DISABLE=1 exec sh -c "$command"')
     assert not agent.login().error
-    found = agent.call("gpus", 20)
-    assert found["query"].startswith("0, NVIDIA A100")
-    assert (found["topology"], found["p2p"]) == ("matrix of -m\n", "matrix of -p2p r\n")
-    assert found["pci"] == {"0000:3b:00.0": {"bridges": [], "iommu": ""}}  # there is no such device
-    assert found["acs"].splitlines() == ["0000:3a:00.0 PCI bridge: one", "\t\tACSCtl:\tSrcValid+ ReqRedir+"]
-    assert found["environment"] == {"NCCL_P2P_DISABLE": "1"}
-    assert found["kernel"] == os.uname().release
+    answer = agent.call("gpus", 20)
+    assert answer["query"].startswith("0, NVIDIA A100")
+    assert (answer["topology"], answer["p2p"]) == ("matrix of -m\n", "matrix of -p2p r\n")
+    assert answer["pci"] == {"0000:3b:00.0": {"bridges": [], "iommu": ""}}  # there is no such device
+    assert answer["acs"].splitlines() == ["0000:3a:00.0 PCI bridge: one", "\t\tACSCtl:\tSrcValid+ ReqRedir+"]
+    assert answer["environment"] == {"NCCL_P2P_DISABLE": "1"}
+    assert answer["kernel"] == os.uname().release
 
 
 def test_where_a_device_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,17 +148,19 @@ def test_the_library_on_the_jobs_own_path_is_the_one_that_is_read(agent: Connect
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
     asked = {"folder": str(tmp_path), "script": ""}
-    installed, own = (agent.call("software", 10, python_path=path, **asked)["library"] for path in ("", str(tmp_path)))
-    assert installed != own
+    installed, other = (
+        agent.call("software", 10, python_path=path, **asked)["library"] for path in ("", str(tmp_path))
+    )
+    assert installed != other
 
 
 def test_names_and_interfaces(agent: Connection) -> None:
     assert agent.call("interfaces", 5)["lo"]["addresses"] == ["127.0.0.1"]
-    found = agent.call("resolve", 5, names=["localhost", "no-such-host.invalid"])
-    assert found["localhost"]["own"] == "127.0.0.1"
-    assert found["localhost"]["interface"] == "lo"
-    assert found["localhost"]["in_hosts_file"]
-    assert found["no-such-host.invalid"]["error"]
+    answer = agent.call("resolve", 5, names=["localhost", "no-such-host.invalid"])
+    assert answer["localhost"]["source"] == "127.0.0.1"
+    assert answer["localhost"]["interface"] == "lo"
+    assert answer["localhost"]["in_hosts_file"]
+    assert answer["no-such-host.invalid"]["error"]
     assert agent.call("owns", 5, addresses=["127.0.0.1", "192.0.2.1"]) == {"127.0.0.1": True, "192.0.2.1": False}
 
 
@@ -165,11 +168,14 @@ def test_two_agents_exchange_bytes(agent: Connection) -> None:
     other = Connection(HERE, 20, 60)
     try:
         ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
-        found = other.call("probe", 10, address="127.0.0.1", ports=ports, token=TOKEN, wait_s=3)
-        assert found | {"latency_s": 0} == {
-            "errors": {str(port): "" for port in ports}, "latency_s": 0, "large": "", "segment": 0,
-        }  # fmt: skip
-        assert 0 < found["latency_s"] < 0.1
+        answer = other.call("probe", 10, address="127.0.0.1", ports=ports, token=TOKEN, wait_s=3)
+        assert answer | {"latency_s": 0} == {
+            "errors": {str(port): "" for port in ports},
+            "latency_s": 0,
+            "large": "",
+            "segment": 0,
+        }
+        assert 0 < answer["latency_s"] < 0.1
         assert other.call("bandwidth", 10, address="127.0.0.1", port=ports[0], token=TOKEN, seconds=0.1) > 1e6
     finally:
         other.close()
@@ -184,20 +190,20 @@ def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
     assert again[2] != ports[2]
     for port in ports:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._HEAD.pack(b"P", 0))
+            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._REQUEST.pack(*exchange._PING))
             assert len(_end(stranger)) <= 32  # the challenge, and nothing after it
-    found = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
-    assert all(found["errors"].values())
+    answer = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
+    assert all(answer["errors"].values())
 
 
 def test_a_proof_that_was_recorded_is_refused(agent: Connection) -> None:
     port = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)[0]
     with exchange._connect("127.0.0.1", port, TOKEN, 5) as first:
-        exchange._ask(first, b"P", 0)
+        exchange._ask(first, *exchange._PING)
     with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
         challenge = exchange._receive(second, 32)
         other = hmac.digest(TOKEN.encode(), challenge[::-1], "sha256")
-        second.sendall(other + exchange._HEAD.pack(b"P", 0))
+        second.sendall(other + exchange._REQUEST.pack(*exchange._PING))
         assert _end(second) == b""
 
 
@@ -218,12 +224,19 @@ def test_a_port_that_nobody_listens_on_is_refused() -> None:
 
 def test_messages_that_are_larger_than_what_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener takes small messages, and forgets what comes after a large one's head."""
-    monkeypatch.setattr(exchange, "_discard", lambda connection, size: time.sleep(1.0))
+    receive = exchange._receive
+
+    def forget(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+        if size == exchange.LARGE_BYTES:
+            time.sleep(1.0)
+        return receive(connection, size, deadline)
+
+    monkeypatch.setattr(exchange, "_receive", forget)
     monkeypatch.setattr(exchange, "_SEGMENT_S", 0.1)
     monkeypatch.setattr(exchange, "_LISTEN_S", 1.0)
     ports = exchange.listen("127.0.0.1", TOKEN)
-    found = exchange.probe("127.0.0.1", ports, TOKEN, 0.3)
-    assert (found["large"], found["segment"]) == ("to", 0)
+    answer = exchange.probe("127.0.0.1", ports, TOKEN, 0.3)
+    assert (answer["large"], answer["segment"]) == ("to", 0)
 
 
 def test_ssh_runs_the_agent(through_ssh: Callable[[str], Connection]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import found, healthy, pair, software, the_only
-from tests.unit.test_doctor_gpus import near, pci, two, with_gpus
+from tests.unit.doctor_facts import changed, findings_of, healthy, pair, software, the_only
+from tests.unit.test_doctor_gpus import gpus_of_b, near, pci, two, with_gpus
 from trainer.ops.doctor.connection import AgentError
 from trainer.ops.doctor.examine import as_json, as_text
 from trainer.ops.doctor.facts import AllReduce, Facts
@@ -41,7 +41,7 @@ def after(*outputs: str, hosts: tuple[str, ...] = ("b",), link: str = "NV18", wa
 
 def test_a_fast_one_is_a_figure_and_no_finding() -> None:
     facts = after(LOG.format("P2P/CUMEM") + result(230e9), "")
-    assert found(facts) == []
+    assert findings_of(facts) == []
     assert "all-reduce between two GPUs of b 230 GB/s (P2P)" in as_text(facts, [], 1.0)
     (said,) = json.loads(as_json(facts, [], 1.0))["all_reduces"]
     assert (said["hosts"], said["transports"], said["outputs"]) == (["b"], "P2P", [])
@@ -51,16 +51,30 @@ def test_a_fast_one_is_a_figure_and_no_finding() -> None:
 @pytest.mark.parametrize(
     ("facts", "line"),
     [
-        (after(LOG.format("SHM/direct/direct") + result(6e9), ""), "WARNING: an all-reduce over NCCL between GPU 0 and "
-         "1 of b, which NVLink connects, moves 6 GB/s (shared memory), less than PCIe does"),
-        (after(LOG.format("P2P/IPC") + result(20e9, wrong=7), ""), "PROBLEM: an all-reduce over NCCL between GPU 0 and "
-         "1 of b computes wrong sums; where it works with NCCL_P2P_DISABLE=1"),
-        (after(LOG.format("P2P/IPC"), "", was_killed=True), "PROBLEM: an all-reduce over NCCL between GPU 0 and 1 of b "
-         "has not ended in 30 s; where it works with NCCL_P2P_DISABLE=1"),
-        (after("", "", hosts=("a", "b"), was_killed=True), "between GPUs of a and b has not ended in 30 s; NCCL takes "
-         "ports that the kernel gives"),
-        (after(LOG.format("SHM/direct/direct") + RAISED, WARNED + RAISED), "PROBLEM: an all-reduce over NCCL between "
-         "GPU 0 and 1 of b fails: Error: failed to extend /dev/shm/nccl-x1 to 9637892 bytes; `NCCL_DEBUG=INFO`"),
+        (
+            after(LOG.format("SHM/direct/direct") + result(6e9), ""),
+            "WARNING: an all-reduce over NCCL between GPU 0 and "
+            "1 of b, which NVLink connects, moves 6 GB/s (shared memory), less than PCIe does",
+        ),
+        (
+            after(LOG.format("P2P/IPC") + result(20e9, wrong=7), ""),
+            "PROBLEM: an all-reduce over NCCL between GPU 0 and "
+            "1 of b computes wrong sums; where it works with NCCL_P2P_DISABLE=1",
+        ),
+        (
+            after(LOG.format("P2P/IPC"), "", was_killed=True),
+            "PROBLEM: an all-reduce over NCCL between GPU 0 and 1 of b "
+            "has not ended in 30 s; where it works with NCCL_P2P_DISABLE=1",
+        ),
+        (
+            after("", "", hosts=("a", "b"), was_killed=True),
+            "between GPUs of a and b has not ended in 30 s; NCCL takes ports that the kernel gives",
+        ),
+        (
+            after(LOG.format("SHM/direct/direct") + RAISED, WARNED + RAISED),
+            "PROBLEM: an all-reduce over NCCL between "
+            "GPU 0 and 1 of b fails: Error: failed to extend /dev/shm/nccl-x1 to 9637892 bytes; `NCCL_DEBUG=INFO`",
+        ),
         (after("", RAISED), "fails: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled"),
         (after("", "ModuleNotFoundError: No module named 'torch'\n"), "fails: ModuleNotFoundError: No module named"),
         (after("RuntimeError: Connection closed by peer [127.0.0.1]:1\n", RAISED), "fails: torch.distributed."),
@@ -69,23 +83,23 @@ def test_a_fast_one_is_a_figure_and_no_finding() -> None:
         (after("", ""), "fails: it prints nothing"),
         (after("", RAISED, hosts=("a", "b"), was_killed=True), "between GPUs of a and b fails: torch.distributed."),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong(facts: Facts, line: str) -> None:
     assert line in the_only(facts)
 
 
 def test_what_another_finding_explains_is_not_repeated() -> None:
     facts = after("", RAISED)
-    facts = replace(facts, gpus={"b": with_gpus(two(ecc="3"), near("NV18")).gpus["b"]})
+    facts = changed(facts, gpus={"b": gpus_of_b(two(ecc="3"), near("NV18"))})
     assert "uncorrected memory errors" in the_only(facts)
-    unreached = {("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")}
-    one = with_gpus(two().splitlines()[0]).gpus["b"]
-    assert try_them(healthy(gpus={"a": one, "b": one}, pairs=unreached), "a", "b")[1] == []
+    unreached = {("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")}
+    gpus = gpus_of_b(two().splitlines()[0])
+    assert try_them(healthy(gpus={"a": gpus, "b": gpus}, pairs=unreached), "a", "b")[1] == []
 
 
 def test_without_nvlink_and_between_hosts_a_slow_one_is_no_finding() -> None:
-    assert found(after(LOG.format("SHM/direct/direct") + result(6e9), "", link="PHB")) == []
-    assert found(after(LOG.format("NET/Socket/0") + result(1e9), "", hosts=("a", "b"))) == []
+    assert findings_of(after(LOG.format("SHM/direct/direct") + result(6e9), "", link="PHB")) == []
+    assert findings_of(after(LOG.format("NET/Socket/0") + result(1e9), "", hosts=("a", "b"))) == []
 
 
 class Agent:
@@ -103,28 +117,31 @@ class Agent:
 
 def try_them(facts: Facts, *names: str) -> tuple[Facts, list[tuple[str, str, Mapping[str, Any]]]]:
     asked: list[tuple[str, str, Mapping[str, Any]]] = []
-    agents: Any = {name: Agent(name, asked) for name in names}
-    return try_all_reduces(facts, agents), asked
+    agents: Any = {host: Agent(host.name, asked) for host in facts.hosts if host.name in names}
+    try_all_reduces(facts, agents)
+    return facts, asked
 
 
 def test_two_gpus_of_each_host_then_those_of_two_hosts() -> None:
-    gpus = with_gpus(two()).gpus["b"]
+    gpus = gpus_of_b(two())
     facts, asked = try_them(healthy(gpus={"a": gpus, "b": gpus}), "a", "b")
-    assert [one.hosts for one in facts.all_reduces] == [("a",), ("b",), ("a", "b")]
-    assert all(one.result for one in facts.all_reduces)
+    assert [tried.hosts for tried in facts.all_reduces] == [("a",), ("b",), ("a", "b")]
+    assert all(tried.result for tried in facts.all_reduces)
     within = [arguments for _, operation, arguments in asked if operation == "all_reduce"][:2]
-    assert all((one["ranks"], one["store"], one["backend"]) == ([0, 1], "", "nccl") for one in within)
-    between = sorted((name, arguments["ranks"], arguments["store"], arguments["interface"])
-                     for name, operation, arguments in asked[3:])  # fmt: skip
+    assert all((part["ranks"], part["store"], part["backend"]) == ([0, 1], "", "nccl") for part in within)
+    between = sorted(
+        (name, arguments["ranks"], arguments["store"], arguments["interface"])
+        for name, operation, arguments in asked[3:]
+    )
     assert between == [("a", [0], "tcp://10.0.0.1:40123", "eth0"), ("b", [1], "tcp://10.0.0.1:40123", "eth0")]
 
 
 def test_hosts_without_a_second_gpu_or_without_cuda_are_left_out() -> None:
-    one = with_gpus(two().splitlines()[0]).gpus["b"]
-    facts, _ = try_them(healthy(gpus={"a": one, "b": one}), "a", "b")
-    assert [one.hosts for one in facts.all_reduces] == [("a", "b")]
+    gpus = gpus_of_b(two().splitlines()[0])
+    facts, _ = try_them(healthy(gpus={"a": gpus, "b": gpus}), "a", "b")
+    assert [tried.hosts for tried in facts.all_reduces] == [("a", "b")]
     none = {name: software(versions={"CUDA": ""}) for name in ("a", "b")}
-    facts, asked = try_them(healthy(gpus={"a": one, "b": one}, software=none), "a", "b")
+    facts, asked = try_them(healthy(gpus={"a": gpus, "b": gpus}, software=none), "a", "b")
     assert (facts.all_reduces, asked) == ((), [])
     assert try_them(healthy(), "a", "b")[1] == []
 

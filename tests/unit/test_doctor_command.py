@@ -13,7 +13,7 @@ import pytest
 from benchmarks.doctor_catalogue import CAUSES
 from benchmarks.doctor_faults import Trial, render
 from tests.docker.test_doctor import SHORT
-from tests.unit.doctor_facts import found, healthy, pair
+from tests.unit.doctor_facts import findings_of, healthy, pair
 from trainer.cli import main
 from trainer.ops.doctor.examine import as_json, as_text, exit_code
 from trainer.ops.doctor.look import show_progress
@@ -33,7 +33,7 @@ def test_options_and_the_script_within_the_command() -> None:
     options = parse("-H", "a:2,b:2", "--json", "--gpu", "--timeout", "10", "python", "x/train.py", "--json")
     assert options == Options(
         hosts=(Host("a", 2), Host("b", 2)), script="x/train.py", timeout_s=10, as_json=True, with_gpus=True
-    )  # fmt: skip
+    )
     assert parse("--", "python", "train.py").script == "train.py"
     assert parse("./train").script == ""
 
@@ -96,19 +96,23 @@ def test_what_is_well_is_one_line() -> None:
 
 def test_findings_come_first_and_exit_codes_tell_them_apart() -> None:
     slow = healthy(pairs={("a", "b"): pair("b", bytes_per_s=1e6), ("b", "a"): pair("a")})
-    broken = healthy(pairs={("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")})
+    broken = healthy(pairs={("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")})
     partly = replace(healthy(), incomplete=("host b: gone",))
-    assert [exit_code(facts, found(facts)) for facts in (healthy(), slow, broken, partly)] == [0, 0, 1, 2]
-    assert as_text(broken, found(broken), 1.0).startswith("trainer doctor: PROBLEM: a cannot connect to b")
-    assert as_text(slow, found(slow), 1.0).splitlines()[0].startswith("trainer doctor: WARNING: from b to a come 8 M")
+    assert [exit_code(facts, findings_of(facts)) for facts in (healthy(), slow, broken, partly)] == [0, 0, 1, 2]
+    assert as_text(broken, findings_of(broken), 1.0).startswith("trainer doctor: PROBLEM: a cannot connect to b")
+    assert (
+        as_text(slow, findings_of(slow), 1.0)
+        .splitlines()[0]
+        .startswith("trainer doctor: WARNING: from b to a come 8 M")
+    )
     assert "trainer doctor: NOT LOOKED AT: host b: gone" in as_text(partly, [], 1.0)
     hostile = replace(partly, incomplete=("host b: \x1b]0;owned\x07\r",))
     assert "NOT LOOKED AT: host b: ?]0;owned??" in as_text(hostile, [], 1.0)
 
 
 def test_json_has_findings_and_facts() -> None:
-    facts = healthy(pairs={("a", "b"): pair("b", errors={1: "timed out"}), ("b", "a"): pair("a")})
-    said = json.loads(as_json(facts, found(facts), 1.0))
+    facts = healthy(pairs={("a", "b"): pair("b", errors={"1": "timed out"}), ("b", "a"): pair("a")})
+    said = json.loads(as_json(facts, findings_of(facts), 1.0))
     (finding,) = said["findings"]
     assert (finding["level"], finding["cause"], finding["hosts"]) == ("problem", "reach", ["a", "b"])
     assert said["hosts"]["b"]["software"]["versions"]["PyTorch"] == "2.14.1"
@@ -122,8 +126,11 @@ def test_the_catalogue_of_causes() -> None:
     words = {"a": "10.0.0.1", "b": "10.0.0.2", "container": "x", "process": "1", "root": "/"}
     for cause in CAUSES:
         re.compile(cause.first_line)
-        assert not any("{" in script.format(**words) and "}" not in script for step in cause.steps
-                       for script in (step.do, step.undo))  # fmt: skip
+        assert not any(
+            "{" in script.format(**words) and "}" not in script
+            for step in cause.steps
+            for script in (step.do, step.undo)
+        )
 
 
 def test_a_trial_is_right_with_its_line_its_code_and_in_time() -> None:
@@ -132,10 +139,13 @@ def test_a_trial_is_right_with_its_line_its_code_and_in_time() -> None:
     right = Trial(cause, line, lines=1, code=1, seconds=3.0)
     assert right.is_right
     wrong = (
-        replace(right, first_line=""), replace(right, code=0), replace(right, seconds=21.0),
-        replace(right, first_line=line.replace("PROBLEM", "WARNING")), replace(right, lines=9),
+        replace(right, first_line=""),
+        replace(right, code=0),
+        replace(right, seconds=21.0),
+        replace(right, first_line=line.replace("PROBLEM", "WARNING")),
+        replace(right, lines=9),
         replace(right, first_line=line.replace("PROBLEM", "WARNING"), code=0),
-    )  # fmt: skip
+    )
     assert not any(trial.is_right for trial in wrong)
     table = render([right, wrong[0]])
     assert (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_facts import found, healthy, machine, software, the_only
+from tests.unit.doctor_facts import findings_of, healthy, machine, software, the_only
 from trainer.ops.doctor.agent.gpus import address_of
 from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.checks.gpus import has_dma_buf, read_matrix, read_query, read_redirecting
@@ -17,9 +17,13 @@ from trainer.ops.doctor.facts import Facts
 
 LINE = "{index}, NVIDIA H100 80GB HBM3, {driver}, {persistence}, {ecc}, {hot}, {braked}, 00000000:{bus}:00.0\n"
 WELL = {
-    "driver": "580.65.06", "persistence": "Enabled", "ecc": "0", "hot": "Not Active", "braked": "Not Active",
+    "driver": "580.65.06",
+    "persistence": "Enabled",
+    "ecc": "0",
+    "hot": "Not Active",
+    "braked": "Not Active",
     "bus": "3B",
-}  # fmt: skip
+}
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
     "GPU0\t X \t{link}\t{near}\t0-31\t0\t\tN/A\n"
@@ -52,13 +56,23 @@ def pci(iommu: str = "", *, share_a_switch: bool = True) -> dict[str, Any]:
     return {address: {"bridges": way, "iommu": iommu} for address, way in places}
 
 
+def gpus_of_b(query: str, topology: str = "", **changes: Any) -> dict[str, Any]:
+    return {
+        "query": query,
+        "topology": topology,
+        "p2p": "",
+        "peer_memory": "nvidia_peermem",
+        "driver": "",
+        "acs": "",
+        "kernel": "6.1.0-13-amd64",
+        "pci": {},
+        "environment": {},
+    } | changes
+
+
 def with_gpus(query: str, topology: str = "", *, rdma: bool = False, **changes: Any) -> Facts:
-    output = {
-        "query": query, "topology": topology, "p2p": "", "peer_memory": "nvidia_peermem", "driver": "", "acs": "",
-        "kernel": "6.1.0-13-amd64", "pci": {}, "environment": {},
-    } | changes  # fmt: skip
     machines = {"a": machine("a"), "b": machine("b", has_rdma=rdma, locked_memory=NO_LIMIT)}
-    return healthy(gpus={"b": output}, machines=machines)
+    return healthy(gpus={"b": gpus_of_b(query, topology, **changes)}, machine=machines)
 
 
 def two(**changes: str) -> str:
@@ -74,7 +88,7 @@ def test_two_gpus_in_order_are_no_finding() -> None:
     assert read_matrix(near("NV18"))["GPU0", "GPU1"] == "NV18"
     assert read_matrix(near("NV18"))["GPU1", "NIC0"] == "PXB"
     for link in ("NV18", "PIX", "NODE"):
-        assert found(with_gpus(two(), near(link), rdma=True, p2p=PEERS.format(status="OK"), pci=pci())) == []
+        assert findings_of(with_gpus(two(), near(link), rdma=True, p2p=PEERS.format(status="OK"), pci=pci())) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,7 @@ def test_a_matrix_of_any_width(text: str) -> None:
 )
 def test_the_state_of_a_gpu(changes: dict[str, str], line: str) -> None:
     assert line in the_only(with_gpus(two(**changes)))
-    assert found(with_gpus(two(ecc="[N/A]"))) == []
+    assert findings_of(with_gpus(two(ecc="[N/A]"))) == []
 
 
 def test_too_few_gpus_or_none() -> None:
@@ -116,26 +130,49 @@ def test_a_driver_that_is_too_old_and_pytorch_without_cuda() -> None:
         with_gpus(old)
     )
     versions = {"CUDA": ""}
-    facts = with_gpus(two())
-    facts = healthy(gpus=facts.gpus, software={"a": software(versions=versions), "b": software(versions=versions)})
+    facts = healthy(
+        gpus={"b": gpus_of_b(two())}, software={"a": software(versions=versions), "b": software(versions=versions)}
+    )
     assert "PyTorch on b was built without CUDA" in the_only(facts)
 
 
 @pytest.mark.parametrize(
     ("link", "status", "changes", "line"),
     [
-        ("SYS", "OK", {}, "b has GPUs on different sockets (GPU0, GPU1), so that what they exchange goes through both "
-         "processors; `nvidia-smi topo -m`; give a job the GPUs of one socket"),
+        (
+            "SYS",
+            "OK",
+            {},
+            "b has GPUs on different sockets (GPU0, GPU1), so that what they exchange goes through both "
+            "processors; `nvidia-smi topo -m`; give a job the GPUs of one socket",
+        ),
         ("SYS", "TNS", {}, "goes through both processors, and the host's memory; `nvidia-smi topo -m`"),
-        ("PHB", "CNS", {"pci": pci("DMA-FQ", share_a_switch=False)},
-         "GPU0, GPU1 of b exchange through the host's memory: the IOMMU translates what they send; `iommu=pt`"),
-        ("PIX", "OK", {"pci": pci("DMA")}, "GPU0, GPU1 of b exchange by way of the processor, which is slow or hangs: "
-         "the IOMMU translates what they send"),
-        ("PIX", "OK", {"pci": pci("identity"), "acs": ACS.format(one="+", other="-")},
-         "which is slow or hangs: ACS is on in the bridges between them (0000:3d:00.0); ACS off in the firmware, or "
-         "`sudo setpci -s 0000:3d:00.0 ECAP_ACS+0x6.w=0000`"),
-        ("PIX", "CNS", {"pci": pci(), "acs": ACS.format(one="+", other="+")},
-         "exchange through the host's memory: ACS is on in the bridges between them (0000:3d:00.0, 0000:3d:01.0)"),
+        (
+            "PHB",
+            "CNS",
+            {"pci": pci("DMA-FQ", share_a_switch=False)},
+            "GPU0, GPU1 of b exchange through the host's memory: the IOMMU translates what they send; `iommu=pt`",
+        ),
+        (
+            "PIX",
+            "OK",
+            {"pci": pci("DMA")},
+            "GPU0, GPU1 of b exchange by way of the processor, which is slow or hangs: "
+            "the IOMMU translates what they send",
+        ),
+        (
+            "PIX",
+            "OK",
+            {"pci": pci("identity"), "acs": ACS.format(one="+", other="-")},
+            "which is slow or hangs: ACS is on in the bridges between them (0000:3d:00.0); ACS off in the firmware, or "
+            "`sudo setpci -s 0000:3d:00.0 ECAP_ACS+0x6.w=0000`",
+        ),
+        (
+            "PIX",
+            "CNS",
+            {"pci": pci(), "acs": ACS.format(one="+", other="+")},
+            "exchange through the host's memory: ACS is on in the bridges between them (0000:3d:00.0, 0000:3d:01.0)",
+        ),
         ("NODE", "TNS", {}, "through the host's memory: they are below different PCIe roots"),
         ("PIX", "TNS", {}, "through the host's memory: there is no P2P on the way between them"),
         ("PHB", "CNS", {}, "through the host's memory: the driver has no P2P for this chipset or this model of GPU"),
@@ -144,7 +181,7 @@ def test_a_driver_that_is_too_old_and_pytorch_without_cuda() -> None:
         ("PHB", "U", {}, "through the host's memory: the driver gives no reason (U); install a newer driver"),
         ("NV18", "OK", {"environment": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE is set on b"),
     ],
-)  # fmt: skip
+)
 def test_why_gpus_cannot_reach_each_other(link: str, status: str, changes: dict[str, Any], line: str) -> None:
     assert line in the_only(with_gpus(two(), near(link), p2p=PEERS.format(status=status), **changes))
 
@@ -159,14 +196,14 @@ def test_why_gpus_cannot_reach_each_other(link: str, status: str, changes: dict[
     ],
 )
 def test_what_does_not_keep_gpus_apart(link: str, changes: dict[str, Any]) -> None:
-    assert found(with_gpus(two(), near(link), p2p=PEERS.format(status="OK"), **changes)) == []
+    assert findings_of(with_gpus(two(), near(link), p2p=PEERS.format(status="OK"), **changes)) == []
 
 
 def test_pairs_with_one_reason_are_one_finding() -> None:
     query = "".join(LINE.format(index=index, **{**WELL, "bus": f"{index}B"}) for index in range(3))
     names = ("GPU0", "GPU1", "GPU2")
     matrix = "\t" + "\t".join(names) + "\n"
-    rows = ["\t".join([own, *("X" if own == one else "{0}" for one in names)]) for own in names]
+    rows = ["\t".join([row, *("X" if row == column else "{0}" for column in names)]) for row in names]
     text = matrix + "\n".join(rows) + "\n"
     facts = with_gpus(query, text.replace("{0}", "PHB"), p2p=text.replace("{0}", "GNS"))
     assert "GPU0, GPU1, GPU2 of b exchange through the host's memory" in the_only(facts)
@@ -181,13 +218,17 @@ def test_devices_that_redirect() -> None:
     ("far", "changes", "line"),
     [
         ("SYS", {}, "b has GPUs on another socket than every adapter: GPU1"),
-        ("NODE", {}, "b has GPUs below another PCIe root than every adapter: GPU1; `nvidia-smi topo -m`; GPUDirect "
-         "RDMA wants PIX or PXB"),
+        (
+            "NODE",
+            {},
+            "b has GPUs below another PCIe root than every adapter: GPU1; `nvidia-smi topo -m`; GPUDirect "
+            "RDMA wants PIX or PXB",
+        ),
         ("PHB", {}, "b has GPUs on another PCIe switch than every adapter: GPU1"),
         ("PXB", {"peer_memory": ""}, "b has RDMA adapters and no nvidia_peermem"),
         ("PXB", {"environment": {"NCCL_IB_DISABLE": "1"}}, "NCCL_IB_DISABLE is set on b, so that NCCL takes TCP"),
     ],
-)  # fmt: skip
+)
 def test_what_keeps_adapters_from_the_gpus(far: str, changes: dict[str, Any], line: str) -> None:
     topology = TOPOLOGY.format(link="NV18", near="PIX", far=far)
     assert line in the_only(with_gpus(two(), topology, rdma=True, **changes))
@@ -195,9 +236,9 @@ def test_what_keeps_adapters_from_the_gpus(far: str, changes: dict[str, Any], li
 
 def test_what_gpudirect_rdma_works_with() -> None:
     open_modules = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
-    assert found(with_gpus(two(), near("NV18"), rdma=True, peer_memory="", driver=open_modules)) == []
+    assert findings_of(with_gpus(two(), near("NV18"), rdma=True, peer_memory="", driver=open_modules)) == []
     assert not has_dma_buf({"driver": open_modules, "kernel": "5.10.0-26-amd64"})
     assert not has_dma_buf({"driver": "NVRM version: NVIDIA UNIX x86_64 Kernel Module", "kernel": "6.1.0"})
     below = TOPOLOGY.format(link="NV18", near="PHB", far="PHB")
     level = {"NCCL_NET_GDR_LEVEL": "PHB"}
-    assert found(with_gpus(two(), below, rdma=True, environment=level)) == []
+    assert findings_of(with_gpus(two(), below, rdma=True, environment=level)) == []

@@ -57,19 +57,19 @@ def test_the_newest_connection_ends_the_oldest_that_has_proven_nothing(
 ) -> None:
     monkeypatch.setattr(exchange, "_MOST_UNPROVEN", 2)
     with exchange._connect(HOST, port, TOKEN, 5) as proven:
-        exchange._ask(proven, b"P", 0)
+        exchange._ask(proven, *exchange._PING)
         with connect(port) as first, connect(port) as second, connect(port):
             assert has_ended(first)
             assert not has_ended(second)
-            exchange._ask(proven, b"P", 0)
+            exchange._ask(proven, *exchange._PING)
             with exchange._connect(HOST, port, TOKEN, 5) as another:
-                exchange._ask(another, b"P", 0)
+                exchange._ask(another, *exchange._PING)
 
 
 def test_who_was_ended_while_proving_itself_gets_no_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_MOST_UNPROVEN", 0)
     with pytest.raises(OSError, match=r"closed|reset|Broken pipe"), exchange._connect(HOST, port, TOKEN, 5) as ended:
-        exchange._ask(ended, b"P", 0)
+        exchange._ask(ended, *exchange._PING)
 
 
 def test_listening_goes_on_when_there_are_file_descriptors_again(port: int) -> None:

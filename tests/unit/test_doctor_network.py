@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from tests.unit.doctor_facts import ADDRESS, HOSTS, found, healthy, login, machine, pair, the_only, way
-from trainer.ops.doctor.facts import Facts, Login
+from tests.unit.doctor_facts import ADDRESS, findings_of, healthy, login, machine, pair, the_only, told, way
+from trainer.ops.doctor.facts import Facts, HostFacts, Login
 from trainer.ops.doctor.finding import Level
-from trainer.ops.supervise.hosts import Host
 
 
-def lost(there: dict[int, str], back: dict[int, str], **changes: Any) -> Facts:
+def lost(there: dict[str, str], back: dict[str, str], **changes: Any) -> Facts:
     pairs = {("a", "b"): pair("b", errors=there), ("b", "a"): pair("a", errors=back)}
     return healthy(pairs=pairs, **changes)
 
 
-WELL = {40001: "", 20001: ""}
-LOST = {40001: "timed out", 20001: "timed out"}
+WELL = {"40001": "", "20001": ""}
+LOST = {"40001": "timed out", "20001": "timed out"}
 
 
 def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
@@ -33,16 +31,16 @@ def test_a_firewall_in_one_direction_both_or_on_some_ports() -> None:
     )
     assert both.startswith("PROBLEM: a and b cannot connect to each other ")
     assert "port 20001: connection refused, but port 40001 answers" in the_only(
-        lost({40001: "", 20001: "connection refused"}, WELL)
+        lost({"40001": "", "20001": "connection refused"}, WELL)
     )
 
 
 def test_a_bridge_or_a_tunnel_on_the_way() -> None:
-    names = {**healthy().names, "b": {"a": way("b", "a", interface="docker0", own="172.17.0.1")}}
+    names = {**told(healthy(), "names"), "b": {"a": way("b", "a", interface="docker0", source="172.17.0.1")}}
     assert "the way from b to a (10.0.0.1) leads into docker0 (172.17.0.1), a bridge" in the_only(
         lost(LOST, LOST, names=names)
     )
-    assert found(healthy(names=names)) == []
+    assert findings_of(healthy(names=names)) == []
     tunnel = {**names, "b": {"a": way("b", "a", interface="wg0")}}
     assert the_only(healthy(names=tunnel)).startswith("WARNING: the way from b to a leads through the tunnel wg0")
 
@@ -50,7 +48,7 @@ def test_a_bridge_or_a_tunnel_on_the_way() -> None:
 def test_two_hosts_with_one_address_on_a_bridge() -> None:
     interfaces = {
         name: {**entry, "docker0": {"addresses": ["172.17.0.1"], "mtu": 1500, "speed": 0}}
-        for name, entry in healthy().interfaces.items()
+        for name, entry in told(healthy(), "interfaces").items()
     }
     said = the_only(healthy(interfaces=interfaces))
     assert said.startswith("WARNING: a and b both have the address 172.17.0.1 (on docker0 and docker0)")
@@ -60,8 +58,8 @@ def test_two_hosts_with_one_address_on_a_bridge() -> None:
 def test_an_address_of_many_hosts_is_one_line() -> None:
     bridge = {"docker0": {"addresses": ["172.17.0.1"], "mtu": 1500, "speed": 0}}
     facts = healthy(interfaces=dict.fromkeys("abc", bridge))
-    facts = replace(facts, hosts=(*HOSTS, Host("c", 2)), machines={**facts.machines, "c": machine("c")})
-    (said,) = [one for one in found(facts) if "172.17.0.1" in one.text]
+    facts.hosts += (HostFacts(name="c", slots=2, machine=machine("c"), interfaces=bridge),)
+    (said,) = [finding for finding in findings_of(facts) if "172.17.0.1" in finding.text]
     assert said.text.startswith("a, b and c all have the address 172.17.0.1 (on docker0, docker0 and docker0)")
 
 
@@ -79,15 +77,15 @@ def test_large_packets_that_vanish() -> None:
 
 
 def test_a_pair_of_which_one_direction_could_not_be_tried_has_no_finding_of_it() -> None:
-    assert found(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
+    assert findings_of(healthy(pairs={("a", "b"): pair("b", errors=LOST)})) == []
 
 
 def test_a_login_that_needs_small_packets_is_explained_by_a_pair() -> None:
     logins = {"a": Login(), "b": login(in_small_segments=True)}
     pairs = {("a", "b"): pair("b", large="to", segment=1148), ("b", "a"): pair("a")}
-    said = the_only(healthy(logins=logins, pairs=pairs))
+    said = the_only(healthy(login=logins, pairs=pairs))
     assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through: 1200 bytes do)" in said
-    assert "large packets between a and b get lost (login hangs)" in the_only(healthy(logins=logins))
+    assert "large packets between a and b get lost (login hangs)" in the_only(healthy(login=logins))
 
 
 def test_a_slow_or_far_pair() -> None:
@@ -96,7 +94,7 @@ def test_a_slow_or_far_pair() -> None:
     interfaces = {
         name: {"eth0": {"addresses": [address], "mtu": 1500, "speed": 400_000}} for name, address in ADDRESS.items()
     }
-    assert found(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
+    assert findings_of(healthy(interfaces=interfaces)) == [], "one connection does not fill 400 Gbit/s"
     unknown = {name: {"eth0": {**entry["eth0"], "speed": 0}} for name, entry in interfaces.items()}
     assert "from b to a come 40 Mbit/s; " in the_only(healthy(pairs=slow, interfaces=unknown))
     far = {("a", "b"): pair("b", latency_s=0.04), ("b", "a"): pair("a", latency_s=0.04)}
@@ -104,12 +102,18 @@ def test_a_slow_or_far_pair() -> None:
 
 
 def test_problems_come_before_warnings_and_causes_before_what_they_explain() -> None:
-    wrong = {**healthy().names, "a": {**healthy().names["a"], "b": way("a", "b", addresses=("127.0.1.1",))}}
-    facts = healthy(
-        names=wrong, clocks={"a": 0.0, "b": 9.0}, pairs={("a", "b"): pair("b", errors=LOST), ("b", "a"): pair("a")},
-        machines={"a": machine("a"), "b": machine("b", shm_free=0)},
-    )  # fmt: skip
-    findings = found(facts)
+    wrong = {
+        **told(healthy(), "names"),
+        "a": {**told(healthy(), "names")["a"], "b": way("a", "b", addresses=("127.0.1.1",))},
+    }
+    facts = lost(
+        LOST,
+        {},
+        names=wrong,
+        seconds_ahead={"a": 0.0, "b": 9.0},
+        machine={"a": machine("a"), "b": machine("b", shm_free=0)},
+    )
+    findings = findings_of(facts)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM, Level.WARNING]
     assert "b leads to 127.0.1.1" in str(findings[0])
     assert "has 0 MiB free, and its 2 ranks need 128" in str(findings[1])

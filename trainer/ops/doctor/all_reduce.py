@@ -14,9 +14,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ def main() -> None:
     """Join the other rank, sum, and say how long it took."""
     backend, rank, size, place, store, limit_s = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], int(sys.argv[6])
     signal.alarm(limit_s)
-    threading.Thread(target=_end_with_input, args=(store,), daemon=True).start()
+    threading.Thread(target=_end_with_input, daemon=True).start()
     device = torch.device("cuda", place) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,15 +73,9 @@ def _synchronize(values: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _end_with_input(store: str) -> None:
-    """End when the agent has, which then cannot delete the file of the store and its folder."""
+def _end_with_input() -> None:
+    """End when the agent has."""
     sys.stdin.read()
-    if store.startswith("file://"):
-        file = Path(store.removeprefix("file://"))
-        with suppress(OSError):
-            file.unlink()
-        with suppress(OSError):
-            file.parent.rmdir()
     os._exit(1)
 
 

@@ -6,12 +6,13 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from trainer.errors import TrainerError
 from trainer.ops.doctor.facts import Login
@@ -21,7 +22,7 @@ from trainer.ops.supervise.remote import SSH
 MARK = "trainer-doctor-agent"
 NO_ANSWER = "no answer in time"
 _SOURCES = Path(__file__).with_name("agent")
-_OPERATIONS = ("addresses", "exchange", "machine", "software", "gpus")
+_FILES = ("files", "addresses", "exchange", "machine", "software", "gpus")
 _RELAY = Path(__file__).with_name("relay.py")
 # The current folder may hold a file that Python would import in place of one of its own modules.
 _BOOT = (
@@ -36,14 +37,6 @@ _START = (
     'done; echo "no python3 on the PATH" >&2; exit 127'
 )
 _ERROR_CHARACTERS = 2000
-_SETTINGS = {
-    "hostname": "address",
-    "user": "user",
-    "port": "port",
-    "identityfile": "key",
-    "userknownhostsfile": "known_hosts",
-}
-"""ssh's names of the fields of `Login`."""
 
 
 class AgentError(TrainerError):
@@ -62,40 +55,34 @@ class Connection:
     def __init__(self, host: Host, start_s: float, all_s: float, *, in_small_segments: bool = False) -> None:
         self.host = host
         self._began = time.monotonic()
-        self._start_until, self._until = self._began + start_s, self._began + all_s
-        self._started: Future[None] = Future()
-        self._printed: list[str] = []
+        self._start_s, self._until = start_s, self._began + all_s
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
             _command(host, in_small_segments=in_small_segments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             start_new_session=True,
         )
+        self._input, self._output = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+        self._printed = ""
         self._waiting: dict[int, Future[Any]] = {}
         self._has_ended = False
         self._lock = threading.Lock()
-        self._errors = b""
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
-        for thread in self._threads:
-            thread.start()
-        self._send(_source("serve"), [_source(name) for name in _OPERATIONS])
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._send(_source("serve"), {name: _source(name) for name in _FILES})
 
     def login(self) -> Login:
         """Wait until the agent runs; return how that went."""
         error = ""
         try:
-            self._started.result(timeout=max(0.05, self._start_until - time.monotonic()))
-            self.call("clock", max(0.05, self._start_until - time.monotonic()))
-        except EOFError:
-            error = f"ssh has ended with code {self._process.wait()}"
-        except (TimeoutError, AgentError):
-            error = NO_ANSWER
-        if error:  # what ssh itself says tells more
-            self._threads[1].join(timeout=0.5)
-            error = self._errors.decode(errors="replace").strip() or error
-        printed = next((line.strip() for line in self._printed if line.strip()), "")
-        return Login(seconds=time.monotonic() - self._began, error=error, printed=printed)
+            self.call("clock", max(0.05, self._began + self._start_s - time.monotonic()))
+        except AgentError:
+            error = f"ssh has ended with code {self._process.wait()}" if self._has_ended else NO_ANSWER
+            self._errors.seek(0)  # what ssh itself says tells more
+            error = self._errors.read().decode(errors="replace")[-_ERROR_CHARACTERS:].strip() or error
+        return Login(seconds=time.monotonic() - self._began, error=error, printed=self._printed)
 
     def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
         """Return the agent's answer.
@@ -119,39 +106,32 @@ class Connection:
     def close(self) -> None:
         """End the agent, and wait until its ssh has ended."""
         with suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._input.close()
         try:
             self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for thread in self._threads:
-            thread.join(timeout=2.0)
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self._reader.join(timeout=2.0)
+        self._output.close()
+        self._errors.close()
 
     def _send(self, *values: Any) -> None:
         with suppress(OSError, ValueError), self._lock:  # an agent that has ended is told by its answers
-            if self._process.stdin is not None:
-                self._process.stdin.write(b"".join(json.dumps(value).encode() + b"\n" for value in values))
-                self._process.stdin.flush()
+            self._input.write(b"".join(json.dumps(value).encode() + b"\n" for value in values))
+            self._input.flush()
 
     def _read(self) -> None:
-        for line in self._process.stdout or ():
-            if self._started.done():
-                if line.startswith(b'{"id": ') and line.endswith(b"\n"):
-                    self._take(json.loads(line))
-                continue
-            text = line.decode(errors="replace").rstrip("\n")
-            self._printed.append(text.removesuffix(MARK))
-            if text.endswith(MARK):  # what is printed without an end of line stands before it
-                self._started.set_result(None)
+        has_started = False
+        for line in self._output:
+            if not has_started:
+                text = line.decode(errors="replace").rstrip("\n")
+                has_started = text.endswith(MARK)  # what is printed without an end of line stands before it
+                self._printed = self._printed or text.removesuffix(MARK).strip()
+            elif line.startswith(b'{"id": ') and line.endswith(b"\n"):
+                self._take(json.loads(line))
         with self._lock:
             self._has_ended = True
-        if not self._started.done():
-            self._started.set_exception(EOFError())
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentError(f"the agent on host {self.host.name} has ended"))
@@ -164,15 +144,10 @@ class Connection:
         else:
             future.set_result(reply["value"])
 
-    def _read_errors(self) -> None:
-        for line in self._process.stderr or ():
-            self._errors = (self._errors + line)[-_ERROR_CHARACTERS:]
-
 
 def _command(host: Host, *, in_small_segments: bool) -> list[str]:
     pythons = dict.fromkeys((sys.executable, "python3", "python"))
-    script = _START.format(mark=MARK, pythons=shlex.join(pythons), boot=shlex.quote(_BOOT))
-    start = ["sh", "-c", script]
+    start = ["sh", "-c", _START.format(mark=MARK, pythons=shlex.join(pythons), boot=shlex.quote(_BOOT))]
     if host.is_here:
         return start
     relay = ["-o", f"ProxyCommand={shlex.quote(sys.executable)} {shlex.quote(str(_RELAY))} %h %p"]
@@ -183,18 +158,12 @@ def _source(name: str) -> str:
     return _SOURCES.joinpath(f"{name}.py").read_text()
 
 
-def ssh_settings(host: Host) -> dict[str, Any]:
-    """Return the fields of `Login` that ssh takes from its configuration (`ssh -G`); empty where it does not say."""
+def ssh_settings(host: Host) -> dict[str, str]:
+    """Return what `ssh -G` prints for a host, the first value of each setting; empty where it does not say."""
     command = ["ssh", "-G", host.name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return {}
-    settings: dict[str, str] = {}
-    for line in done.stdout.splitlines():
-        name, _, value = line.partition(" ")
-        if name in _SETTINGS:
-            settings.setdefault(_SETTINGS[name], value)
-    if "known_hosts" in settings:  # several files
-        settings["known_hosts"] = settings["known_hosts"].partition(" ")[0]
-    return settings
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {name: value for name, _, value in reversed(lines)}

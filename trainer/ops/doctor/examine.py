@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from trainer.ops.doctor.checks import judge
-from trainer.ops.doctor.facts import Facts
+from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import Finding, Level
 from trainer.ops.doctor.look import look, show_progress
 from trainer.ops.doctor.options import Options
@@ -19,7 +20,7 @@ _PREFIX = "trainer doctor: "
 
 
 def examine(options: Options) -> int:
-    """Look at all hosts and print what was found; return the exit code.
+    """Look at all hosts and print the findings; return the exit code.
 
     Raises:
         ConfigError: ssh is not installed.
@@ -45,7 +46,7 @@ def as_text(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
     lines += [f"NOT LOOKED AT: {text}" for text in facts.incomplete]
     if not lines:
         lines.append(f"ok: {_well(facts)} ({seconds:.1f} s)")
-    elif facts.machines:
+    elif facts.answering:
         lines.append(f"otherwise: {_well(facts)} ({seconds:.1f} s)")
     return "\n".join(_PREFIX + _printable(line) for line in lines)
 
@@ -56,8 +57,7 @@ def _printable(text: str) -> str:
 
 
 def _well(facts: Facts) -> str:
-    hosts = ", ".join(f"{host.name} {facts.logins[host.name].seconds:.1f} s" for host in facts.answering)
-    parts = [f"login {hosts}"]
+    parts = [f"login {', '.join(f'{host.name} {host.login.seconds:.1f} s' for host in facts.answering)}"]
     rates = [pair.bytes_per_s for pair in facts.pairs.values() if pair.bytes_per_s]
     times = [pair.latency_s for pair in facts.pairs.values() if pair.latency_s]
     if rates and times:
@@ -66,9 +66,9 @@ def _well(facts: Facts) -> str:
         if tried.result:
             rate = f"{tried.result['bus_bytes_per_s'] / 1e9:.3g} GB/s"
             parts.append(f"all-reduce between two GPUs of {' and '.join(tried.hosts)} {rate} ({tried.transports})")
-    for software in list(facts.software.values())[:1]:
+    if versions := next((host.versions for host in facts.hosts if host.versions), None):
         titles = ("Python", "PyTorch", "Horovod", "Open MPI")
-        parts.append(", ".join(f"{title} {software['versions'][title] or 'none'}" for title in titles))
+        parts.append(", ".join(f"{title} {versions[title] or 'none'}" for title in titles))
     return "; ".join(parts)
 
 
@@ -80,18 +80,7 @@ def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
             for finding in findings
         ],
         "not_looked_at": facts.incomplete,
-        "hosts": {
-            host.name: {
-                "slots": host.slots,
-                "login_s": facts.logins[host.name].seconds,
-                "machine": facts.machines.get(host.name),
-                "software": facts.software.get(host.name),
-                "interfaces": facts.interfaces.get(host.name),
-                "gpus": facts.gpus.get(host.name),
-                "names": {name: asdict(seen) for name, seen in facts.names.get(host.name, {}).items() if name},
-            }
-            for host in facts.hosts
-        },
+        "hosts": {host.name: _host_as_json(host) for host in facts.hosts},
         "pairs": [{"from": here, "to": there, **asdict(pair)} for (here, there), pair in facts.pairs.items()],
         "all_reduces": [
             {
@@ -105,6 +94,19 @@ def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
         "seconds": round(seconds, 3),
     }
     return json.dumps(value, indent=1)
+
+
+def _host_as_json(host: HostFacts) -> dict[str, Any]:
+    told = ("machine", "software", "interfaces", "gpus")
+    names = {name: asdict(seen) for name, seen in host.names.items() if name}
+    for entry in names.values():
+        entry["own"] = entry.pop("source")
+    return {
+        "slots": host.slots,
+        "login_s": host.login.seconds,
+        **{question: getattr(host, question) or None for question in told},
+        "names": names,
+    }
 
 
 def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:

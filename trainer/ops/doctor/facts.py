@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.cluster.nccl_log import describe_transports, read_transports
-from trainer.ops.supervise.hosts import Host
 
 _RESULT = '{"bytes": '
 """How the line begins in which an all-reduce tells its result."""
@@ -16,7 +15,7 @@ _RESULT = '{"bytes": '
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """How the start of an agent on a host went."""
+    """How the login to a host and the start of its agent went."""
 
     seconds: float = 0.0
     error: str = ""
@@ -25,27 +24,20 @@ class Login:
     """Whether it hung until ssh sent and got small packets only."""
     printed: str = ""
     """What the login shell printed before the command ran."""
-    user: str = ""
-    """Whom ssh logs in as."""
-    address: str = ""
-    """The name or address that ssh connects to, from -H or its settings."""
-    port: str = "22"
-    known_hosts: str = ""
-    """The file of the host keys that ssh knows."""
-    key: str = ""
-    """The private key that ssh shows."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What `ssh -G` prints for the host, as in settings["hostname"]; empty where it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """What a name leads to, as one host sees it."""
+    """What a host's name leads to on a host that resolves it."""
 
-    addresses: tuple[str, ...] = ()
+    addresses: Sequence[str] = ()
     error: str = ""
-    own: str = ""
-    """The looking host's own IPv4 address on the way there."""
+    source: str = ""
+    """The IPv4 address from which the host that resolves it would connect there."""
     interface: str = ""
-    """The interface that has it."""
+    """The interface that has this address."""
     in_hosts_file: bool = False
     seconds: float = 0.0
 
@@ -55,13 +47,53 @@ class Name:
         return self.addresses[0] if self.addresses else "nothing"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
+class HostFacts:
+    """What is known of a host. All that its agent has not told is empty."""
+
+    name: str
+    """As -H has it."""
+    slots: int
+    is_here: bool = False
+    """Whether it is this host."""
+    login: Login = field(default_factory=Login)
+    peer: str = ""
+    """The name by which other hosts know it, which is another one for localhost."""
+    seen_here: Name = field(default_factory=Name)
+    """What its name leads to on this host."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """What `machine` of agent/machine.py returns there; so for the next three."""
+    software: Mapping[str, Any] = field(default_factory=dict)
+    interfaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gpus: Mapping[str, Any] = field(default_factory=dict)
+    seconds_ahead: float = 0.0
+    """By which its clock is ahead of this host's."""
+    names: Mapping[str, Name] = field(default_factory=dict)
+    """names[host]: what the name of a host leads to on this one; its own host name stands under ""."""
+    owned: Mapping[str, bool] = field(default_factory=dict)
+    """owned[address]: whether an address that its name leads to is its own."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def way(self, other: HostFacts) -> Name:
+        """Return what the name of another host leads to on this one; an empty one where that is not known."""
+        return self.names.get(other.name, Name())
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of packages; empty where it did not tell."""
+        versions: Mapping[str, str] = self.software.get("versions", {})
+        return versions
+
+
+@dataclass(kw_only=True)
 class Pair:
     """An exchange of bytes from one host to another."""
 
     address: str
-    """Where the other one listened."""
-    errors: Mapping[int, str] = field(default_factory=dict)
+    """Where the other host listened."""
+    errors: Mapping[str, str] = field(default_factory=dict)
     """By port; empty for a port that answered."""
     latency_s: float = 0.0
     large: str = ""
@@ -75,6 +107,11 @@ class Pair:
         """Return the first error of a port."""
         return next((error for error in self.errors.values() if error), "")
 
+    @property
+    def is_well(self) -> bool:
+        """Return whether all ports answered, and large messages got through."""
+        return not (self.error or self.large)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
@@ -84,7 +121,7 @@ class AllReduce:
     outputs: tuple[str, ...] = ()
     """What the ranks have printed, NCCL's log among it."""
     was_killed: bool = False
-    """Whether it had not ended at its limit."""
+    """Whether it was killed at its limit."""
     limit_s: float = 0.0
 
     @property
@@ -103,49 +140,25 @@ class AllReduce:
         return describe_transports(read_transports("\n".join(self.outputs)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Facts:
-    """Everything that was found out. A mapping from a host has an entry for each host that has answered."""
+    """All that is known of the hosts and of the ways between them."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostFacts, ...]
     here: str
     """This host, by its own name."""
     script: str = ""
     """The training script, whose copies are compared; empty without one."""
-    logins: Mapping[str, Login] = field(default_factory=dict)
-    names_here: Mapping[str, Name] = field(default_factory=dict)
-    """What the hosts' names lead to, as this host sees them."""
-    peers: Mapping[str, str] = field(default_factory=dict)
-    """By which name other hosts know a host, where that is not the one in -H, as for localhost."""
     own_addresses: frozenset[str] = frozenset()
     """Addresses that names lead to and that are this host's."""
-    machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """machines[host]: what `machine` of agent/machine.py returns there; so for the next three."""
-    software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    interfaces: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    gpus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    clocks: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by which a host's clock is ahead of this one's."""
-    names: Mapping[str, Mapping[str, Name]] = field(default_factory=dict)
-    """names[observer][host]: what the name of a host leads to on the observer; its own host name stands under ""."""
-    owned: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """owned[host][address]: whether an address that the host's name leads to is the host's own."""
     pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
+    """By the names of the host that connects and of the host that listens."""
     all_reduces: tuple[AllReduce, ...] = ()
     """Those that were tried between two GPUs."""
     incomplete: tuple[str, ...] = ()
     """What could not be looked at."""
 
     @property
-    def answering(self) -> tuple[Host, ...]:
+    def answering(self) -> tuple[HostFacts, ...]:
         """Return the hosts whose agents answer."""
-        return tuple(host for host in self.hosts if host.name in self.machines)
-
-    def way(self, here: str, there: str) -> Name:
-        """Return what the name of `there` leads to on `here`; an empty one where that is not known."""
-        return self.names.get(here, {}).get(there, Name())
-
-    def versions(self, host: str) -> Mapping[str, str]:
-        """Return the versions of packages on a host; empty where it did not tell."""
-        versions: Mapping[str, str] = self.software.get(host, {}).get("versions", {})
-        return versions
+        return tuple(host for host in self.hosts if host.machine)

@@ -33,12 +33,12 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that will go wrong, or may."""
+    """What makes a job fail, or may: the cause and the remedy."""
 
     level: Level
     cause: Cause
     hosts: tuple[str, ...]
-    """The host, the two of a pair, or all that it is about."""
+    """The hosts that it is about."""
     text: str
     """The cause, in one line."""
     remedy: str
@@ -49,10 +49,10 @@ class Finding:
 
 
 class About:
-    """The kind of cause and the hosts that several findings share."""
+    """Makes findings with the same kind of cause about the same hosts."""
 
-    def __init__(self, cause: Cause, *hosts: str) -> None:
-        self.cause, self.hosts = cause, hosts
+    def __init__(self, cause: Cause, *hosts: object) -> None:
+        self.cause, self.hosts = cause, tuple(map(str, hosts))
 
     def problem(self, text: str, remedy: str) -> Finding:
         """Return a finding that makes a job fail."""

@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.ops.doctor.agent import addresses as agent_addresses
 from trainer.ops.doctor.agent.exchange import TOKEN_BYTES
 from trainer.ops.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
-from trainer.ops.doctor.facts import AllReduce, Facts, Login, Name, Pair
+from trainer.ops.doctor.facts import AllReduce, Facts, HostFacts, Name, Pair
 from trainer.ops.doctor.options import Options
 from trainer.ops.supervise.hosts import Host
 
@@ -37,16 +38,16 @@ _ALL_REDUCES_S, _ALL_REDUCE_LIMIT_S, _ALL_REDUCE_LEAST_S = 60.0, 30.0, 10.0
 """For all of them together, after all else; for each; and without this much time left, another one is not begun."""
 _CLOCK_READINGS = 3
 
-Connections = Mapping[str, Connection]
-"""To the agents, by host."""
-Ends = tuple[str, str]
-"""The host that connects, and the one that listens."""
+Connections = Mapping[HostFacts, Connection]
+"""To the agents that answer."""
+Ends = tuple[HostFacts, HostFacts]
+"""The host that connects, and the host that listens."""
 T = TypeVar("T")
 K = TypeVar("K")
 
 
 def look(options: Options) -> Facts:
-    """Return what was found out within the time that was given.
+    """Return the facts that could be collected within the time that was given.
 
     Raises:
         ConfigError: ssh is not installed.
@@ -59,27 +60,27 @@ def look(options: Options) -> Facts:
     show_progress(f"logging in to {', '.join(names)}")
     with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
         resolving = pool.submit(agent_addresses.resolve, names)
-        entered = _at_once(lambda host: _enter(host, options), options.hosts)
+        entered = _at_once(lambda host: _enter(host, options), options.hosts).values()
     try:
-        logins = {host.name: login for host, (login, _) in entered.items()}
-        connections = {host.name: agent for host, (login, agent) in entered.items() if not login.error}
-        names_here = _to_names(resolving.result())
-        owns = agent_addresses.owns([address for seen in names_here.values() for address in seen.addresses])
+        connections = {host: connection for host, connection in entered if not host.login.error}
+        for host, _ in entered:
+            host.seen_here = Name(**resolving.result()[host.name])
+        owns = agent_addresses.owns([address for host, _ in entered for address in host.seen_here.addresses])
         facts = Facts(
-            hosts=options.hosts,
+            hosts=tuple(host for host, _ in entered),
             here=socket.gethostname(),
             script=options.script,
-            logins=logins,
-            names_here=names_here,
             own_addresses=frozenset(address for address, is_own in owns.items() if is_own),
-            peers={host.name: socket.gethostname() if host.is_here else host.name for host in options.hosts},
         )
-        facts = _ask(facts, options, connections)
+        _ask(facts, options, connections)
         if len(connections) > 1:
-            facts = _look_at_pairs(facts, connections, deadline)
-        return try_all_reduces(facts, connections) if options.with_gpus else facts
+            _resolve_names(facts, connections)
+            _connect_pairs(facts, connections, deadline)
+        if options.with_gpus:
+            try_all_reduces(facts, connections)
+        return facts
     finally:
-        _at_once(lambda host: entered[host][1].close(), entered)
+        _at_once(Connection.close, [connection for _, connection in entered])
 
 
 def show_progress(text: str) -> None:
@@ -96,204 +97,171 @@ def _at_once(ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
         return dict(zip(keys, pool.map(ask, keys), strict=True))
 
 
-def _answered(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> tuple[Facts, dict[K, T]]:
-    """Call a function that asks agents for all keys at the same time.
+def _answers(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
+    """Call a function that asks agents for all keys at the same time; return its values where they have answered.
 
-    Returns:
-        The facts with what could not be looked at, and the values of the other keys.
+    The errors of the others are noted among the facts.
     """
-
-    def try_it(key: K) -> T | AgentError:
+    keys = list(keys)
+    with ThreadPoolExecutor(max_workers=min(64, len(keys) or 1)) as pool:
+        futures = {key: pool.submit(ask, key) for key in keys}
+    answers = {}
+    for key, future in futures.items():
         try:
-            return ask(key)
+            answers[key] = future.result()
         except AgentError as error:
-            return error
-
-    values = _at_once(try_it, keys)
-    failures = [str(value) for value in values.values() if isinstance(value, AgentError)]
-    facts = replace(facts, incomplete=(*facts.incomplete, *failures))
-    return facts, {key: value for key, value in values.items() if not isinstance(value, AgentError)}
+            facts.incomplete += (str(error),)
+    return answers
 
 
-def _to_names(answer: Mapping[str, Mapping[str, Any]]) -> dict[str, Name]:
-    return {name: Name(**{**entry, "addresses": tuple(entry["addresses"])}) for name, entry in answer.items()}
-
-
-def _enter(host: Host, options: Options) -> tuple[Login, Connection]:
+def _enter(host: Host, options: Options) -> tuple[HostFacts, Connection]:
     """Start an agent on a host; return how that went, and the connection."""
     all_s = options.timeout_s + (_ALL_REDUCES_S if options.with_gpus else 0.0)
     connection = Connection(host, _LOGIN_PART * options.timeout_s, all_s)
     login = connection.login()
     if host.is_here:
-        return replace(login, printed=""), connection
-    if login.error == NO_ANSWER:
-        connection.close()
-        connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
-        again = connection.login()
-        login = login if again.error else replace(again, in_small_segments=True)
-    return replace(login, **ssh_settings(host)), connection
+        login = replace(login, printed="")
+    else:
+        if login.error == NO_ANSWER:
+            connection.close()
+            connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
+            again = connection.login()
+            login = login if again.error else replace(again, in_small_segments=True)
+        login = replace(login, settings=ssh_settings(host))
+    peer = socket.gethostname() if host.is_here else host.name
+    return HostFacts(name=host.name, slots=host.slots, is_here=host.is_here, login=login, peer=peer), connection
 
 
-def _ask(facts: Facts, options: Options, connections: Connections) -> Facts:
+def _ask(facts: Facts, options: Options, connections: Connections) -> None:
     """Ask each agent about its host."""
     show_progress("reading versions and limits")
     folder = str(Path.cwd())
     about = {"folder": folder, "script": options.script, "python_path": os.environ.get("PYTHONPATH", "")}
-    questions = {"machine": {"folder": folder}, "software": about, "interfaces": {}}
-    questions |= {"gpus": {}} if options.with_gpus else {}
-    clocks = _at_once(lambda host: _ahead(connections[host]), connections)
-    facts, answers = _answered(
-        facts,
-        lambda asked: connections[asked[0]].call(asked[1], _CALL_S, **questions[asked[1]]),
-        [(host, question) for host in connections for question in questions],
-    )
+    questions = {"machine": {"folder": folder}, "software": about, "interfaces": {}, "gpus": {}}
+    if not options.with_gpus:
+        del questions["gpus"]
 
-    def of(question: str) -> dict[str, Any]:
-        return {host: answer for (host, asked), answer in answers.items() if asked == question}
+    def ask(key: tuple[HostFacts, str]) -> None:
+        host, question = key
+        setattr(host, question, connections[host].call(question, _CALL_S, **questions[question]))
 
-    machines, software, interfaces, gpus = map(of, ("machine", "software", "interfaces", "gpus"))
-    return replace(facts, clocks=clocks, machines=machines, software=software, interfaces=interfaces, gpus=gpus)
+    _answers(facts, lambda host: _compare_clocks(host, connections[host]), connections)
+    _answers(facts, ask, product(connections, questions))
 
 
-def _ahead(connection: Connection) -> float:
-    """Return by how many seconds the host's clock is ahead of ours, from the fastest of some readings."""
+def _compare_clocks(host: HostFacts, connection: Connection) -> None:
+    """Find out by how many seconds the host's clock is ahead of ours, from the fastest of some readings."""
     readings = []
     for _ in range(_CLOCK_READINGS):
         before = time.time()
-        try:
-            there = connection.call("clock", _CALL_S)
-        except AgentError:
-            return 0.0
+        there = connection.call("clock", _CALL_S)
         after = time.time()
         readings.append((after - before, there - (before + after) / 2))
-    return float(min(readings)[1])
+    host.seconds_ahead = float(min(readings)[1])
 
 
-def _look_at_pairs(facts: Facts, connections: Connections, deadline: float) -> Facts:
-    """Let each agent listen at its addresses, and connect to those of the others."""
+def _resolve_names(facts: Facts, connections: Connections) -> None:
+    """Let each agent resolve the names of all hosts, and then say which of these addresses are its own."""
     show_progress(f"connecting {len(connections)} hosts with one another")
-    facts = _with_names(facts, connections)
-    facts, listening = _listen(facts, connections)
+
+    def resolve(host: HostFacts) -> None:
+        names = {other.name: other.peer for other in connections} | {"": host.machine.get("host_name", "")}
+        seen = connections[host].call("resolve", _CALL_S + 5, names=list(names.values()))
+        host.names = {key: Name(**seen[name]) for key, name in names.items()}
+
+    def owns(host: HostFacts) -> None:
+        addresses = {address for other in connections for address in other.way(host).addresses}
+        host.owned = connections[host].call("owns", _CALL_S, addresses=sorted(addresses))
+
+    _answers(facts, resolve, connections)
+    _answers(facts, owns, connections)
+
+
+def _connect_pairs(facts: Facts, connections: Connections, deadline: float) -> None:
+    """Let each agent listen at its addresses on the ways to the others, and connect to those of the others."""
+    token = secrets.token_hex(TOKEN_BYTES // 2)
+    places = {ends: (ends[1], _address_for(*ends)) for ends in permutations(connections, 2)}
+
+    def listen(place: tuple[HostFacts, str]) -> list[int]:
+        host, address = place
+        return list(connections[host].call("listen", _CALL_S, address=address, token=token))
 
     def probe(ends: Ends) -> Pair:
-        here, there = ends
-        address = _address_for(facts, there, here)
-        ports, token = listening[there, address]
-        arguments = {"address": address, "ports": ports, "token": token, "wait_s": _CONNECT_S}
-        answer = connections[here].call("probe", _PROBE_S, **arguments)
-        answer["errors"] = {int(port): error for port, error in answer["errors"].items()}
-        return Pair(address=address, **answer)
+        address = places[ends][1]
+        arguments = {"address": address, "ports": ports[places[ends]], "token": token, "wait_s": _CONNECT_S}
+        return Pair(address=address, **connections[ends[0]].call("probe", _PROBE_S, **arguments))
 
-    every_two = permutations(connections, 2)
-    reachable = [(here, there) for here, there in every_two if (there, _address_for(facts, there, here)) in listening]
-    facts, pairs = _answered(facts, probe, reachable)
-    return replace(facts, pairs=_with_bandwidths(pairs, connections, listening, deadline))
+    ports = _answers(facts, listen, {place: None for place in places.values() if place[1]})
+    pairs = _answers(facts, probe, [ends for ends, place in places.items() if place in ports])
+    _measure_bandwidths(pairs, connections, token, deadline)
+    facts.pairs = {(host.name, other.name): pair for (host, other), pair in pairs.items()}
 
 
-def _with_names(facts: Facts, connections: Connections) -> Facts:
-    peers = {host: facts.peers[host] for host in connections}
-
-    def resolve(here: str) -> dict[str, Name]:
-        itself = facts.machines.get(here, {}).get("host_name", "")
-        names = _to_names(connections[here].call("resolve", _CALL_S + 5, names=[*peers.values(), itself]))
-        return {"": names[itself], **{host: names[peer] for host, peer in peers.items()}}
-
-    def owns(there: str) -> dict[str, bool]:
-        addresses = {address for seen in names.values() for address in seen[there].addresses}
-        return dict(connections[there].call("owns", _CALL_S, addresses=sorted(addresses)))
-
-    facts, names = _answered(facts, resolve, connections)
-    facts, owned = _answered(facts, owns, connections)
-    return replace(facts, names=names, owned=owned)
-
-
-Listening = Mapping[tuple[str, str], tuple[list[int], str]]
-"""Ports and token, by host and address."""
-
-
-def _listen(facts: Facts, connections: Connections) -> tuple[Facts, Listening]:
-    """Make each host listen on its addresses on the ways to the others."""
-
-    def listen(place: tuple[str, str]) -> tuple[list[int], str]:
-        host, address = place
-        token = secrets.token_hex(TOKEN_BYTES // 2)
-        return connections[host].call("listen", _CALL_S, address=address, token=token), token
-
-    places = {(there, _address_for(facts, there, here)): None for there, here in permutations(connections, 2)}
-    return _answered(facts, listen, [(there, address) for there, address in places if address])
-
-
-def _address_for(facts: Facts, there: str, here: str) -> str:
-    """Return the address at which `there` waits for `here`: its own on the way to it, as a job chooses it.
+def _address_for(host: HostFacts, other: HostFacts) -> str:
+    """Return the address at which `other` waits for `host`: its own on the way to it, as a job chooses it.
 
     Empty where it has none but a loopback address.
     """
-    address = facts.way(there, here).own
+    address = other.way(host).source
     return "" if not address or ip_address(address).is_loopback else address
 
 
-def _with_bandwidths(
-    pairs: Mapping[Ends, Pair], connections: Connections, listening: Listening, deadline: float
-) -> dict[Ends, Pair]:
+def _measure_bandwidths(pairs: Mapping[Ends, Pair], connections: Connections, token: str, deadline: float) -> None:
     """Measure in rounds in which every host sends to one other and receives from one other."""
     show_progress("measuring bandwidths")
-    names, measured = list(connections), dict(pairs)
+    hosts = list(connections)
 
-    def measure(ends: Ends) -> Pair:
-        here, there = ends
+    def measure(ends: Ends) -> None:
         pair = pairs[ends]
-        ports, token = listening[there, pair.address]
-        arguments = {"address": pair.address, "port": ports[0], "token": token, "seconds": _BANDWIDTH_S}
-        try:
-            return replace(pair, bytes_per_s=connections[here].call("bandwidth", _CALL_S, **arguments))
-        except AgentError:
-            return pair
+        port = int(next(iter(pair.errors)))
+        arguments = {"address": pair.address, "port": port, "token": token, "seconds": _BANDWIDTH_S}
+        with suppress(AgentError):
+            pair.bytes_per_s = connections[ends[0]].call("bandwidth", _CALL_S, **arguments)
 
-    for shift in range(1, len(names)):
-        if deadline - time.monotonic() <= _LEAST_BANDWIDTH_S:
-            break
-        ring = [(name, names[(at + shift) % len(names)]) for at, name in enumerate(names)]
-        well = [ends for ends in ring if ends in pairs and not (pairs[ends].error or pairs[ends].large)]
-        measured |= _at_once(measure, well)
-    return measured
+    for shift in range(1, len(hosts)):
+        if deadline - time.monotonic() > _LEAST_BANDWIDTH_S:
+            ring = zip(hosts, [*hosts[shift:], *hosts[:shift]], strict=True)
+            _at_once(measure, [ends for ends in ring if ends in pairs and pairs[ends].is_well])
 
 
-def try_all_reduces(facts: Facts, connections: Connections) -> Facts:
-    """Return the facts with all-reduces between GPUs of one host, on all hosts at once, then between neighbours."""
+def try_all_reduces(facts: Facts, connections: Connections) -> None:
+    """Add all-reduces between GPUs of one host, on all hosts at once, then between neighbours, to the facts."""
     until = time.monotonic() + _ALL_REDUCES_S
-    gpus = {host: len(facts.gpus.get(host, {}).get("query", "").splitlines()) for host in connections}
-    gpus = {host: count for host, count in gpus.items() if count and facts.versions(host).get("CUDA")}
+    gpus = {host: len(host.gpus.get("query", "").splitlines()) for host in connections if host.versions.get("CUDA")}
 
-    def within(host: str) -> AllReduce:
-        return all_reduce({host: connections[host]}, "nccl", limit_s=_ALL_REDUCE_LIMIT_S)
+    def within(host: HostFacts) -> AllReduce:
+        return all_reduce({host.name: connections[host]}, "nccl", limit_s=_ALL_REDUCE_LIMIT_S)
+
+    def between(ends: Ends) -> AllReduce:
+        host, other = ends
+        both = {end.name: connections[end] for end in ends}
+        interfaces = host.way(other).interface, other.way(host).interface
+        return all_reduce(both, "nccl", address=_address_for(other, host), interfaces=interfaces, limit_s=left)
 
     if alone := [host for host, count in gpus.items() if count >= 2]:
         show_progress("summing between two GPUs of a host")
-    facts, tried = _answered(facts, within, alone)
-    all_reduces = list(tried.values())
-    for ends in pairwise(gpus):
+    facts.all_reduces = tuple(_answers(facts, within, alone).values())
+    for host, other in pairwise(host for host, count in gpus.items() if count):
         left = min(_ALL_REDUCE_LIMIT_S, until - time.monotonic() - _CALL_S)
-        address = _address_for(facts, *ends)
-        pairs = [facts.pairs[way] for way in (ends, ends[::-1]) if way in facts.pairs]
-        if not address or left < _ALL_REDUCE_LEAST_S or any(pair.error or pair.large for pair in pairs):
-            continue  # where bytes do not get through, that is the finding
-        show_progress(f"summing between GPUs of {' and '.join(ends)}")
-        both = {host: connections[host] for host in ends}
-        interfaces = facts.way(*ends).interface, facts.way(*ends[::-1]).interface
-        try:
-            all_reduces.append(all_reduce(both, "nccl", address=address, interfaces=interfaces, limit_s=left))
-        except AgentError as error:
-            facts = replace(facts, incomplete=(*facts.incomplete, str(error)))
-    return replace(facts, all_reduces=tuple(all_reduces))
+        names = host.name, other.name
+        pairs = [facts.pairs[ends] for ends in (names, names[::-1]) if ends in facts.pairs]
+        if _address_for(other, host) and left >= _ALL_REDUCE_LEAST_S and all(pair.is_well for pair in pairs):
+            show_progress(f"summing between GPUs of {' and '.join(names)}")
+            facts.all_reduces += tuple(_answers(facts, between, [(host, other)]).values())
 
 
 def all_reduce(
-    connections: Connections, backend: str, *, limit_s: float, address: str = "", interfaces: tuple[str, str] = ("", "")
+    connections: Mapping[str, Connection],
+    backend: str,
+    *,
+    limit_s: float,
+    address: str = "",
+    interfaces: tuple[str, str] = ("", ""),
 ) -> AllReduce:
     """Return an all-reduce of two ranks.
 
     Args:
-        connections: to one host, which runs both ranks, or to two.
+        connections: by the host's name, to one host, which runs both ranks, or to two.
         backend: "nccl", or "gloo" between CPUs.
         limit_s: seconds after which the ranks are killed.
         address: where the first of two hosts waits for the second.

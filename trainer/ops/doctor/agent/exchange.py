@@ -1,4 +1,4 @@
-"""Run by an agent on the network: it listens, and exchanges bytes with the agent of another host."""
+"""An agent's part in the network: it listens, and exchanges bytes with the agent of another host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,17 +19,19 @@ _CHALLENGE_BYTES = _PROOF_BYTES = 32
 # Of connections that have proven nothing yet.
 _MOST_UNPROVEN, _UNPROVEN_S = 128, 10.0
 _ACCEPT_AGAIN_S = 0.05
+_LISTEN_S, _PROVEN_S, _PINGS = 60.0, 10.0, 20
 LARGE_BYTES = 256 * 1024
-_MOST_BYTES = 64 * 1024 * 1024
-_HEAD = struct.Struct("!cQ")
+_MOST_BYTES = 4 * 1024 * 1024
+_REQUEST = struct.Struct("!QQ")
+"""How many bytes the client sends after this, and how many it then gets."""
+_PING = 0, 1
+_WAYS = {"to": (LARGE_BYTES, 1), "from": (0, LARGE_BYTES)}
 _CHUNK = bytes(1024 * 1024)
 # As jobs take them: given by the kernel (Gloo, NCCL, Open MPI's daemons), as `trainer run --torchrun` chooses its own,
 # and the first free one from 1024 up, as Open MPI's ranks do (btl_tcp_port_min_v4).
 _CHOSEN_PORTS, _FIRST_PORTS = range(20000, 32000), range(1024, 1424)
-_WAYS = {"to": b"U", "from": b"D"}
 _SEGMENT_S = 1.5
 _SEGMENTS = (8948, 1448, 1408, 1398, 1368, 1328, 1228, 1148, 988, 524)
-_LISTEN_S, _PINGS = 60.0, 20
 
 
 def listen(address: str, token: str) -> list[int]:
@@ -36,24 +39,18 @@ def listen(address: str, token: str) -> list[int]:
 
     Whoever connects gets a random challenge, and has to answer with its HMAC-SHA256 under the token.
     """
-    choices = [0], random.sample(_CHOSEN_PORTS, 20), [*_FIRST_PORTS, 0]
-    servers = [_bind(address, ports) for ports in choices]
+    servers = [_bind(address, ports) for ports in ((), random.sample(_CHOSEN_PORTS, 20), _FIRST_PORTS)]
     for server in servers:
-        server.listen(64)
         threading.Thread(target=_accept, args=(server, token.encode()), daemon=True).start()
     return [int(server.getsockname()[1]) for server in servers]
 
 
-def _bind(address: str, ports: list[int]) -> socket.socket:
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    for port in ports[:-1]:
-        try:
-            server.bind((address, port))
-        except OSError:
-            continue
-        return server
-    server.bind((address, ports[-1]))
-    return server
+def _bind(address: str, ports: Iterable[int]) -> socket.socket:
+    """Listen on the first of these ports that is free, else on one that the kernel gives."""
+    for port in ports:
+        with suppress(OSError):
+            return socket.create_server((address, port), backlog=64)
+    return socket.create_server((address, 0), backlog=64)
 
 
 def _accept(server: socket.socket, token: bytes) -> None:
@@ -82,8 +79,13 @@ def _serve(connection: socket.socket, token: bytes, unproven: list[socket.socket
         finally:
             with suppress(ValueError):  # it was ended
                 unproven.remove(connection)
-        if is_proven:
-            _answer(connection)
+        connection.settimeout(_PROVEN_S)
+        while is_proven:
+            sent, wanted = _REQUEST.unpack(_receive(connection, _REQUEST.size))
+            if max(sent, wanted) > _MOST_BYTES:
+                return
+            _receive(connection, sent)
+            _send(connection, wanted)
 
 
 def _is_proven(connection: socket.socket, token: bytes) -> bool:
@@ -96,45 +98,22 @@ def _is_proven(connection: socket.socket, token: bytes) -> bool:
     return hmac.compare_digest(proof, hmac.digest(token, challenge, "sha256"))
 
 
-def _answer(connection: socket.socket) -> None:
-    connection.settimeout(10.0)
-    while True:
-        kind, size = _HEAD.unpack(_receive(connection, _HEAD.size))
-        if size > _MOST_BYTES:
-            return
-        if kind == b"U":
-            _discard(connection, size)
-        if kind == b"D":
-            _send(connection, size)
-        else:
-            connection.sendall(b"!")
-
-
-def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    parts = b""
-    while len(parts) < size:
+def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """Receive exactly `size` bytes; without a deadline, the connection's timeout holds for each part of them."""
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
         if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise socket.timeout("timed out")  # noqa: UP041 (Python 3.8)
-            connection.settimeout(left)
-        part = connection.recv(size - len(parts))
-        if not part:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        count = connection.recv_into(rest)
+        if not count:
             raise ConnectionResetError("the connection was closed")
-        parts += part
-    return parts
-
-
-def _discard(connection: socket.socket, size: int) -> None:
-    while size:
-        part = connection.recv(min(size, len(_CHUNK)))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        size -= len(part)
+        rest = rest[count:]
+    return data
 
 
 def _send(connection: socket.socket, size: int) -> None:
-    while size:
+    while size:  # sendall has one timeout for all of them
         size -= connection.send(_CHUNK[: min(size, len(_CHUNK))])
 
 
@@ -154,21 +133,17 @@ def _connect(address: str, port: int, token: str, timeout_s: float, segment: int
     return connection
 
 
-def _ask(connection: socket.socket, kind: bytes, size: int) -> None:
-    connection.sendall(_HEAD.pack(kind, size))
-    if kind == b"U":
-        _send(connection, size)
-    if kind == b"D":
-        _discard(connection, size)
-    else:
-        _receive(connection, 1)
+def _ask(connection: socket.socket, sent: int, wanted: int) -> None:
+    connection.sendall(_REQUEST.pack(sent, wanted))
+    _send(connection, sent)
+    _receive(connection, wanted)
 
 
 def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str, Any]:
     """Exchange bytes with the agent that listens there.
 
     Returns:
-        "errors" by port, empty for one that answers; "latency_s" of a round trip; "large" is the direction in which
+        "errors" by port, empty for a port that answers; "latency_s" of a round trip; "large" is the direction in which
         a large message does not get through ("to", "from"), and "segment" the largest TCP segment that does.
     """
     with ThreadPoolExecutor(max_workers=len(ports)) as pool:
@@ -179,20 +154,20 @@ def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str
 
 
 def _try_large(address: str, port: int, token: str, wait_s: float) -> tuple[str, int]:
-    def gets_through(kind: bytes, wait_s: float, segment: int = 0) -> bool:
+    def gets_through(way: str, wait_s: float, segment: int = 0) -> bool:
         try:
             with _connect(address, port, token, wait_s, segment) as connection:
-                _ask(connection, kind, LARGE_BYTES)
+                _ask(connection, *_WAYS[way])
         except OSError:
             return False
         return True
 
-    lost = next((way for way in _WAYS if not gets_through(_WAYS[way], wait_s)), "")
+    lost = next((way for way in _WAYS if not gets_through(way, wait_s)), "")
     if not lost:
         return "", 0
     with ThreadPoolExecutor(max_workers=len(_SEGMENTS)) as pool:
-        tried = list(pool.map(lambda segment: gets_through(_WAYS[lost], _SEGMENT_S, segment), _SEGMENTS))
-    return lost, next((segment for segment, well in zip(_SEGMENTS, tried) if well), 0)
+        passes = list(pool.map(lambda segment: gets_through(lost, _SEGMENT_S, segment), _SEGMENTS))
+    return lost, next((segment for segment, does in zip(_SEGMENTS, passes) if does), 0)
 
 
 def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, float]:
@@ -201,7 +176,7 @@ def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, f
         with _connect(address, port, token, timeout_s) as connection:
             for _ in range(_PINGS):
                 started = time.perf_counter()
-                _ask(connection, b"P", 0)
+                _ask(connection, *_PING)
                 times.append(time.perf_counter() - started)
     except OSError as error:
         return (error.strerror or str(error)).lower(), 0.0
@@ -214,8 +189,8 @@ def bandwidth(address: str, port: int, token: str, seconds: float) -> float:
     with _connect(address, port, token, 5.0) as connection:
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
-            _ask(connection, b"D", size)
-            received, size = received + size, min(2 * size, 4 * 1024 * 1024)
+            _ask(connection, 0, size)
+            received, size = received + size, min(2 * size, _MOST_BYTES)
         return received / (time.perf_counter() - started)
 
 

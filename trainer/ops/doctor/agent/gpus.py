@@ -1,17 +1,17 @@
-"""Read by an agent: GPUs and the PCIe devices between them. An agent also runs the small all-reduce on them."""
+"""What an agent reads of GPUs and of the PCIe devices between them. It also runs the small all-reduce on them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from .files import read_text
 
 _FIELDS = (
     "index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total,"
@@ -33,34 +33,27 @@ def gpus() -> dict[str, Any]:
     query = _query("event") or _query("throttle")  # as drivers before 535 call it
     return {
         "query": query,
-        "topology": _output(["nvidia-smi", "topo", "-m"]),
-        "p2p": _output(["nvidia-smi", "topo", "-p2p", "r"]),
-        "peer_memory": _output(["sh", "-c", "cut -d' ' -f1 /proc/modules | grep -E 'nv(idia_)?_?peer_?mem'"]),
-        "driver": _text(Path("/proc/driver/nvidia/version")),
+        "topology": _output("nvidia-smi", "topo", "-m"),
+        "p2p": _output("nvidia-smi", "topo", "-p2p", "r"),
+        "peer_memory": _output("sh", "-c", "cut -d' ' -f1 /proc/modules | grep -E 'nv(idia_)?_?peer_?mem'"),
+        "driver": read_text("/proc/driver/nvidia/version"),
         "kernel": os.uname().release,
-        "acs": _output(["sh", "-c", "lspci -D -vvv | grep -E '^[0-9a-f]+:|ACSCtl:'"]),
+        "acs": _output("sh", "-c", "lspci -D -vvv | grep -E '^[0-9a-f]+:|ACSCtl:'"),
         "pci": {address: _way(address) for address in map(address_of, query.splitlines())},
         "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     }
 
 
 def _query(reasons: str) -> str:
-    return _output(["nvidia-smi", f"--query-gpu={_FIELDS.format(reasons)}", "--format=csv,noheader,nounits"])
+    return _output("nvidia-smi", f"--query-gpu={_FIELDS.format(reasons)}", "--format=csv,noheader,nounits")
 
 
-def _output(command: list[str]) -> str:
+def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def address_of(line: str) -> str:
@@ -76,7 +69,7 @@ def _way(address: str) -> dict[str, Any]:
     place = _DEVICES / address
     # As in /sys/devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0.
     parts = place.resolve().parts if place.exists() else ()
-    return {"bridges": list(parts[3:-1]), "iommu": _text(place / "iommu_group" / "type").strip()}
+    return {"bridges": list(parts[3:-1]), "iommu": read_text(place / "iommu_group" / "type").strip()}
 
 
 def free_port(address: str) -> int:
@@ -96,7 +89,7 @@ def all_reduce(
             the store's address and the limit. It ends when its input does, and so with this agent.
         ranks: those of this host; each takes the GPU of its place in this list.
         size: ranks on all hosts together.
-        store: "tcp://ADDRESS:PORT" of rank 0; empty where all ranks are here, which then share a file.
+        store: "tcp://ADDRESS:PORT" of rank 0; empty where all ranks are here, which then share a file in memory.
         interface: that leads to the other host; empty to let NCCL choose.
         limit_s: after which the ranks are killed.
 
@@ -108,11 +101,9 @@ def all_reduce(
     if interface:
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     until = time.monotonic() + limit_s
-    with contextlib.ExitStack() as stack:
-        if not store:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-doctor-"))
-            store = f"file://{folder}/store"
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in ranks]
+    files = [_file_in_memory() for _ in ranks]
+    with _file_in_memory() as shared:
+        store = store or f"file:///proc/self/fd/{shared.fileno()}"
         processes = []
         for place, (rank, file) in enumerate(zip(ranks, files)):
             arguments = [backend, str(rank), str(size), str(place), store, str(int(limit_s) + 1)]
@@ -124,14 +115,21 @@ def all_reduce(
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                pass_fds=[shared.fileno()],
             )
             processes.append(process)
         killed = not _wait(processes, until)
-        outputs = []
-        for file in files:
-            file.seek(0)
-            outputs.append(file.read().decode(errors="replace")[-_OUTPUT_CHARACTERS:])
-    return {"outputs": outputs, "killed": killed}
+    return {"outputs": [_end_of(file) for file in files], "killed": killed}
+
+
+def _file_in_memory() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("trainer-doctor"), "w+b")
+
+
+def _end_of(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode(errors="replace")[-_OUTPUT_CHARACTERS:]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> bool:
@@ -139,19 +137,17 @@ def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> bool:
 
     Once a rank has failed, the others only wait for it, so they are killed soon after.
     """
-    well = True
-    while any(process.poll() is None for process in processes):
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if any(process.poll() for process in processes):
             until = min(until, time.monotonic() + 2.0)
-        if time.monotonic() > until:
-            well = any(process.poll() for process in processes)
-            break
         time.sleep(0.05)
+    has_failed = any(process.poll() for process in processes)
+    are_left = [process for process in processes if process.poll() is None]
     for process in processes:
-        if process.poll() is None:
+        if process in are_left:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    return well
+    return has_failed or not are_left
 
 
 OPERATIONS = {"gpus": gpus, "free_port": free_port, "all_reduce": all_reduce}

@@ -1,16 +1,19 @@
-"""Read by an agent: memory, cores, limits, disk and clock of its host."""
+"""What an agent reads of its host: memory, cores, limits, disk and clock."""
 
 from __future__ import annotations
 
 import ctypes
 import getpass
 import os
+import re
 import resource
 import shutil
 import socket
 import time
 from pathlib import Path
 from typing import Any
+
+from .files import read_number, read_text
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMORY_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -80,47 +83,28 @@ def _free(path: str) -> int:
 
 def _memory_free() -> dict[str, int]:
     """Return the free memory of the machine and of this process's cgroup, in bytes."""
-    free = NO_LIMIT
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return {"machine": free, "cgroup": _cgroup_memory_free()}
-
-
-def _cgroup_memory_free() -> int:
-    folders = (*_own_cgroups(""), *_own_cgroups("memory"))
-    free = NO_LIMIT
-    for folder in folders:
-        for limit, usage in _MEMORY_FILES:
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most is not None and used is not None and most < NO_LIMIT:
-                free = min(free, most - used + _cache(folder))
-    return free
+    match = re.search(r"^MemAvailable: *(\d+) kB", read_text("/proc/meminfo"), re.MULTILINE)
+    cgroup = NO_LIMIT
+    for folder in (*_cgroups(""), *_cgroups("memory")):
+        for limit_file, usage_file in _MEMORY_FILES:
+            limit, usage = read_number(folder / limit_file), read_number(folder / usage_file)
+            if limit is not None and usage is not None and limit < NO_LIMIT:
+                cgroup = min(cgroup, limit - usage + _cache(folder))
+    return {"machine": int(match.group(1)) * 1024 if match else NO_LIMIT, "cgroup": cgroup}
 
 
 def _cache(folder: Path) -> int:
     """Return the bytes of a cgroup that the kernel gives up for others: files that it keeps in memory, and caches."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split() for line in lines)
+    values = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
     names = ("inactive_file", "active_file", "slab_reclaimable")
     return sum(int(values.get(f"total_{name}", values.get(name, "0"))) for name in names)
 
 
-def _own_cgroups(controller: str) -> list[Path]:
+def _cgroups(controller: str) -> list[Path]:
     """Return this process's cgroup and those above it; of version 2 where `controller` is empty."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     base = _CGROUPS / controller
     folders = [base]  # in a container, the path is often that of the machine, and its own cgroup is the root
-    for line in lines:
+    for line in read_text("/proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):
             place = base / path.lstrip("/")
@@ -128,25 +112,14 @@ def _own_cgroups(controller: str) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # version 2 says "max" where there is no limit
-        return None
-
-
 def _cores() -> float:
     cores = float(len(os.sched_getaffinity(0)))
-    for folder in _own_cgroups(""):
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            cores = min(cores, int(quota) / int(period))
-        except (OSError, ValueError):
-            continue
-    for folder in _own_cgroups("cpu"):
-        quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-        if quota_us and period_us and quota_us > 0:
-            cores = min(cores, quota_us / period_us)
+    quotas = [read_text(folder / "cpu.max").split() for folder in _cgroups("")]
+    for folder in _cgroups("cpu"):
+        quotas.append([read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+    for quota in quotas:  # without a limit, it is "max" in version 2 and -1 in version 1
+        if len(quota) == 2 and all(map(str.isdecimal, quota)):
+            cores = min(cores, int(quota[0]) / int(quota[1]))
     return cores
 
 
@@ -167,24 +140,15 @@ def _reads_memory() -> bool:
 
 
 def _single_copy_is_off() -> bool:
-    """Return whether Open MPI has been told not to copy so."""
+    """Return whether Open MPI has been told not to copy with process_vm_readv."""
     name = "btl_vader_single_copy_mechanism"
     prefix = os.environ.get("OPAL_PREFIX")
     mpirun = shutil.which("mpirun")
     if not prefix and mpirun:
         prefix = str(Path(mpirun).resolve().parent.parent)
     files = [Path.home() / ".openmpi" / "mca-params.conf", Path(prefix or "/usr", "etc", "openmpi-mca-params.conf")]
-    settings = {"env": os.environ.get(f"OMPI_MCA_{name}", "")}
-    for file in files:
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition("#")[0].partition("=")
-            if key.strip() == name:
-                settings[str(file)] = value.strip()
-    return "none" in settings.values()
+    pattern = re.compile(rf"^\s*{name}\s*=\s*none\s*(#|$)", re.MULTILINE)
+    return os.environ.get(f"OMPI_MCA_{name}") == "none" or any(pattern.search(read_text(file)) for file in files)
 
 
 OPERATIONS = {"clock": clock, "machine": machine}

