@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.run.snapshot import Buffers, count_bytes, random_state, set_random_state
+from trainer.checkpoint.run.snapshot import Buffers, count_bytes
+from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
 

@@ -57,7 +57,15 @@ class Manifest:
 
     name: str
     facts: Mapping[str, Any]
+    """What the writer says of the checkpoint. JSON gives it back: tuples are lists then."""
     files: Mapping[str, FileEntry]
+
+    @property
+    def order(self) -> Order:
+        """The numbers in the checkpoint's name."""
+        order = order_of(self.name)
+        assert order is not None  # noqa: S101 -- `from_bytes` takes no other name
+        return order
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON, with a hash of all that it says."""
@@ -70,8 +78,8 @@ class Manifest:
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    @staticmethod
+    def from_bytes(data: bytes) -> Manifest:
         """Read a manifest.
 
         Raises:
@@ -84,7 +92,7 @@ class Manifest:
             if version != _FORMAT:
                 raise DataError(f"{MANIFEST} has format {version!r}; this version of trainer reads format {_FORMAT}")
             files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            manifest = cls(name=content["name"], facts=content["facts"], files=files)
+            manifest = Manifest(name=content["name"], facts=content["facts"], files=files)
             # The same content has the same bytes, so this covers the hash, and the characters around the values too.
             is_whole = manifest.to_bytes() == data and all(isinstance(entry.size, int) for entry in files.values())
             if not is_whole or order_of(manifest.name) is None:
@@ -107,22 +115,11 @@ def check_file_names(names: Collection[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
-    """A checkpoint whose files were all found to be what was written."""
+class Committed(Manifest):
+    """A checkpoint whose files are all what was written."""
 
     path: Path
-    order: Order
-    """Attempt, epoch and update: the larger one is the newer checkpoint."""
-    facts: Mapping[str, Any]
-    """What the writer has said of it, as JSON gives it back: tuples are lists."""
-    files: Mapping[str, FileEntry]
-
-
-def describe(path: Path, manifest: Manifest) -> Committed:
-    """Return what a valid manifest says of the checkpoint at `path`."""
-    order = order_of(manifest.name)
-    assert order is not None  # noqa: S101 -- `Manifest.from_bytes` takes no other name
-    return Committed(path=path, order=order, facts=manifest.facts, files=manifest.files)
+    """Its folder, which may have been renamed."""
 
 
 def find(folder: Path) -> list[Path]:
@@ -132,12 +129,12 @@ def find(folder: Path) -> list[Path]:
         DataError: the folder is there and cannot be read.
     """
     try:
-        found = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
+        checkpoints = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise DataError(f"checkpoints in {folder} cannot be listed: {error.strerror}") from None
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def load(path: Path) -> Committed:
@@ -156,7 +153,7 @@ def load(path: Path) -> Committed:
             problem = f"cannot be read: {error.strerror}"
         if problem:
             raise DataError(f"checkpoint {path}: {name} {problem}")
-    return describe(path, manifest)
+    return Committed(path=path, **vars(manifest))
 
 
 def _read_manifest(path: Path) -> Manifest:

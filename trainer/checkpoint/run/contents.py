@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.checkpoint.disk.committed import Committed
+from trainer.checkpoint.disk.state_files import read_state
 from trainer.checkpoint.run.settings import describe_differences, is_rate, kind_differences, kind_of, settings_of
-from trainer.checkpoint.run.snapshot import check_plain, count_bytes
-from trainer.errors import ConfigError
+from trainer.checkpoint.run.snapshot import count_bytes
+from trainer.cluster.output import print_line
+from trainer.data.shard_plan import mix_seeds
+from trainer.errors import ConfigError, TrainerError
 from trainer.loop.lr_schedule import LearningRate
 from trainer.loop.updates import Updates
 from trainer.models.memory_format import align_state
 from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
+from trainer.strategies.base import Strategy
 
 
 @dataclass
+class Resumed:
+    """Where an interrupted run stopped."""
+
+    checkpoint: Committed
+    epoch: int
+    """Number of the epoch in which it goes on, from 0."""
+    updates: int
+    positions: Sequence[Mapping[str, Any]]
+    """Of the loaders, in the order in which they were made."""
+    saved_in: int | None
+    """The loader in whose pass it was saved; None between two epochs."""
+    random: Mapping[str, Any] | None
+    """Of this rank; None once they are in use."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the training had reached its end."""
+        return bool(self.checkpoint.facts["complete"])
+
+
 class Contents:
     """What a checkpoint keeps beside the position.
 
     The weights and the optimizers' state are the same on all ranks. Of BatchNorm's running statistics, which are each
     rank's own, those of the rank that writes are kept.
+
+    Args:
+        prepared: models and optimizers; what is prepared later counts as well.
+        objects: the user's: with `state_dict` and `load_state_dict`, or dicts of plain data.
     """
 
-    prepared: Updates
-    """Models and optimizers; what is prepared later counts as well."""
-    objects: Mapping[str, Any]
-    """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
-
-    settings: dict[str, str] = field(init=False)
-    """What the script has made optimizers and schedulers with; where a checkpoint's count, those."""
-
-    KEYS: ClassVar = ("models", "optimizers", "synchronizers", "scaler", "objects", "kinds", "settings")
-    """Of `state`, and of what `load` takes."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, prepared: Updates, objects: Mapping[str, Any]) -> None:
+        self.prepared, self.objects = prepared, objects
         if not self.prepared.models:
             raise ConfigError("nothing was prepared yet; call run.prepare before run.checkpoints")
         # What is saved stays until the last checkpoint is, also where a script lets go of it before.
@@ -52,6 +73,7 @@ class Contents:
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
         self._kinds = {name: kind_of(value) for name, value in self.objects.items()}
         self.settings = settings_of(self.prepared.optimizers, self.objects)
+        """What the script has made optimizers and schedulers with; where a checkpoint's count, those."""
         # Of a script's own loop, the learning rate is a part of the optimizer's state.
         self._rate_is_own = any(isinstance(value, LearningRate) for value in self.objects.values())
 
@@ -83,11 +105,45 @@ class Contents:
             TrainerError: a value is of a type that cannot be loaded again as data.
         """
         state = self.state()
-        check_plain(state)
-        return count_bytes([state["models"], state["synchronizers"], state["objects"]]) + sum(
-            max(count_bytes(now["state"]["state"]), _tensors_per_parameter(optimizer) * _parameter_bytes(optimizer))
+        return count_bytes(state) + sum(
+            max(0, _tensors_per_parameter(optimizer) * _parameter_bytes(optimizer) - count_bytes(now["state"]["state"]))
             for optimizer, now in zip(self.prepared.optimizers, state["optimizers"], strict=True)
         )
+
+    def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
+        """Take over a checkpoint, on every rank; say so on rank 0, and which settings the script has changed since.
+
+        Raises:
+            ConfigError: it does not fit the run; nothing was changed.
+            TrainerError: it cannot be loaded.
+        """
+        try:
+            saved = read_state(checkpoint.path, is_mapped=strategy.shards)
+        except Exception as error:
+            raise TrainerError(f"checkpoint {checkpoint.path} cannot be loaded as data ({error})") from None
+        if problems := self.differences(saved):
+            raise ConfigError(
+                f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "
+                "or restore what it was made with"
+            )
+        differences = self.load(saved)
+        position = shard_as({name: saved[name] for name in ("epoch", "updates", "loaders", "saved_in", "random")}, None)
+        world, states = strategy.world, position["random"]
+        resumed = Resumed(
+            checkpoint=checkpoint,
+            epoch=position["epoch"],
+            updates=position["updates"],
+            positions=position["loaders"],
+            saved_in=position["saved_in"],
+            random=states[world.rank] if len(states) == world.size else None,
+        )
+        if resumed.random is None:  # each number of ranks draws other numbers
+            torch.manual_seed(mix_seeds(resumed.updates, world.rank))
+        if world.is_root:
+            print_line(f"trainer: {_describe(resumed, len(states))}", sys.stderr)
+            if differences:
+                print_line(f"trainer: WARNING: the script differs from the checkpoint; {differences}", sys.stderr)
+        return resumed
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return what keeps a checkpoint from being loaded, in words; nothing is changed."""
@@ -192,3 +248,17 @@ def _parameter_bytes(optimizer: Optimizer) -> int:
 
 def _first(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _describe(resumed: Resumed, ranks: int) -> str:
+    facts = resumed.checkpoint.facts
+    position = resumed.positions[resumed.saved_in] if resumed.saved_in is not None else {"taken": 0}
+    where = f"the end of epoch {resumed.epoch}"
+    if taken := position["taken"]:
+        where = f"epoch {resumed.epoch + 1} after {taken:,} {position.get('unit', 'samples')}"
+    if resumed.is_complete:
+        where += " and of the training"
+    return (
+        f"going on from checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
+        f"rank{'s' * (ranks > 1)}"
+    )

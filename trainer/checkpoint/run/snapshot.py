@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -114,43 +113,18 @@ def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
     return result
 
 
-def check_plain(state: Mapping[str, Any]) -> None:
-    """Raise `TrainerError` for a value that a snapshot cannot hold; copies no tensor."""
-    _Check().copy(state)
+def count_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of all tensors in a state; copies none.
+
+    Raises:
+        TrainerError: a value is of a type that cannot be loaded again as data.
+    """
+    counter = _Counter()
+    counter.copy(state)
+    return counter.bytes
 
 
-class _Check(Buffers):
+class _Counter(Buffers):
     def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        self.bytes += tensor.nbytes
         return tensor
-
-
-def count_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in nested containers."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(map(count_bytes, state.values()))
-    return sum(map(count_bytes, state)) if isinstance(state, list | tuple) else 0
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and PyTorch's generators, those of `device` included, as plain data."""
-    name, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with what `random_state` has returned. A GPU's is left out where there was none."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
