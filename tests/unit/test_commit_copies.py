@@ -51,7 +51,7 @@ def test_a_copy_that_did_not_arrive_is_not_there(
 def test_a_file_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "loader.json").unlink()
-    with pytest.raises(DataError, match=r"loader\.json cannot be read: No such file or directory$"):
+    with pytest.raises(DataError, match=r"loader\.json is missing$"):
         list(send(path))
 
 

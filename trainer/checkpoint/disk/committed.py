@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,7 @@ Order = tuple[int, int, int]
 
 
 def name_of(attempt: int, epoch: int, update: int) -> str:
-    """Return a checkpoint's name.
-
-    Raises:
-        ValueError: a number is negative.
-    """
-    if min(attempt, epoch, update) < 0:
-        raise ValueError(f"a checkpoint's numbers are not negative: {attempt}, {epoch}, {update}")
+    """Return a checkpoint's name."""
     return f"attempt-{attempt:04d}-epoch-{epoch:04d}-update-{update:08d}"
 
 
@@ -145,27 +140,31 @@ def load(path: Path) -> Committed:
     """
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
-        try:
+        with _naming(path, name):
             problem = _difference(path / name, entry)
-        except FileNotFoundError:
-            problem = "is missing"
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
         if problem:
             raise DataError(f"checkpoint {path}: {name} {problem}")
     return Committed(path=path, **vars(manifest))
 
 
 def _read_manifest(path: Path) -> Manifest:
+    with _naming(path, MANIFEST):
+        data = (path / MANIFEST).read_bytes()
     try:
-        return Manifest.from_bytes((path / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        problem = f"{MANIFEST} is missing"
-    except OSError as error:
-        problem = f"{MANIFEST} cannot be read: {error.strerror}"
+        return Manifest.from_bytes(data)
     except DataError as error:
-        problem = str(error)
-    raise DataError(f"checkpoint {path}: {problem}")
+        raise DataError(f"checkpoint {path}: {error}") from None
+
+
+@contextmanager
+def _naming(path: Path, name: str) -> Iterator[None]:
+    """Raise an `OSError` as a `DataError` of one line, which names the checkpoint and the file that cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"checkpoint {path}: {name} is missing") from None
+    except OSError as error:
+        raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
 
 
 class _ReportedFile(io.FileIO):
@@ -209,9 +208,6 @@ def send(path: Path) -> Iterator[bytes]:
     manifest = _read_manifest(path)
     yield manifest.to_bytes()
     for name in manifest.files:
-        try:
-            with (path / name).open("rb", buffering=0) as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    yield chunk
-        except OSError as error:
-            raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
+        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk

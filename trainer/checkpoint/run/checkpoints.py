@@ -71,6 +71,8 @@ class Checkpoints:
             raise
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
+        self.writes_s = self._saver.seconds
+        """Seconds that each commit took beside the training, on a rank that writes."""
         self._positions = Positions(resumed.positions if resumed else (), resumed.saved_in if resumed else None)
         self._flags = FlagReduction(strategy, self.updates)
         self._every_s = config.every_s
@@ -101,11 +103,6 @@ class Checkpoints:
         Ranks see the same as of `newest_path`.
         """
         return self._saver.best_path()
-
-    @property
-    def writes_s(self) -> list[float]:
-        """Seconds that each commit took beside the training, on a rank that writes."""
-        return self._saver.seconds
 
     def rate(self, score: float) -> None:
         """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.

@@ -40,7 +40,9 @@ def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> 
     for name, value in objects.items():
         for number, scheduler in enumerate(_flat(value)):
             where = f" of state {name!r}" + f", its scheduler {number}" * (number > 0)
-            settings |= _texts(_public(scheduler), where)
+            values = vars(scheduler)
+            public = [name for name in values if not name.startswith("_") and name not in _LEFT_OUT_OF_SCHEDULERS]
+            settings |= _texts({name: values[name] for name in public}, where)
     return settings
 
 
@@ -132,11 +134,6 @@ def _flat(value: Any) -> Iterator[LRScheduler]:
         yield from _flat(inner)
 
 
-def _public(scheduler: LRScheduler) -> dict[str, Any]:
-    state = vars(scheduler)
-    return {name: state[name] for name in state if not name.startswith("_") and name not in _LEFT_OUT_OF_SCHEDULERS}
-
-
 def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
     if isinstance(value, Tensor):
         yield path, list(value.shape)
@@ -146,16 +143,13 @@ def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
-    plain = {name: value.item() if _is_number(value) else value for name, value in values.items()}
-    return {f"{name}{where}": _text(value) for name, value in plain.items() if _is_plain(value)}
-
-
-def _text(value: Any) -> str:
-    return f"{value:.7g}" if isinstance(value, float) else repr(value)  # a tensor's rate is one in single precision
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+    texts = {}
+    for name, value in values.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if _is_plain(plain):
+            # A tensor's rate is one in single precision.
+            texts[f"{name}{where}"] = f"{plain:.7g}" if isinstance(plain, float) else repr(plain)
+    return texts
 
 
 def _is_plain(value: Any) -> bool:

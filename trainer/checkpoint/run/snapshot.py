@@ -54,8 +54,11 @@ class Buffers:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
-            pairs = ((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
-            return _like(value, pairs)
+            result: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+            result.update((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
+            if hasattr(value, "_metadata"):  # the versions that a module's state carries
+                result._metadata = OrderedDict(value._metadata)  # type: ignore[attr-defined]
+            return result
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             items = [self._copy(part, (*path, number), copied) for number, part in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
@@ -101,16 +104,6 @@ class Buffers:
         self._is_on_gpu |= tensor.is_cuda
         self.bytes += tensor.nbytes
         return buffer
-
-
-def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
-    """Return a dict, or an OrderedDict with the versions that a module's `state_dict` carries."""
-    if not isinstance(mapping, OrderedDict):
-        return dict(pairs)
-    result = OrderedDict(pairs)
-    if (metadata := getattr(mapping, "_metadata", None)) is not None:
-        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    return result
 
 
 def count_bytes(state: Mapping[str, Any]) -> int:
