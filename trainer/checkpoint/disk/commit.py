@@ -60,7 +60,7 @@ def commit(
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
         is_begun: whether `begin` was called for it.
         others: files that other ranks `contribute`.
-        timeout_s: of them, without a new byte.
+        timeout_s: seconds to wait for them without a new byte.
 
     Raises:
         TrainerError: it cannot be written, or is there already. Nothing of it is left, as far as that can be removed.
@@ -184,7 +184,7 @@ def begin(folder: Path, name: str) -> None:
 
 
 def _check_is_free(path: Path) -> None:
-    """A valid checkpoint is never replaced: for a moment there would be neither. A damaged one is."""
+    """Raise `TrainerError` for a valid checkpoint: while it was replaced, there would be neither. A damaged one is."""
     if path.exists():
         with suppress(DataError):
             load(path)
@@ -247,7 +247,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _hide(path: Path) -> None:
-    """Give a checkpoint a name that is none, so that no removal of its files leaves half a checkpoint."""
+    """Give a checkpoint a name that is no checkpoint's, so that no removal of its files leaves half of one."""
     hidden = _hidden(path.parent, path.name, "removed")
     _delete(hidden)
     path.rename(hidden)
@@ -288,7 +288,7 @@ def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str,
     """Return the entries of files that other ranks announce, under their own names in the folder.
 
     Args:
-        timeout_s: without a new byte in the folder.
+        timeout_s: seconds to wait without a new byte in the folder.
 
     Raises:
         OthersFailedError: a rank has taken the folder away, or nothing more comes.

@@ -39,7 +39,7 @@ def name_of(attempt: int, epoch: int, update: int) -> str:
 
 
 def order_of(name: str) -> Order | None:
-    """Return the numbers in a checkpoint's name, or None if `name_of` never returns this name."""
+    """Return the numbers in a checkpoint's name, or None if it is no checkpoint's."""
     if not (match := _NAME.fullmatch(name)):
         return None
     attempt, epoch, update = map(int, match.groups())

@@ -21,9 +21,9 @@ from trainer.models.sharded import Part, Scattered
 STATE = "state.pt"
 
 TensorPath = tuple[Any, ...]
-"""Keys and places, from the outermost container to a value."""
+"""The keys and indices that lead from the outermost container to a value."""
 SavedParts = Mapping[TensorPath, Mapping[str, Any]]
-"""By path: the `offset` and the `values` of one rank's part of a tensor."""
+"""One rank's parts of sharded tensors: the `offset` and the `values` of each, by the tensor's path."""
 
 
 def part_name(rank: int) -> str:

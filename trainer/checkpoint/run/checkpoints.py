@@ -12,10 +12,10 @@ import torch
 
 from trainer.checkpoint.disk.committed import find, order_of
 from trainer.checkpoint.run.contents import Contents
+from trainer.checkpoint.run.differences import describe_ends, explain
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import Preemption
 from trainer.checkpoint.run.saver import Saver
-from trainer.checkpoint.run.settings import describe_ends, explain
 from trainer.checkpoint.run.storage import Storage
 from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
@@ -105,7 +105,7 @@ class Checkpoints:
         return self._saver.best_path()
 
     def rate(self, score: float) -> None:
-        """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.
+        """Say how good the model is now, with the same score on every rank. The setting `best` says which are better.
 
         Where it is the best so far, a checkpoint is made at the end of the epoch, and kept.
 
@@ -127,9 +127,7 @@ class Checkpoints:
         if self._positions.first is not None:
             self._is_postponed = True
             return
-        self._save()
-        self._saver.wait()
-        if problem := self._saver.take_problem():
+        if problem := self._save_now():
             raise TrainerError(problem)
 
     def finish(self) -> None:
@@ -137,9 +135,7 @@ class Checkpoints:
 
         Collective.
         """
-        self._save(is_complete=True)
-        self._saver.wait()
-        self._report(self._saver.take_problem())
+        self._report(self._save_now(is_complete=True))
 
     def watch(self, loader: Loader) -> None:
         """Save the position of a training's loader too, and have it go on where it stopped."""
@@ -248,9 +244,7 @@ class Checkpoints:
 
     def _end(self) -> None:
         self.preemption.handled()
-        self._save()
-        self._saver.wait()
-        problem = self._saver.take_problem()
+        problem = self._save_now()
         if self._world.is_root:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
@@ -274,6 +268,12 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
+    def _save_now(self, *, is_complete: bool = False) -> str:
+        """Save, and wait until that is written; return why it could not be on some rank, or ""."""
+        self._save(is_complete=is_complete)
+        self._saver.wait()
+        return self._saver.take_problem()
+
     def _state(self) -> dict[str, Any]:
         """Return what is kept beside the random numbers, with the live tensors. Collective, between two updates."""
         return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
@@ -290,7 +290,7 @@ class Checkpoints:
 
 
 class FlagReduction:
-    """Adds up the ranks' flags about twice a second, as an all-reduce after each update would cost too much.
+    """Sums of the ranks' flags, about twice a second: an all-reduce after each update would cost too much.
 
     Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that their
     calls match.

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
-from trainer.checkpoint.run.settings import describe_differences, is_rate, kind_differences, kind_of, settings_of
+from trainer.checkpoint.run.differences import (
+    describe_differences,
+    is_rate,
+    kind_differences,
+    kind_of,
+    model_differences,
+    optimizer_differences,
+    settings_of,
+)
 from trainer.checkpoint.run.snapshot import count_bytes
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
@@ -21,7 +28,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.loop.lr_schedule import LearningRate
 from trainer.loop.updates import Updates
 from trainer.models.memory_format import align_state
-from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
+from trainer.models.sharded import shard_as, shard_optimizer_state
 from trainer.strategies.base import Strategy
 
 
@@ -34,11 +41,11 @@ class Resumed:
     """Number of the epoch in which it goes on, from 0."""
     updates: int
     positions: Sequence[Mapping[str, Any]]
-    """Of the loaders, in the order in which they were made."""
+    """The loaders' positions, in the order in which the loaders were made."""
     saved_in: int | None
     """The loader in whose pass it was saved; None between two epochs."""
     random: Mapping[str, Any] | None
-    """Of this rank; None once they are in use."""
+    """This rank's random state; None on another number of ranks, and once it was restored."""
 
     @property
     def is_complete(self) -> bool:
@@ -73,9 +80,9 @@ class Contents:
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
         self._kinds = {name: kind_of(value) for name, value in self.objects.items()}
         self.settings = settings_of(self.prepared.optimizers, self.objects)
-        """What the script has made optimizers and schedulers with; where a checkpoint's count, those."""
+        """Settings of the script's optimizers and schedulers; after `load` the checkpoint's, where these apply."""
         # Of a script's own loop, the learning rate is a part of the optimizer's state.
-        self._rate_is_own = any(isinstance(value, LearningRate) for value in self.objects.values())
+        self._rate_is_scripts = any(isinstance(value, LearningRate) for value in self.objects.values())
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
@@ -106,8 +113,8 @@ class Contents:
         """
         state = self.state()
         return count_bytes(state) + sum(
-            max(0, _tensors_per_parameter(optimizer) * _parameter_bytes(optimizer) - count_bytes(now["state"]["state"]))
-            for optimizer, now in zip(self.prepared.optimizers, state["optimizers"], strict=True)
+            max(0, _expected_bytes(optimizer) - count_bytes(saved["state"]["state"]))
+            for optimizer, saved in zip(self.prepared.optimizers, state["optimizers"], strict=True)
         )
 
     def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
@@ -153,10 +160,10 @@ class Contents:
                 problems.append(f"it has {len(saved[kind])} {kind}, and {len(prepared)} were prepared")
         for number, (model, state) in enumerate(zip(self.prepared.models, saved["models"], strict=False)):
             where = f" of model {number}" if len(self.prepared.models) > 1 else ""
-            problems += [f"{problem}{where}" for problem in _model_differences(model.state_dict(), state)]
+            problems += [f"{problem}{where}" for problem in model_differences(model.state_dict(), state)]
         for number, (optimizer, state) in enumerate(zip(self.prepared.optimizers, saved["optimizers"], strict=False)):
             where = f"optimizer {number}" if len(self.prepared.optimizers) > 1 else "the optimizer"
-            problems += [f"{where} {problem}" for problem in _optimizer_differences(optimizer, state)]
+            problems += [f"{where} {problem}" for problem in optimizer_differences(optimizer, state)]
         for name in sorted(set(self.objects) ^ set(saved["objects"])):
             problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
         kinds = saved.get("kinds", {})  # an older checkpoint has none, and no settings
@@ -170,7 +177,7 @@ class Contents:
         """Take over a checkpoint's contents, which `differences` has found to fit.
 
         Returns:
-            Which settings of the script are others than the checkpoint's, and which of them count, in one line.
+            Which settings of the script are others than the checkpoint's, and which of them apply, in one line.
         """
         for model, state in zip(self.prepared.models, saved["models"], strict=True):
             model.load_state_dict(shard_as(state, model.state_dict()))
@@ -185,9 +192,9 @@ class Contents:
             self.prepared.scaler.load_state_dict(shard_as(saved["scaler"], None))
         self._load_objects(saved["objects"])
         settings = saved.get("settings", {})
-        differences = describe_differences(self.settings, settings, rate_is_own=self._rate_is_own)
+        differences = describe_differences(self.settings, settings, rate_is_scripts=self._rate_is_scripts)
         for name in self.settings:
-            if not (self._rate_is_own and is_rate(name)):
+            if not (self._rate_is_scripts and is_rate(name)):
                 self.settings[name] = settings.get(name, self.settings[name])
         return differences
 
@@ -207,47 +214,12 @@ class Contents:
                 ) from None
 
 
-def _model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if missing := [name for name in here if name not in there]:
-        problems.append(f"it lacks {_first(missing)}")
-    if unknown := [name for name in there if name not in here]:
-        problems.append(f"it has {_first(unknown)}, which the model does not have")
-    for name, value in here.items():
-        saved = there.get(name)
-        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
-            continue
-        if value.shape != saved.shape:
-            problems.append(f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here")
-        elif value.dtype != saved.dtype:
-            problems.append(f"{name} is {saved.dtype} there and {value.dtype} here")
-    return problems
-
-
-def _optimizer_differences(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
-    if (name := type(optimizer).__name__) != saved["class"]:
-        return [f"is a {saved['class']} there and a {name} here"]
-    here, there = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, saved["state"]["param_groups"])
-    )
-    return [f"has {there} parameters per group there and {here} here"] if here != there else []
-
-
-def _tensors_per_parameter(optimizer: Optimizer) -> int:
-    """Return how many tensors of a parameter's size torch's common optimizers keep for each."""
+def _expected_bytes(optimizer: Optimizer) -> int:
+    """Return how many bytes of state torch's common optimizers keep, also before their first step has made it."""
     settings = optimizer.defaults
-    if "betas" in settings:
-        return 3 if settings.get("amsgrad") else 2
-    return 1 if settings.get("momentum") else 0
-
-
-def _parameter_bytes(optimizer: Optimizer) -> int:
-    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _first(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+    copies = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
+    size: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    return copies * size
 
 
 def _describe(resumed: Resumed, ranks: int) -> str:

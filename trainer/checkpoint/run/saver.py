@@ -70,7 +70,7 @@ class Saver:
         self._buffers, self._standby_buffers = (Buffers(keeps_parts=bool(storage.parts)) for _ in range(2))
         self._standby: dict[str, Any] | None = None
         self._written: Order | None = None
-        """The newest that this rank has committed, or written its part of."""
+        """The newest checkpoint that this rank has committed, or has written its part of."""
         self._has_checked = False
         # One thread for all: a new one for each snapshot would keep the training waiting until it runs. Python waits
         # for it, so that a script that ends lets it finish.
@@ -210,7 +210,7 @@ class Saver:
         return self._strategy.all_gather_object(random_state(self._strategy.world.device))
 
     def _begin(self, order: Order) -> bool:
-        """Return whether what was copied can be written, as far as this rank is to look; else there is an error."""
+        """Return whether this rank can write what was copied; if not, `error` says why."""
         if not self._storage.is_writer:
             return True
         try:
@@ -265,7 +265,9 @@ class Saver:
             self._write(name_of(*order), files, facts, alone_s)
             self._written, self.error = order, None
             if STATE in files:
-                self._prune(facts["best"])
+                valid = [path for path in find(self._folder) if path not in self._storage.damaged]
+                best = [self._folder / facts["best"][1]] if facts["best"] else []
+                prune(self._folder, [*valid[: self._config.keep], *self._named, *best])
         except TrainerError as error:
             self.error = error
         except Exception as error:  # such as a MemoryError: nobody else would be told of it
@@ -290,11 +292,6 @@ class Saver:
             timeout_s=alone_s or TIMEOUT_S,
         )
         self._has_checked = True
-
-    def _prune(self, best: tuple[float, str] | None) -> None:
-        valid = [path for path in find(self._folder) if path not in self._storage.damaged]
-        kept = [self._folder / best[1]] if best else []
-        prune(self._folder, [*valid[: self._config.keep], *self._named, *kept])
 
 
 def _make_pool() -> ThreadPoolExecutor:

@@ -67,7 +67,7 @@ class Storage:
         """Checkpoints in this rank's folder that `newest` has passed over."""
 
     def find_start(self, resume: str | Path) -> tuple[Committed | None, int]:
-        """Return the checkpoint that a run goes on from, on this host's disk, if any; and the number of this start.
+        """Return the checkpoint that a run goes on from, on this host's disk, or None; and the number of this start.
 
         Args:
             resume: as in `CheckpointConfig`.

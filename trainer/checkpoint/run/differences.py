@@ -1,7 +1,8 @@
-"""Settings that a script makes its optimizers and schedulers with, and what it makes the rest of the state of.
+"""Differences between a script and the checkpoint that it goes on from: models, optimizers, settings, other state.
 
-A checkpoint keeps them as they were in the script, because schedulers change an optimizer's learning rate and momentum,
-and many a state is empty until it is used: compared with those of the script that goes on, they tell what was edited.
+A checkpoint keeps settings as they were in the script, because schedulers change an optimizer's learning rate and
+momentum, and many a state is empty until it is used. Compared with those of the script that goes on, they tell what was
+edited.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 
 from trainer.loop.lr_schedule import MORE_STEPS
+from trainer.models.sharded import Scattered
 
 RATE = "lr"
 _LEFT_OUT = ("params", "param_names", "initial_lr", RATE)
@@ -29,7 +31,7 @@ _ENDS: tuple[tuple[type[LRScheduler], str, str], ...] = (
 
 
 def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the script has set, by the words in which it is told, as text."""
+    """Return the settings of optimizers and schedulers as text, by the names that warnings give them."""
     settings: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
@@ -51,19 +53,19 @@ def is_rate(setting: str) -> bool:
     return setting.split(" ", 1)[0] == RATE
 
 
-def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_own: bool) -> str:
+def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_scripts: bool) -> str:
     """Return in one line which settings of a script differ from a checkpoint's, and which count; "" if none does.
 
     Args:
         here: the script's.
         there: the checkpoint's.
-        rate_is_own: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
+        rate_is_scripts: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
     """
     parts, checkpoint_counts = [], False
     for name, value in here.items():
         if (saved := there.get(name, value)) == value:
             continue
-        if rate_is_own and is_rate(name):
+        if rate_is_scripts and is_rate(name):
             parts.append(f"{name} = {value} from the script (checkpoint: {saved})")
         else:
             parts.append(f"{name} = {saved} from the checkpoint (script: {value})")
@@ -117,6 +119,35 @@ def kind_differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any
             yield f"{key} of {what}, has shape {tuple(saved)} there and {tuple(shape)} here"
 
 
+def model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return in words how a model's state differs from a checkpoint's in names, shapes and types."""
+    problems = []
+    if missing := [name for name in here if name not in there]:
+        problems.append(f"it lacks {_first(missing)}")
+    if unknown := [name for name in there if name not in here]:
+        problems.append(f"it has {_first(unknown)}, which the model does not have")
+    for name, value in here.items():
+        saved = there.get(name)
+        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
+            continue
+        if value.shape != saved.shape:
+            problems.append(f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here")
+        elif value.dtype != saved.dtype:
+            problems.append(f"{name} is {saved.dtype} there and {value.dtype} here")
+    return problems
+
+
+def optimizer_differences(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+    """Return in words how an optimizer differs from a checkpoint's in class and number of parameters."""
+    if (name := type(optimizer).__name__) != saved["class"]:
+        return [f"is a {saved['class']} there and a {name} here"]
+    here, there = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, saved["state"]["param_groups"])
+    )
+    return [f"has {there} parameters per group there and {here} here"] if here != there else []
+
+
 def _class_of(value: Any) -> str:
     inner = [_class_of(scheduler) for scheduler in _inner(value)]
     return type(value).__name__ + (f" of {' and '.join(inner)}" if inner else "")
@@ -156,3 +187,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | str | None | Counter)
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
