@@ -18,7 +18,7 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
     problems = [f"{outcome.fault}, {outcome.detail}: {outcome.problems}" for outcome in outcomes if outcome.problems]
     assert not problems, "\n".join(problems)
     # Had the faults not reached the disk, every trial would find the new checkpoint.
-    found = Counter((outcome.fault, outcome.found) for outcome in outcomes)
+    found = Counter((outcome.fault, outcome.newest) for outcome in outcomes)
     at_calls = {fault for fault, _ in found if " call" in fault}
     assert len(at_calls) == 8
     assert all(found[fault, 2] >= 3 and found[fault, 3] >= 3 for fault in at_calls)

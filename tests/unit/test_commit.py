@@ -109,9 +109,9 @@ def damage(path: Path, change: str) -> None:
 def test_damage_is_named_once_and_an_older_one_is_taken(tmp_path: Path, file: str, problem: str) -> None:
     older, newer, bad = save(tmp_path, 1), save(tmp_path, 2), list[str]()
     damage(newer / file, problem)
-    found = newest(tmp_path, bad.append)
-    assert found is not None
-    assert found.path == older
+    checkpoint = newest(tmp_path, bad.append)
+    assert checkpoint is not None
+    assert checkpoint.path == older
     assert bad == [f"checkpoint {newer}: {file} {problem}"]
     # Training goes on from the older one, and comes to the damaged one's place again.
     save(tmp_path, 2)
@@ -144,9 +144,9 @@ def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypa
     prune(tmp_path, [older])
     listings = iter([[newer, older], [older]])
     monkeypatch.setattr("trainer.checkpoint.disk.committed.find", lambda folder: next(listings))
-    found = newest(tmp_path, never)
-    assert found is not None
-    assert found.path == older
+    checkpoint = newest(tmp_path, never)
+    assert checkpoint is not None
+    assert checkpoint.path == older
 
 
 def test_a_valid_checkpoint_is_never_replaced(tmp_path: Path) -> None:
