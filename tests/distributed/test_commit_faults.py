@@ -27,9 +27,9 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_table_counts_what_was_found() -> None:
     outcomes = [
-        Outcome(fault="killed", detail="", found=3),
-        Outcome(fault="killed", detail="", found=2),
-        Outcome(fault="killed", detail="", found=2),
-        Outcome(fault="killed", detail="", found=3, problems=["holds something else"]),
+        Outcome(fault="killed", detail="", newest=3),
+        Outcome(fault="killed", detail="", newest=2),
+        Outcome(fault="killed", detail="", newest=2),
+        Outcome(fault="killed", detail="", newest=3, problems=["holds something else"]),
     ]
     assert commit_faults.table(outcomes).splitlines()[2] == "| killed | 4 | 1 | 2 | 1 |"

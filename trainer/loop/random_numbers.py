@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,13 @@ from torch import Tensor
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.strategies.base import Strategy
+
+_SEED: Mapping[str, Callable[[int], object]] = {
+    "python": random.seed,
+    "numpy": lambda seed: np.random.seed(seed % 2**32),
+    "torch": torch.default_generator.manual_seed,
+    "cuda": torch.cuda.manual_seed,
+}
 
 
 def draw_apart(strategy: Strategy, seed: int) -> None:
@@ -31,7 +38,7 @@ def draw_apart(strategy: Strategy, seed: int) -> None:
     by_rank = strategy.all_gather_object(_digests(world.device))
     for name, state in by_rank[world.rank].items():
         if any(other.get(name) == state for other in by_rank[: world.rank]):
-            _seed(name, mix_seeds(seed, int(state[:15], 16), world.rank))
+            _SEED[name](mix_seeds(seed, int(state[:15], 16), world.rank))
 
 
 def warn_of_twins(strategy: Strategy, inputs: object) -> None:
@@ -75,17 +82,6 @@ def _digests(device: torch.device) -> dict[str, str]:
         name: hashlib.sha256(value.numpy().tobytes() if isinstance(value, Tensor) else value).hexdigest()
         for name, value in state.items()
     }
-
-
-def _seed(name: str, seed: int) -> None:
-    if name == "python":
-        random.seed(seed)
-    elif name == "numpy":
-        np.random.seed(seed % 2**32)
-    elif name == "torch":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.cuda.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -71,8 +71,7 @@ def commit(
     with _committing(folder, name, is_begun=is_begun) as place:
         with _stops_with_others() if others else nullcontext():
             entries = {file: write_file(place / file, write) for file, write in files.items()}
-        if others:
-            entries |= _collect(place, others, timeout_s)
+            entries |= _collect(place, others, timeout_s) if others else {}
         if check:
             check(place)
         return _seal(place, Manifest(name=name, facts=facts, files=entries))
@@ -291,7 +290,8 @@ def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str,
         timeout_s: seconds to wait without a new byte in the folder.
 
     Raises:
-        OthersFailedError: a rank has taken the folder away, or nothing more comes.
+        OthersFailedError: nothing more comes.
+        FileNotFoundError: a rank has taken the folder away.
         OSError: the folder cannot be read.
     """
     entries: dict[str, FileEntry] = {}
@@ -303,7 +303,7 @@ def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str,
         except FileNotFoundError:
             if place.exists():
                 continue  # a file was renamed between the two calls
-            raise OthersFailedError("another rank could not write its part") from None
+            raise
         for path in listed:
             if (match := _ANNOUNCED.fullmatch(path.name)) and match["file"] in files:
                 path.rename(place / match["file"])

@@ -7,7 +7,6 @@ whose files are what it says.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -15,14 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import DataError
 from trainer.watch.heartbeat import progress
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -140,10 +136,15 @@ def load(path: Path) -> Committed:
     """
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
-        with _naming(path, name):
-            problem = _difference(path / name, entry)
-        if problem:
-            raise DataError(f"checkpoint {path}: {name} {problem}")
+        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+            size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
+            if size != entry.size:
+                raise DataError(f"checkpoint {path}: {name} has {size:,} bytes instead of {entry.size:,}")
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                progress()  # a large file takes minutes
+        if digest.hexdigest() != entry.sha256:
+            raise DataError(f"checkpoint {path}: {name} is damaged: its hash is not the manifest's")
     return Committed(path=path, **vars(manifest))
 
 
@@ -165,23 +166,6 @@ def _naming(path: Path, name: str) -> Iterator[None]:
         raise DataError(f"checkpoint {path}: {name} is missing") from None
     except OSError as error:
         raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
-
-
-class _ReportedFile(io.FileIO):
-    """A file that reports progress as it is read, because a large one takes minutes."""
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        progress()
-        return super().readinto(buffer)
-
-
-def _difference(path: Path, entry: FileEntry) -> str:
-    with _ReportedFile(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != entry.size:
-            return f"has {size:,} bytes instead of {entry.size:,}"
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return "" if digest == entry.sha256 else "is damaged: its hash is not the manifest's"
 
 
 def newest(folder: Path, on_bad: Callable[[str], object]) -> Committed | None:

@@ -100,7 +100,7 @@ def kind_of(value: Any) -> dict[str, Any]:
     """Return what a state object is: its class, the names in its state, and the shapes of the tensors there."""
     state = {} if type(value) is dict else value.state_dict()  # a dict's names are data
     if not isinstance(state, Mapping):
-        return {"class": _class_of(value), "names": [], "shapes": {}}
+        state = {}
     # Private values come and go with PyTorch's versions.
     names = [str(name) for name, part in state.items() if isinstance(part, Tensor) or not str(name).startswith("_")]
     return {"class": _class_of(value), "names": names, "shapes": dict(_shapes(state, ""))}
