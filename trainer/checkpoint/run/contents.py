@@ -24,7 +24,7 @@ from trainer.checkpoint.run.differences import (
 from trainer.checkpoint.run.snapshot import count_bytes
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 from trainer.loop.lr_schedule import LearningRate
 from trainer.loop.updates import Updates
 from trainer.models.memory_format import align_state
@@ -124,10 +124,7 @@ class Contents:
             ConfigError: it does not fit the run; nothing was changed.
             TrainerError: it cannot be loaded.
         """
-        try:
-            saved = read_state(checkpoint.path, is_mapped=strategy.shards)
-        except Exception as error:
-            raise TrainerError(f"checkpoint {checkpoint.path} cannot be loaded as data ({error})") from None
+        saved = read_state(checkpoint.path, is_mapped=strategy.shards)
         if problems := self.differences(saved):
             raise ConfigError(
                 f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "

@@ -286,7 +286,7 @@ class Saver:
             writes,
             facts,
             # A checkpoint that cannot be loaded is found at the first one.
-            check=None if self._has_checked else _load_as_data,
+            check=None if self._has_checked else partial(read_state, is_mapped=True),
             is_begun=bool(self._others) and not alone_s,
             others=self._others,
             timeout_s=alone_s or TIMEOUT_S,
@@ -296,13 +296,6 @@ class Saver:
 
 def _make_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
-
-
-def _load_as_data(folder: Path) -> None:
-    try:
-        read_state(folder, is_mapped=True)
-    except Exception as error:
-        raise TrainerError(f"the checkpoint cannot be loaded as data ({error})") from None
 
 
 def _size(count: float) -> str:

@@ -56,8 +56,8 @@ class Buffers:
         if isinstance(value, Mapping):
             result: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
             result.update((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
-            if hasattr(value, "_metadata"):  # the versions that a module's state carries
-                result._metadata = OrderedDict(value._metadata)  # type: ignore[attr-defined]
+            if isinstance(result, OrderedDict) and (versions := getattr(value, "_metadata", None)) is not None:
+                result._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as a module's state has them
             return result
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             items = [self._copy(part, (*path, number), copied) for number, part in enumerate(value)]
@@ -66,9 +66,8 @@ class Buffers:
             return {self._copy(part, path, copied) for part in value}
         if isinstance(value, np.generic):  # a learning rate that NumPy has computed
             return value.item()
-        for kind in _PLAIN:
-            if type(value) is kind:
-                return value
+        if type(value) in _PLAIN:
+            return value
         raise TrainerError(
             f"{'.'.join(map(str, path))} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded "
             "again as data; valid are tensors, numbers, text, and lists and dicts of them"
