@@ -86,11 +86,11 @@ class Training:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def assert_equal(strategy: Strategy, found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_equal(strategy: Strategy, actual: list[Tensor], expected: list[Tensor]) -> None:
     # The sum of three floats depends on its order, and that on buckets and on which rank comes first.
     exact = strategy.world.size <= 2
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-13)
+    for weight, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-13)
 
 
 def interrupt(strategy: Strategy, folder: Path, stop_after: int, **options: Any) -> None:
@@ -189,7 +189,7 @@ def check_what_does_not_fit_is_told_on_every_rank(strategy: Strategy) -> None:
             run.checkpoints(folder)
         strategy.barrier()
         # Nothing was changed.
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        assert all(torch.equal(weight, other) for weight, other in zip(model.parameters(), before, strict=True))
         with pytest.raises(ConfigError, match="holds checkpoints, and resume is 'none'"):
             run.checkpoints(folder, resume="none")
         with pytest.raises(TrainerError, match=r"nowhere: manifest\.json is missing"):

@@ -62,9 +62,9 @@ def files_of(folder: Path) -> dict[str, int]:
     return {name: entry.size for name, entry in load(newest).files.items()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(one) == list(other)
-    for name, value in one.items():
+def assert_equal(actual: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(actual) == list(other)
+    for name, value in actual.items():
         torch.testing.assert_close(value, other[name], rtol=1e-11, atol=1e-12)
 
 
@@ -75,13 +75,13 @@ def check_each_rank_writes_its_part_and_keeps_no_more_in_memory(strategy: Strate
         training.train(1)
         files = files_of(folder)
         assert sorted(files) == [*(f"part-{rank:05d}.pt" for rank in range(ranks)), "state.pt"]
-        numbers = sum(one.numel() for one in make_transformer().parameters())
-        row = sum(one[:1].numel() for one in make_transformer().parameters())
+        numbers = sum(parameter.numel() for parameter in make_transformer().parameters())
+        row = sum(parameter[:1].numel() for parameter in make_transformer().parameters())
         each = 3 * 8 * (numbers / ranks + row)  # in float64, the weights and AdamW's two moments
         headers = 2000 * 3 * len(list(training.model.parameters()))
         assert max(size for name, size in files.items() if name != "state.pt") < each + headers
         assert files["state.pt"] < headers + 100_000  # the random states of all ranks
-        held = sum(one.nbytes for one in training.checkpoints._saver._buffers._buffers.values())
+        held = sum(buffer.nbytes for buffer in training.checkpoints._saver._buffers._buffers.values())
         assert held < each + 10_000
 
 
@@ -91,22 +91,22 @@ def check_parts_go_on_where_ranks_share_copies_otherwise(strategy: Strategy) -> 
     with shared_folder(strategy) as folder:
         expected = Training(strategy, folder / "whole").train(3)
         for over in {1, ranks, 2 if ranks % 2 == 0 else ranks}:
-            for epochs, one in ((1, over), (2, "all"), (3, over)):
-                training = Training(strategy, folder / str(over), one, seed=epochs)
+            for epochs, shard_over in ((1, over), (2, "all"), (3, over)):
+                training = Training(strategy, folder / str(over), shard_over, seed=epochs)
                 assert (training.checkpoints.resumed is None) == (epochs == 1)
-                found = training.train(epochs)
+                weights = training.train(epochs)
                 size = sum(files_of(folder / str(over)).values())
                 assert size < 1.2 * sum(files_of(folder / "whole").values())
-            assert_equal(found, expected)
+            assert_equal(weights, expected)
 
 
 def check_one_file_is_as_good_as_the_parts(strategy: Strategy) -> None:
     """The rank that writes has all of it then; `trainer merge` makes such a file of the parts."""
     with shared_folder(strategy) as folder:
         expected = Training(strategy, folder / "parts").train(1)
-        found = Training(strategy, folder / "one", files="one").train(1)
+        weights = Training(strategy, folder / "one", files="one").train(1)
         assert list(files_of(folder / "one")) == ["state.pt"]
-        assert_equal(found, expected)
+        assert_equal(weights, expected)
         states = []
         if strategy.world.is_root:
             merge(folder / "parts", folder / "merged.pt")

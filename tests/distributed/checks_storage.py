@@ -33,9 +33,9 @@ def save(folder: Path, attempt: int, update: int) -> None:
 
 def check_a_folder_that_hosts_share_has_one_writer(strategy: Strategy) -> None:
     with shared_folder(strategy) as folder, each_rank_a_host(strategy):
-        own = Storage(folder, strategy)
-        assert strategy.all_gather_object(own.is_writer) == [True] + [False] * (strategy.world.size - 1)
-        own.close()
+        storage = Storage(folder, strategy)
+        assert strategy.all_gather_object(storage.is_writer) == [True] + [False] * (strategy.world.size - 1)
+        storage.close()
 
 
 def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy: Strategy) -> None:
@@ -46,15 +46,15 @@ def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy
         save(folder, 1, 9) if rank == 0 else save(folder, 2, 5)
         if rank == last:
             save(folder, 2, 7)
-        own = Storage(folder, strategy)
-        assert own.is_writer
-        found = own.newest()
-        assert found is not None
+        storage = Storage(folder, strategy)
+        assert storage.is_writer
+        checkpoint = storage.newest()
+        assert checkpoint is not None
         expected = (2, 0, 7)
-        assert (found.path, found.order) == (folder / name_of(*expected), expected)
-        assert load(found.path).facts == {"update": expected[2]}
-        assert (found.path / "state.pt").read_bytes() == bytes([expected[2]]) + CONTENT
-        own.close()
+        assert (checkpoint.path, checkpoint.order) == (folder / name_of(*expected), expected)
+        assert load(checkpoint.path).facts == {"update": expected[2]}
+        assert (checkpoint.path / "state.pt").read_bytes() == bytes([expected[2]]) + CONTENT
+        storage.close()
 
 
 def check_a_host_whose_checkpoints_are_gone_gets_one(strategy: Strategy) -> None:
@@ -63,16 +63,16 @@ def check_a_host_whose_checkpoints_are_gone_gets_one(strategy: Strategy) -> None
         folder = parent / f"host-{rank}"
         if rank == strategy.world.size - 1:
             save(folder, 3, 4)
-        own = Storage(folder, strategy)
-        found = own.newest()
-        assert found is not None
+        storage = Storage(folder, strategy)
+        checkpoint = storage.newest()
+        assert checkpoint is not None
         assert [path.name for path in find(folder)] == [name_of(3, 0, 4)]
-        own.close()
+        storage.close()
         strategy.barrier()
         shutil.rmtree(folder)
-        own = Storage(folder, strategy)
-        assert own.newest() is None
-        own.close()
+        storage = Storage(folder, strategy)
+        assert storage.newest() is None
+        storage.close()
 
 
 def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> None:
@@ -84,11 +84,11 @@ def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> Non
         path = strategy.broadcast_object(elsewhere / name_of(1, 0, 3))
         if rank:
             path = elsewhere / path.name  # the same path on each host
-        own = Storage(parent / f"host-{rank}", strategy)
-        found = own.at(path)
-        assert load(found.path).facts == {"update": 3}
+        storage = Storage(parent / f"host-{rank}", strategy)
+        checkpoint = storage.at(path)
+        assert load(checkpoint.path).facts == {"update": 3}
         assert find(parent / f"host-{rank}") == []
-        own.close()
+        storage.close()
         with pytest.raises(TrainerError, match=r"manifest\.json is missing"):
             Storage(parent / f"host-{rank}", strategy).at(parent / "nowhere")
 
@@ -101,9 +101,9 @@ def check_a_copy_that_cannot_be_written_ends_all_ranks(strategy: Strategy) -> No
         folder = parent / f"host-{rank}"
         if rank == 0:
             save(folder, 1, 3)
-        own = Storage(folder, strategy)
+        storage = Storage(folder, strategy)
         if rank == last:
-            own.folder = Path("/proc/no-such-folder")
+            storage.folder = Path("/proc/no-such-folder")
         with pytest.raises(TrainerError, match=f"rank {last}.*no-such-folder"):
-            own.newest()
-        own.close()
+            storage.newest()
+        storage.close()

@@ -38,8 +38,8 @@ def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -
         assert (outcome.code == 0) == (how == "no"), outcome.output
         assert not outcome.timed_out
     assert "world size 1, 9 updates, attempt 4" in outcome.output
-    for one, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
 
 
 def test_any_number_of_ranks_goes_on_from_the_parts_that_others_have_written(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_any_number_of_ranks_goes_on_from_the_parts_that_others_have_written(tmp
             parts = [name for name in load(find(tmp_path)[0]).files if name.startswith("part-")]
             assert len(parts) == (ranks if strategy == "fsdp" else 0)
     assert "world size 3, 9 updates, attempt 4" in outcome.output
-    for one, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
 
 
 def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path: Path) -> None:

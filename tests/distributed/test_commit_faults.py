@@ -18,7 +18,7 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
     problems = [f"{outcome.fault}, {outcome.detail}: {outcome.problems}" for outcome in outcomes if outcome.problems]
     assert not problems, "\n".join(problems)
     # Had the faults not reached the disk, every trial would find the new checkpoint.
-    found = Counter((outcome.fault, outcome.found) for outcome in outcomes)
+    found = Counter((outcome.fault, outcome.newest) for outcome in outcomes)
     at_calls = {fault for fault, _ in found if " call" in fault}
     assert len(at_calls) == 8
     assert all(found[fault, 2] >= 3 and found[fault, 3] >= 3 for fault in at_calls)
@@ -27,9 +27,9 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_table_counts_what_was_found() -> None:
     outcomes = [
-        Outcome(fault="killed", detail="", found=3),
-        Outcome(fault="killed", detail="", found=2),
-        Outcome(fault="killed", detail="", found=2),
-        Outcome(fault="killed", detail="", found=3, problems=["holds something else"]),
+        Outcome(fault="killed", detail="", newest=3),
+        Outcome(fault="killed", detail="", newest=2),
+        Outcome(fault="killed", detail="", newest=2),
+        Outcome(fault="killed", detail="", newest=3, problems=["holds something else"]),
     ]
     assert commit_faults.table(outcomes).splitlines()[2] == "| killed | 4 | 1 | 2 | 1 |"

@@ -147,26 +147,26 @@ class Trials:
 
 def _problems_of_training(folder: Path, expected: Mapping[str, torch.Tensor]) -> list[str]:
     try:
-        found = lineage.problems(lineage.read(folder / LOG), EPOCHS, SAMPLES, UPDATES)
+        problems = lineage.problems(lineage.read(folder / LOG), EPOCHS, SAMPLES, UPDATES)
         weights = _weights(folder)
     except (OSError, ValueError) as error:
         return [f"the training cannot be judged: {error}"]
     if not all(torch.equal(weights[name], tensor) for name, tensor in expected.items()):
-        found.append("the weights are not those of a training without a fault")
-    return found
+        problems.append("the weights are not those of a training without a fault")
+    return problems
 
 
 def _problems_of_fault(plan: Plan, folder: Path, starts: Sequence[lineage.Start]) -> list[str]:
     if plan.fault != "disk full, then killed":
         return []
     output = (folder / "output").read_text(errors="replace")
-    found = [] if "earlier checkpoints are kept" in output else ["nothing was said of the full disk"]
+    problems = [] if "earlier checkpoints are kept" in output else ["nothing was said of the full disk"]
     resumed = starts[-1].resumed
     _, later = PREPARATIONS[plan.fault]
     # The last save before the end may still be going on when the disk is freed.
     if resumed is None or plan.update < int(resumed.rpartition("-")[2]) <= plan.update + later - SAVE_EVERY:
-        found.append(f"it went on from {resumed}, which the full disk had no room for")
-    return found
+        problems.append(f"it went on from {resumed}, which the full disk had no room for")
+    return problems
 
 
 def _weights(folder: Path) -> Mapping[str, torch.Tensor]:

@@ -57,14 +57,14 @@ def problems(starts: Sequence[Start], epochs: int, samples: int, updates: int) -
             if number not in start.updates:
                 return [f"update {number} of attempt {start.attempt} was saved, and no rank has logged it"]
             lineage += start.updates[number]
-    found = []
+    wrong = []
     for epoch in range(epochs):
         taken = Counter(sample for line in lineage if line["epoch"] == epoch for sample in line["samples"])
         missing = sorted(set(range(samples)) - taken.keys())
         twice = sorted(sample for sample, times in taken.items() if times > 1)
         if missing or twice:
-            found.append(f"epoch {epoch}: samples {missing} were never trained, {twice} more than once")
-    return found
+            wrong.append(f"epoch {epoch}: samples {missing} were never trained, {twice} more than once")
+    return wrong
 
 
 def _chain(starts: Sequence[Start], last: int) -> list[tuple[Start, int, int]]:

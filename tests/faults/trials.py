@@ -68,13 +68,13 @@ class Outcome:
     fault: str
     """The kind of fault: a line in the table."""
     detail: str
-    found: int | None = None
+    newest: int | None = None
     """The number of the newest valid checkpoint afterwards."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def is_new(self) -> bool:
-        return self.found == _NEW
+        return self.newest == _NEW
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,12 @@ class Trials:
     def _check(self, outcome: Outcome, allowed: set[int], kept: set[int], damaged: Path | None = None) -> None:
         """Check which checkpoint is the newest, that nothing else was touched, and that training can go on."""
         bad: list[str] = []
-        found = newest(self._folder, bad.append)
-        outcome.found = found.facts["number"] if found else None
-        if found is None or outcome.found not in allowed:
-            outcome.problems.append(f"the newest is {outcome.found} and not one of {sorted(allowed)}")
-        elif not is_saved(found, outcome.found):
-            outcome.problems.append(f"{found.path.name} holds something else")
+        checkpoint = newest(self._folder, bad.append)
+        outcome.newest = checkpoint.facts["number"] if checkpoint else None
+        if checkpoint is None or outcome.newest not in allowed:
+            outcome.problems.append(f"the newest is {outcome.newest} and not one of {sorted(allowed)}")
+        elif not is_saved(checkpoint, outcome.newest):
+            outcome.problems.append(f"{checkpoint.path.name} holds something else")
         if len(bad) != bool(damaged) or (damaged and not _names(bad[0], damaged)):
             outcome.problems.append(f"named as damaged: {bad}")
         visible = {path.name for path in find(self._folder)}
@@ -236,8 +236,8 @@ class Trials:
             self._check_next(outcome)
 
     def _check_next(self, outcome: Outcome) -> None:
-        assert outcome.found
-        numbers = (outcome.found, outcome.found + 1)
+        assert outcome.newest
+        numbers = (outcome.newest, outcome.newest + 1)
         remove_partial(self._folder)
         save(self._folder, numbers[1])
         _prune(self._folder)

@@ -37,10 +37,10 @@ def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: t
 
 def saved(folder: Path) -> list[tuple[int, int, list[int]]]:
     """Return epoch, updates and the loaders' positions of each checkpoint, oldest first."""
-    for one in made:
-        one._saver.wait()
-    facts = [load(path).facts for path in reversed(find(folder))]
-    return [(one["epoch"], one["updates"], one["taken"]) for one in facts]
+    for checkpoints in made:
+        checkpoints._saver.wait()
+    manifests = [load(path).facts for path in reversed(find(folder))]
+    return [(manifest["epoch"], manifest["updates"], manifest["taken"]) for manifest in manifests]
 
 
 def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 2, samples: int = 6) -> None:

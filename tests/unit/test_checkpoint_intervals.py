@@ -12,9 +12,15 @@ from trainer.strategies.single import SingleStrategy
 
 @pytest.mark.parametrize(
     ("text", "option"),
-    [("30s", {"every_s": 30.0}), ("1.5 s", {"every_s": 1.5}), ("200", {"every_updates": 200}),
-     ("200updates", {"every_updates": 200}), ("1epoch", {"every_epochs": 1}), ("2 epochs", {"every_epochs": 2})],
-)  # fmt: skip
+    [
+        ("30s", {"every_s": 30.0}),
+        ("1.5 s", {"every_s": 1.5}),
+        ("200", {"every_updates": 200}),
+        ("200updates", {"every_updates": 200}),
+        ("1epoch", {"every_epochs": 1}),
+        ("2 epochs", {"every_epochs": 2}),
+    ],
+)
 def test_intervals_are_read(text: str, option: dict[str, float]) -> None:
     assert parse_interval(text) == option
 

@@ -44,9 +44,9 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         f"assert not FolderLock(Path({str(tmp_path)!r}), 'job').acquire(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    own = FolderLock(tmp_path, "another")
-    assert own.acquire() == ""
-    assert own.is_held
+    folder_lock = FolderLock(tmp_path, "another")
+    assert folder_lock.acquire() == ""
+    assert folder_lock.is_held
 
 
 def test_a_file_system_without_locks_tells_jobs_apart_by_the_file(

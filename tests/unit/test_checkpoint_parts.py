@@ -21,7 +21,7 @@ from trainer.checkpoint.disk.committed import find, load, name_of
 from trainer.checkpoint.disk.merge import merge
 from trainer.checkpoint.disk.state_files import STATE, part_name, read_state
 from trainer.cli import main
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import Part, Scattered, shard_as
 
 PARTS = [part_name(rank) for rank in (0, 1)]
@@ -45,8 +45,8 @@ def test_the_checkpoint_has_all_ranks_files_whoever_is_first(tmp_path: Path) -> 
         begin(tmp_path, name)
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(contribute, tmp_path, name, "b", writing(b"22", partial(time.sleep, second_s)))
-            own = {"a": writing(b"1", partial(time.sleep, first_s))}
-            committed = commit(tmp_path, name, own, {}, is_begun=True, others=["b"])
+            files = {"a": writing(b"1", partial(time.sleep, first_s))}
+            committed = commit(tmp_path, name, files, {}, is_begun=True, others=["b"])
             other.result()
         assert {file: entry.size for file, entry in load(committed.path).files.items()} == {"a": 1, "b": 2}
         assert names(committed.path) == ["a", "b", "manifest.json"]
@@ -113,9 +113,9 @@ def test_a_box_is_read_from_all_parts_that_it_touches(offset: tuple[int, int], s
 
 def test_containers_are_made_whole_with_what_they_hold_beside_tensors() -> None:
     scalar = Scattered(torch.Size(), torch.int64, [Part((), torch.tensor(7))])
-    found = shard_as({"a": [scattered(), "text"], "b": (scalar, torch.Size([2]))}, None)
-    assert torch.equal(found["a"][0], torch.arange(12.0).view(4, 3))
-    assert (found["a"][1], int(found["b"][0]), found["b"][1]) == ("text", 7, torch.Size([2]))
+    whole = shard_as({"a": [scattered(), "text"], "b": (scalar, torch.Size([2]))}, None)
+    assert torch.equal(whole["a"][0], torch.arange(12.0).view(4, 3))
+    assert (whole["a"][1], int(whole["b"][0]), whole["b"][1]) == ("text", 7, torch.Size([2]))
 
 
 def test_what_is_read_is_a_copy_in_the_same_memory_format() -> None:
@@ -128,7 +128,7 @@ def test_what_is_read_is_a_copy_in_the_same_memory_format() -> None:
 def save_parts(folder: Path, *parts: dict[Any, Any]) -> Path:
     state = {"models": [{"weight": torch.empty(4, 3, device="meta"), "mean": torch.ones(2)}]}
     files = {STATE: state, **dict(zip(PARTS, parts, strict=False))}
-    return commit(folder, NAME, {name: partial(torch.save, one) for name, one in files.items()}, {}).path
+    return commit(folder, NAME, {name: partial(torch.save, content) for name, content in files.items()}, {}).path
 
 
 def rows(begin: int, end: int) -> dict[Any, Any]:
@@ -143,7 +143,7 @@ def test_a_state_in_parts_is_read_from_all_of_them(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"9 of the 12 values of models\.0\.weight are in its files"):
+    with pytest.raises(TrainerError, match=r"as data \(9 of the 12 values of models\.0\.weight are in its files"):
         read_state(save_parts(tmp_path, rows(0, 3)))
 
 

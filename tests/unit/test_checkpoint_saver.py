@@ -19,12 +19,12 @@ from trainer.strategies.single import SingleStrategy
 
 
 def make(folder: Path) -> Saver:
-    return Saver(CheckpointConfig(folder=folder, keep=2), Storage(folder, SingleStrategy(World())), 1, {})
+    strategy = SingleStrategy(World())
+    return Saver(CheckpointConfig(folder=folder, keep=2), Storage(folder, strategy), strategy, 1, {})
 
 
 def save(saver: Saver, **state: Any) -> None:
-    snapshot = {"epoch": 0, "updates": 3, "loaders": [], **state}
-    saver.save((0, 3), snapshot)
+    saver.save({"epoch": 0, "updates": 3, "loaders": [], **state})
 
 
 def test_what_is_committed_already_is_no_error_when_it_is_asked_for_again(tmp_path: Path) -> None:
@@ -34,7 +34,8 @@ def test_what_is_committed_already_is_no_error_when_it_is_asked_for_again(tmp_pa
         saver.wait()
         assert saver.error is None
         saver.close()
-        saver.forget_error()  # another host could not write it
+        saver.error = TrainerError("another host could not write it")
+        assert saver.take_problem()
     (path,) = find(tmp_path)
     assert read_state(path)["weight"].tolist() == [1.0, 1.0]
     assert len(saver.seconds) == 1
@@ -59,9 +60,14 @@ def test_two_threads_may_wait_for_the_same_commit(tmp_path: Path, monkeypatch: p
     saver.close()
 
 
-def test_an_error_that_is_not_ours_is_told_as_well(tmp_path: Path) -> None:
+def test_an_error_that_is_not_ours_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make(tmp_path)
-    save(saver, value=threading.Lock())
+
+    def fail(*_: object) -> None:
+        raise TypeError
+
+    monkeypatch.setattr(torch, "save", fail)
+    save(saver)
     saver.wait()
     assert isinstance(saver.error, TrainerError)
     assert "the checkpoint cannot be written: TypeError" in str(saver.error)

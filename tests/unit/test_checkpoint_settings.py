@@ -52,17 +52,19 @@ def train(
 ) -> tuple[list[float], Checkpoints]:
     """Go on to so many epochs; return the learning rate of each update."""
     run, model = init("single"), nn.Linear(2, 1)
-    model, own = run.prepare(model, optimizer(model.parameters(), **{"lr": 0.1, "weight_decay": 0.0, **options}))
-    one = schedule(own)
-    made.append(run.checkpoints(folder, every_epochs=1, state={"schedule": one, "history": (history := History())}))
+    model, prepared = run.prepare(model, optimizer(model.parameters(), **{"lr": 0.1, "weight_decay": 0.0, **options}))
+    scheduler = schedule(prepared)
+    made.append(
+        run.checkpoints(folder, every_epochs=1, state={"schedule": scheduler, "history": (history := History())})
+    )
     loader, rates = run.loader(numbered(samples), 2), []
     for _ in run.epochs(epochs):
         for inputs, _ in loader:
-            rates.append(own.param_groups[0]["lr"])
+            rates.append(prepared.param_groups[0]["lr"])
             history.values[str(len(history.values))] = torch.tensor(rates)
-            step(run, model, own, inputs)
-            if isinstance(one, lr_scheduler.LRScheduler):
-                one.step(1.0) if isinstance(one, lr_scheduler.ReduceLROnPlateau) else one.step()
+            step(run, model, prepared, inputs)
+            if isinstance(scheduler, lr_scheduler.LRScheduler):
+                scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
     made[-1].close()
     return rates, made.pop()
 
@@ -88,7 +90,9 @@ def by_function(steps: int) -> Make:
 
 
 def in_a_row(*kinds: type) -> Make:
-    return lambda one: lr_scheduler.SequentialLR(one, [kind(one, 4) for kind in kinds], milestones=[2])
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [kind(optimizer, 4) for kind in kinds], milestones=[2]
+    )
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
@@ -122,7 +126,7 @@ def test_an_edited_rate_is_told_as_the_script_has_it_before_its_warm_up(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for epochs, rate in ((1, 0.1), (2, 0.3)):
-        train(tmp_path, lambda one: lr_scheduler.LinearLR(one, 0.1), epochs, lr=rate)
+        train(tmp_path, lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1), epochs, lr=rate)
     (line,) = said(capfd)
     assert "what counts: lr = 0.1 from the checkpoint (script: 0.3); to change" in line
 
@@ -130,7 +134,11 @@ def test_an_edited_rate_is_told_as_the_script_has_it_before_its_warm_up(
 @pytest.mark.parametrize(
     ("first", "then", "told"),
     [
-        (cosine(9), lambda one: lr_scheduler.StepLR(one, 9), "is a CosineAnnealingLR there and a StepLR here"),
+        (
+            cosine(9),
+            lambda optimizer: lr_scheduler.StepLR(optimizer, 9),
+            "is a CosineAnnealingLR there and a StepLR here",
+        ),
         (
             in_a_row(lr_scheduler.StepLR, lr_scheduler.StepLR),
             in_a_row(lr_scheduler.StepLR, lr_scheduler.CosineAnnealingLR),
@@ -147,7 +155,7 @@ def test_an_edited_rate_is_told_as_the_script_has_it_before_its_warm_up(
         ),
         (lambda _: nn.BatchNorm1d(2), lambda _: nn.BatchNorm1d(2, affine=False), "has 'weight' there and not here"),
     ],
-)  # fmt: skip
+)
 def test_another_object_under_a_name_is_refused(first: Make, then: Make, told: str, tmp_path: Path) -> None:
     train(tmp_path, first, 1)
     with pytest.raises(ConfigError) as error:
@@ -162,11 +170,13 @@ def test_another_object_under_a_name_is_refused(first: Make, then: Make, told: s
     [
         (cosine(UPDATES), "steps of its CosineAnnealingLR (T_max), and the learning rate rises again"),
         (
-            lambda one: lr_scheduler.PolynomialLR(one, UPDATES),
+            lambda optimizer: lr_scheduler.PolynomialLR(optimizer, UPDATES),
             "steps of its PolynomialLR (total_iters), and the learning rate stays 0",
         ),
         (
-            lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.CosineAnnealingLR(one, UPDATES)], []),
+            lambda optimizer: lr_scheduler.SequentialLR(
+                optimizer, [lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)], []
+            ),
             "steps of its CosineAnnealingLR (T_max), and the learning rate rises again",
         ),
     ],
@@ -214,7 +224,7 @@ def test_another_dataset_says_what_to_do(tmp_path: Path) -> None:
 def test_a_checkpoint_without_settings_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As versions before have written them."""
     state = Contents.state
-    monkeypatch.setattr(Contents, "state", lambda own: without(state(own), "settings", "kinds"))
+    monkeypatch.setattr(Contents, "state", lambda contents: without(state(contents), "settings", "kinds"))
     train(tmp_path, cosine(9), 1)
     monkeypatch.undo()
     rates, _ = train(tmp_path, cosine(9), 2, lr=0.3)

@@ -228,22 +228,22 @@ def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, mo
         paths = (checkpoints.newest_path, checkpoints.best_path)
         return [load(path).facts["updates"] if path is not None else 0 for path in paths]
 
-    found = []
+    committed = []
     for scores in ([0.5, 0.2, 0.9], [0.1, 0.0]):
         run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="min", keep=1)
         loader = run.loader(numbered(6), 2)
-        found.append(places(checkpoints))
+        committed.append(places(checkpoints))
         for _ in run.epochs(3 if checkpoints.resumed is None else 5):
             for inputs, _ in loader:
                 step(run, model, optimizer, inputs)
-            if len(found) == 6:  # the last one would be the best, and is not written
+            if len(committed) == 6:  # the last one would be the best, and is not written
                 full(tmp_path, 1000, monkeypatch)
             checkpoints.rate(scores.pop(0))
             with suppress(TrainerError):
                 checkpoints.save()
-            found.append(places(checkpoints))
+            committed.append(places(checkpoints))
         made.pop().close()
-    assert found == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
+    assert committed == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
 
 
 def test_the_best_is_the_one_before_until_the_next_is_committed(

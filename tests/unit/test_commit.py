@@ -1,21 +1,23 @@
-"""Checkpoint folders: committed or not there."""
+"""Checkpoint folders: committed or not there, whatever fails, and copied to another host."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.checkpoints import FILES, NAME, Writer, names, never, save, writers
+from tests.unit.checkpoints import FILES, NAME, Writer, failing_at, names, never, save, writers
 from trainer.checkpoint.disk import durable
-from trainer.checkpoint.disk.commit import commit, prune, remove_partial
-from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest, order_of
+from trainer.checkpoint.disk.commit import commit, prune, receive, remove_partial
+from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest, order_of, send
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import DataError, TrainerError
 
@@ -50,6 +52,7 @@ def test_a_name_gives_its_numbers_back(numbers: tuple[int, int, int]) -> None:
         "attempt-0001-epoch-0001-update-00000001.old",
         ".attempt-0001-epoch-0001-update-00000001",
         "attempt-٠٠٠١-epoch-0001-update-00000001",
+        "attempt-0001-epoch--001-update-00000001",  # name_of makes it of a negative number
         "latest",
     ],
 )
@@ -59,11 +62,6 @@ def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no name of a checkpoint"):
         commit(tmp_path, name, {}, {})
     assert names(tmp_path) == [name]
-
-
-def test_negative_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        name_of(1, -1, 0)
 
 
 def test_the_newest_goes_by_numbers_not_by_text(tmp_path: Path) -> None:
@@ -113,9 +111,9 @@ def damage(path: Path, change: str) -> None:
 def test_damage_is_named_once_and_an_older_one_is_taken(tmp_path: Path, file: str, problem: str) -> None:
     older, newer, bad = save(tmp_path, 1), save(tmp_path, 2), list[str]()
     damage(newer / file, problem)
-    found = newest(tmp_path, bad.append)
-    assert found is not None
-    assert found.path == older
+    checkpoint = newest(tmp_path, bad.append)
+    assert checkpoint is not None
+    assert checkpoint.path == older
     assert bad == [f"checkpoint {newer}: {file} {problem}"]
     # Training goes on from the older one, and comes to the damaged one's place again.
     save(tmp_path, 2)
@@ -148,9 +146,9 @@ def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypa
     prune(tmp_path, [older])
     listings = iter([[newer, older], [older]])
     monkeypatch.setattr("trainer.checkpoint.disk.committed.find", lambda folder: next(listings))
-    found = newest(tmp_path, never)
-    assert found is not None
-    assert found.path == older
+    checkpoint = newest(tmp_path, never)
+    assert checkpoint is not None
+    assert checkpoint.path == older
 
 
 def test_a_valid_checkpoint_is_never_replaced(tmp_path: Path) -> None:
@@ -239,3 +237,181 @@ def test_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         durable.make_folder(tmp_path / "runs" / "checkpoints")
     assert synced == [tmp_path, tmp_path / "runs"]
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commit(tmp_path, NAME, {**writers(), "last": fail}, {})
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = save(tmp_path, 1)
+    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
+    with pytest.raises(TrainerError) as caught:
+        save(tmp_path, 2)
+    size = sum(file.stat().st_size for file in earlier.iterdir())
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint {tmp_path}/attempt-0001-epoch-0001-update-00000002 cannot be written: ")
+    assert "loader.json: No space left on device; 3,000,000 bytes of it were written; " in text
+    assert text.endswith(f" were free; {earlier.name} takes {size:,}")
+    assert "\n" not in text
+    assert names(tmp_path) == [earlier.name]
+    save(tmp_path, 2)
+
+
+def test_a_quota_has_no_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 0, errno.EDQUOT)
+    with pytest.raises(TrainerError, match=r"weights\.pt: Disk quota exceeded; 0 bytes of it were written$"):
+        save(tmp_path, 1)
+
+
+@pytest.mark.parametrize("failed", range(6))
+def test_a_sync_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
+    earlier = save(tmp_path, 1)
+    failing_at(monkeypatch, "fsync", failed, errno.EIO)  # four files, the partial folder, its parent
+    with pytest.raises(TrainerError, match=r"cannot be written: \S+: Input/output error$"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == [earlier.name]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("checkpoints").mkdir()
+    failing_at(monkeypatch, "fsync", 4, errno.EINVAL, errno.EINVAL)
+    path = save(tmp_path / "checkpoints", 1)
+    failing_at(monkeypatch, "fsync", 0, errno.EINVAL)
+    prune(path.parent, [])
+    assert names(path.parent) == []
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0])
+def test_short_writes_are_completed_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    write, calls = os.write, list[int]()
+
+    def short(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        return write(descriptor, data[: int(share * len(data))]) if len(calls) < 4 else write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", short)
+    if share:
+        assert (save(tmp_path, 1) / "weights.pt").read_bytes() == FILES["weights.pt"]
+        assert len(calls) > len(FILES)
+    else:
+        with pytest.raises(TrainerError, match=r"weights\.pt: the file system takes no more bytes$"):
+            save(tmp_path, 1)
+        assert names(tmp_path) == []
+
+
+def test_a_file_that_is_shorter_than_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]) + 1)
+    with pytest.raises(TrainerError, match=r"weights\.pt: it has 2,999,999 bytes after 3,000,000 were written$"):
+        save(tmp_path, 1)
+
+
+def test_an_interrupted_removal_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    with monkeypatch.context() as broken:
+        failing_at(broken, "unlink", 1, errno.EIO)
+        with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: Input/output error$"):
+            prune(tmp_path, [newer])
+    assert find(tmp_path) == [newer]
+    assert len(names(tmp_path)) == 2
+    save(tmp_path, 1)
+    prune(tmp_path, [newer])  # the same name again
+    assert names(tmp_path) == [newer.name]
+    assert not older.exists()
+
+
+def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 1, errno.ENOSPC)
+    with pytest.raises(TrainerError, match=r"model\.pt: No space left on device"):
+        commit(tmp_path, NAME, {"model.pt": lambda file: torch.save(torch.randn(1_000_000), file)}, {})
+    assert names(tmp_path) == []
+
+
+def test_a_writer_cannot_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, "write", 0, errno.EIO)
+    files, refused = list[BinaryIO](), list[OSError]()
+
+    def careless(file: BinaryIO) -> None:
+        files.append(file)
+        for _ in range(3):
+            try:
+                file.write(b"1" * 5_000_000)
+            except OSError as error:
+                refused.append(error)
+
+    with pytest.raises(TrainerError, match="Input/output error"):
+        commit(tmp_path, NAME, {"careless": careless}, {})
+    assert len(refused) == 3
+    assert files[0].closed
+    assert names(tmp_path) == []
+
+
+def test_an_old_one_loses_no_file_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    failing_at(monkeypatch, "fsync", 0, errno.EIO)
+    with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: \S+: Input/output error$"):
+        prune(tmp_path, [])
+    assert find(tmp_path) == []
+    assert names(tmp_path / f".{path.name}.removed") == ["empty", "loader.json", "manifest.json", "weights.pt"]
+
+
+def test_a_copy_arrives_with_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.disk.committed._CHUNK_BYTES", 1_000_000)
+    sent = commit(tmp_path / "a", NAME, writers(), {"samples": 7})
+    chunks = list(send(sent.path))
+    assert [len(chunk) for chunk in chunks[1:]] == [1_000_000] * 3 + [2]
+    received = receive(tmp_path / "b", chunks)
+    assert received.path == tmp_path / "b" / NAME
+    assert newest(tmp_path / "b", never) == received
+    assert {name: (received.path / name).read_bytes() for name in names(sent.path)} == {
+        name: (sent.path / name).read_bytes() for name in names(sent.path)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda chunks: [], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
+        (lambda chunks: chunks[1:], "a checkpoint did not arrive as it was sent: manifest.json is damaged"),
+        (lambda chunks: chunks[:1], f"checkpoint {NAME}: weights.pt did not arrive as it was sent"),
+        (lambda chunks: chunks[:-1], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+        (lambda chunks: [*chunks[:-1], b"[]"], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+        (lambda chunks: [*chunks[:-1], b"{} "], f"checkpoint {NAME}: loader.json did not arrive as it was sent"),
+    ],
+)
+def test_a_copy_that_did_not_arrive_is_not_there(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
+) -> None:
+    chunks = change(list(send(commit(tmp_path / "a", NAME, writers(), {}).path)))
+    with pytest.raises(DataError) as caught:
+        receive(tmp_path / "b", chunks)
+    assert str(caught.value) == message
+    assert not (tmp_path / "b").exists() or names(tmp_path / "b") == []
+
+
+def test_a_file_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "loader.json").unlink()
+    with pytest.raises(DataError, match=r"loader\.json is missing$"):
+        list(send(path))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(name=NAME, facts={}, files={"../stolen": FileEntry(size=1, sha256="")}),
+        Manifest(name="../stolen", facts={}, files={}),
+        Manifest(name=NAME, facts={}, files={"a": FileEntry(size="1", sha256="")}),  # type: ignore[arg-type]
+    ],
+)
+def test_a_manifest_that_was_sent_is_not_trusted(tmp_path: Path, manifest: Manifest) -> None:
+    with pytest.raises(DataError, match=r"^a checkpoint did not arrive as it was sent: "):
+        receive(tmp_path / "b", [manifest.to_bytes(), b"1"])
+    assert names(tmp_path) == []

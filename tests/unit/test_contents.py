@@ -57,7 +57,7 @@ def make(
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
-    return sgd([{"params": [one]} for one in parameters])
+    return sgd([{"params": [parameter]} for parameter in parameters])
 
 
 class Scaler:
@@ -97,12 +97,12 @@ def test_what_keeps_a_checkpoint_from_being_loaded_is_told(there: dict[str, Any]
 
 
 def test_what_a_checkpoint_is_without_is_told() -> None:
-    found = make()[0].state()
-    own = make(scaler=Scaler(), totals={})[0]
-    assert own.differences(found) == ["it has no state 'totals'", "it was made without precision fp16"]
-    found["models"] *= 2
-    found["optimizers"] = []
-    problems = make()[0].differences(found)
+    saved = make()[0].state()
+    contents = make(scaler=Scaler(), totals={})[0]
+    assert contents.differences(saved) == ["it has no state 'totals'", "it was made without precision fp16"]
+    saved["models"] *= 2
+    saved["optimizers"] = []
+    problems = make()[0].differences(saved)
     assert problems == ["it has 2 models, and 1 were prepared", "it has 0 optimizers, and 1 were prepared"]
 
 
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_is_without_is_told() -> None:
     ],
 )
 def test_bytes_are_known_before_the_first_step(optimizer: Callable[[Any], Any], copies: int) -> None:
-    contents, prepared = make(optimizer=optimizer, own={"average": torch.zeros(5)})
+    contents, prepared = make(optimizer=optimizer, mine={"average": torch.zeros(5)})
     assert contents.bytes() == (1 + copies) * PARAMETERS + 20
     (model,), (made,) = prepared.models, prepared.optimizers
     model(torch.ones(1, 2)).sum().backward()
@@ -130,8 +130,8 @@ def test_bytes_of_a_state_that_is_made_with_the_optimizer_are_counted() -> None:
 
 
 def test_a_value_that_cannot_be_loaded_is_told_before_the_first_step() -> None:
-    with pytest.raises(TrainerError, match=r"objects\.own\.what of the checkpoint's state is a object"):
-        make(own={"what": object()})[0].bytes()
+    with pytest.raises(TrainerError, match=r"objects\.mine\.what of the checkpoint's state is a object"):
+        make(mine={"what": object()})[0].bytes()
 
 
 def test_steps_are_finished_and_weights_settled_before_the_state_is_read() -> None:
@@ -144,24 +144,24 @@ def test_everything_is_given_back() -> None:
     scaler, totals = Scaler(), {"seen": 1, "since": 2}
     contents, prepared = make(scaler=scaler, totals=totals, layer=nn.Linear(1, 1))
     scaler.scale = 8.0
-    found = contents.state()
-    found["objects"]["totals"] = {"seen": 5}
+    saved = contents.state()
+    saved["objects"]["totals"] = {"seen": 5}
     other, there = make(scaler=Scaler(), totals=totals, layer=nn.Linear(1, 1))
-    other.load(found)
+    other.load(saved)
     assert there.scaler.scale == 8.0
     assert totals == {"seen": 5}  # what the checkpoint does not have is gone
     assert torch.equal(next(iter(there.models)).weight, next(iter(prepared.models)).weight)
     assert torch.equal(other.objects["layer"].weight, contents.objects["layer"].weight)
     (synchronizer,) = there.models.values()
-    del found["synchronizers"]  # as in an older checkpoint
-    other.load(found)
+    del saved["synchronizers"]  # as in an older checkpoint
+    other.load(saved)
     assert synchronizer.loaded == [{"kind": "noted"}, {}]
 
 
 def test_what_was_prepared_and_what_cannot_be_loaded_is_refused() -> None:
     _, prepared = make()
-    for one in (*prepared.models, *prepared.optimizers):
+    for held in (*prepared.models, *prepared.optimizers):
         with pytest.raises(ConfigError, match="state 'mine' was prepared, and is kept by itself; leave it out"):
-            Contents(prepared, {"mine": one})
+            Contents(prepared, {"mine": held})
     with pytest.raises(ConfigError, match="state 'mine' is a SimpleNamespace; valid are a dict, and objects with"):
         Contents(prepared, {"mine": SimpleNamespace(state_dict=dict)})

@@ -33,9 +33,9 @@ def run(save_alone: str = "False", before: str = "", after: str = "time.sleep(30
 
 @pytest.fixture
 def preemption() -> Iterator[Preemption]:
-    one = Preemption(lambda: False, grace_s=60)
-    yield one
-    one.close()
+    preemption = Preemption(lambda: False, grace_s=60)
+    yield preemption
+    preemption.close()
 
 
 def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) -> None:
@@ -48,21 +48,21 @@ def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) ->
 def test_the_status_file_has_the_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr("trainer.checkpoint.run.preemption.report_signal", told.append)
-    one = Preemption(lambda: False, grace_s=60)
+    preemption = Preemption(lambda: False, grace_s=60)
     os.kill(os.getpid(), signal.SIGTERM)
     deadline = time.monotonic() + 10
     while not told and time.monotonic() < deadline:
         time.sleep(0.01)
-    one.close()
+    preemption.close()
     assert told == [signal.SIGTERM]
 
 
 def test_afterwards_signals_are_handled_as_before() -> None:
     earlier = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
-    one = Preemption(lambda: False, grace_s=60)
+    preemption = Preemption(lambda: False, grace_s=60)
     assert signal.getsignal(signal.SIGTERM) != earlier[0]
-    one.close()
-    one.close()
+    preemption.close()
+    preemption.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == earlier
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -70,10 +70,10 @@ def test_afterwards_signals_are_handled_as_before() -> None:
 def test_a_signal_that_was_ignored_before_is_noted() -> None:
     # As in the ranks of trainer submit, which ignore it from their start on.
     earlier = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    one = Preemption(lambda: False, grace_s=60)
+    preemption = Preemption(lambda: False, grace_s=60)
     os.kill(os.getpid(), signal.SIGUSR2)
-    one.close()
-    assert one.received is signal.SIGUSR2
+    preemption.close()
+    assert preemption.received is signal.SIGUSR2
     assert signal.signal(signal.SIGUSR2, earlier) == signal.SIG_IGN
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.run.snapshot import Buffers, count_bytes, random_state, set_random_state
+from trainer.checkpoint.run.snapshot import Buffers, count_bytes
+from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,9 @@ def test_views_of_the_same_memory_are_copied_each_as_it_is() -> None:
     weight = torch.arange(4.0).view(2, 2)
     state = {"whole": weight, "transposed": weight.t(), "row": weight[:1], "bits": weight.view(torch.int32)}
     copied = Buffers().copy(state)
-    assert all(torch.equal(copied[name], one) and copied[name].dtype == one.dtype for name, one in state.items())
+    assert all(
+        torch.equal(copied[name], tensor) and copied[name].dtype == tensor.dtype for name, tensor in state.items()
+    )
 
 
 def test_a_sparse_tensor_is_copied_as_well() -> None:

@@ -58,11 +58,11 @@ def contents(ranks: Ranks, folders: list[Path]) -> list[str]:
 
     def newest(rank: int) -> Committed | None:
         kept = Storage(folders[rank], ranks)  # type: ignore[arg-type]
-        found = kept.newest()
+        checkpoint = kept.newest()
         kept.close()
-        return found
+        return checkpoint
 
-    return [(one.path / "state").read_text() if one else "" for one in ranks.run(newest)]
+    return [(checkpoint.path / "state").read_text() if checkpoint else "" for checkpoint in ranks.run(newest)]
 
 
 def test_the_newest_of_all_hosts_is_handed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def test_it_ends_as_if_it_had_not_been_interrupted(steps: list[int], schedule: b
     for count in steps:
         interrupt(tmp_path / "parts", count, schedule=schedule)
     again = Fit(tmp_path / "parts", schedule=schedule)
-    found = again.run()
+    resumed = again.run()
     assert torch.equal(weights(again.trainer), weights(whole.trainer))
-    assert plain(found) == plain(expected)
+    assert plain(resumed) == plain(expected)
     assert again.counter.epochs == EPOCHS
 
 

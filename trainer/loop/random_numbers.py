@@ -1,17 +1,27 @@
-"""Random numbers of the ranks: each rank draws its own, once the weights are the same everywhere."""
+"""Random numbers: the generators' states, and how each rank draws its own once all ranks have the same weights."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.strategies.base import Strategy
+
+_SEED: Mapping[str, Callable[[int], object]] = {
+    "python": random.seed,
+    "numpy": lambda seed: np.random.seed(seed % 2**32),
+    "torch": torch.default_generator.manual_seed,
+    "cuda": torch.cuda.manual_seed,
+}
 
 
 def draw_apart(strategy: Strategy, seed: int) -> None:
@@ -25,10 +35,10 @@ def draw_apart(strategy: Strategy, seed: int) -> None:
     world = strategy.world
     if world.size == 1:
         return
-    by_rank = strategy.all_gather_object(_states(world.device))
+    by_rank = strategy.all_gather_object(_digests(world.device))
     for name, state in by_rank[world.rank].items():
         if any(other.get(name) == state for other in by_rank[: world.rank]):
-            _seed(name, mix_seeds(seed, int(state[:15], 16), world.rank))
+            _SEED[name](mix_seeds(seed, int(state[:15], 16), world.rank))
 
 
 def warn_of_twins(strategy: Strategy, inputs: object) -> None:
@@ -37,7 +47,7 @@ def warn_of_twins(strategy: Strategy, inputs: object) -> None:
     Args:
         inputs: stands for the inputs of this rank's first forward pass; None where there was none.
     """
-    by_rank = strategy.all_gather_object((_states(strategy.world.device)["torch"], inputs))
+    by_rank = strategy.all_gather_object((_digests(strategy.world.device)["torch"], inputs))
     if not strategy.world.is_root:
         return
     if twins := _first_twins([state for state, _ in by_rank]):
@@ -62,24 +72,36 @@ def _first_twins(values: list[object]) -> tuple[int, int] | None:
     return None
 
 
-def _states(device: torch.device) -> dict[str, str]:
-    numpy_state = np.random.get_state(legacy=False)
-    states: dict[str, bytes] = {
-        "python": repr(random.getstate()).encode(),
-        "numpy": repr((numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"])).encode(),
-        "torch": torch.get_rng_state().numpy().tobytes(),
+def _digests(device: torch.device) -> dict[str, str]:
+    """Return a hash of each generator's state. Ranks are seeded with it: others would change what they draw."""
+    state = random_state(device)
+    _, keys, position, *_ = state["numpy"]
+    state["python"] = repr(state["python"]).encode()
+    state["numpy"] = repr((keys.numpy().astype(np.uint32).tobytes(), position)).encode()
+    return {
+        name: hashlib.sha256(value.numpy().tobytes() if isinstance(value, Tensor) else value).hexdigest()
+        for name, value in state.items()
+    }
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and PyTorch's generators, those of `device` included, as plain data."""
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    return {name: hashlib.sha256(state).hexdigest() for name, state in states.items()}
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
-def _seed(name: str, seed: int) -> None:
-    if name == "python":
-        random.seed(seed)
-    elif name == "numpy":
-        np.random.seed(seed % 2**32)
-    elif name == "torch":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.cuda.manual_seed(seed)
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on with what `random_state` has returned. A GPU's is left out where there was none."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

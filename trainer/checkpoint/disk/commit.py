@@ -24,16 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.checkpoint.disk.committed import (
-    MANIFEST,
-    Committed,
-    Manifest,
-    check_file_names,
-    describe,
-    find,
-    load,
-    order_of,
-)
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, Manifest, check_file_names, find, load, order_of
 from trainer.checkpoint.disk.durable import FileEntry, make_folder, sync_folder, write_file
 from trainer.errors import DataError, TrainerError
 
@@ -69,7 +60,7 @@ def commit(
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
         is_begun: whether `begin` was called for it.
         others: files that other ranks `contribute`.
-        timeout_s: of them, without a new byte.
+        timeout_s: seconds to wait for them without a new byte.
 
     Raises:
         TrainerError: it cannot be written, or is there already. Nothing of it is left, as far as that can be removed.
@@ -80,8 +71,7 @@ def commit(
     with _committing(folder, name, is_begun=is_begun) as place:
         with _stops_with_others() if others else nullcontext():
             entries = {file: write_file(place / file, write) for file, write in files.items()}
-        if others:
-            entries |= collect(place, others, timeout_s)
+            entries |= _collect(place, others, timeout_s) if others else {}
         if check:
             check(place)
         return _seal(place, Manifest(name=name, facts=facts, files=entries))
@@ -102,16 +92,19 @@ def contribute(
     """
     place, removed = _hidden(folder, name), _hidden(folder, name, "removed")
     try:
-        announce(place, file, write, begins_within_s)
-    except OthersFailedError:
-        raise
+        with _told(f"checkpoint {folder / name} cannot be written", place):
+            for waited_s in _naps():
+                # Listing a folder asks a network file system's server; its clients remember what is not there.
+                if waited_s >= begins_within_s or (folder.is_dir() and place in folder.iterdir()):
+                    break
+            with _stops_with_others():
+                entry = write_file(place / f"{file}.partial", write)
+                (place / f"{file}.partial").rename(place / f"{file}.{entry.size}.{entry.sha256}")
     except BaseException as error:
-        needs = _shortage(place, error)
-        with suppress(OSError):
-            place.rename(removed)  # at once, so that others stop
-            _delete(removed)
-        if isinstance(error, OSError):
-            raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}{needs}") from None
+        if not isinstance(error, OthersFailedError):
+            with suppress(OSError):
+                place.rename(removed)  # at once, so that others stop
+                _delete(removed)
         raise
 
 
@@ -146,7 +139,7 @@ def _copy(chunks: Iterator[bytes], size: int, file: BinaryIO) -> None:
 def _seal(place: Path, manifest: Manifest) -> Committed:
     data = manifest.to_bytes()
     write_file(place / MANIFEST, lambda file: file.write(data))
-    return describe(place.parent / manifest.name, Manifest.from_bytes(data))
+    return Committed(path=place.parent / manifest.name, **vars(Manifest.from_bytes(data)))
 
 
 @contextmanager
@@ -156,24 +149,22 @@ def _committing(folder: Path, name: str, *, is_begun: bool = False) -> Iterator[
         raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
     final, place = folder / name, _hidden(folder, name)
     try:
-        if not is_begun:
-            _begin(final, place)
-        yield place
-        sync_folder(place)
-        if final.exists():
-            _hide(final)
-        place.rename(final)
-        try:
-            sync_folder(folder)
-        except OSError:
-            final.rename(place)  # whoever is told that it failed must not find it later
-            raise
-    except BaseException as error:
-        needs = _shortage(place, error)
+        with _told(f"checkpoint {final} cannot be written", place):
+            if not is_begun:
+                begin(folder, name)
+            yield place
+            sync_folder(place)
+            if final.exists():
+                _hide(final)
+            place.rename(final)
+            try:
+                sync_folder(folder)
+            except OSError:
+                final.rename(place)  # whoever is told that it failed must not find it later
+                raise
+    except BaseException:
         with suppress(OSError):
             _delete(place)
-        if isinstance(error, OSError):
-            raise TrainerError(f"checkpoint {final} cannot be written: {_reason(error)}{needs}") from None
         raise
 
 
@@ -183,36 +174,36 @@ def begin(folder: Path, name: str) -> None:
     Raises:
         TrainerError: it cannot be made, or the checkpoint is there already.
     """
-    try:
-        _begin(folder / name, _hidden(folder, name))
-    except OSError as error:
-        raise TrainerError(f"checkpoint {folder / name} cannot be written: {_reason(error)}") from None
-
-
-def _begin(final: Path, place: Path) -> None:
-    _check_is_free(final)
-    make_folder(final.parent)
-    _delete(place)
-    place.mkdir()
+    place = _hidden(folder, name)
+    with _told(f"checkpoint {folder / name} cannot be written"):
+        _check_is_free(folder / name)
+        make_folder(folder)
+        _delete(place)
+        place.mkdir()
 
 
 def _check_is_free(path: Path) -> None:
-    """A valid checkpoint is never replaced: for a moment there would be neither. A damaged one is."""
+    """Raise `TrainerError` for a valid checkpoint: while it was replaced, there would be neither. A damaged one is."""
     if path.exists():
         with suppress(DataError):
             load(path)
             raise TrainerError(f"checkpoint {path} is there already")
 
 
-def _reason(error: OSError) -> str:
-    """Say what failed and where, in one line."""
-    place = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
-    return f"{place}{error.strerror or error}"
+@contextmanager
+def _told(problem: str, place: Path | None = None) -> Iterator[None]:
+    """Raise an `OSError` as a `TrainerError` of one line: what failed, and why, and how much room `place` lacks."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
+        lacks = _shortage(place, error) if place else ""
+        raise TrainerError(f"{problem}: {where}{error.strerror or error}{lacks}") from None
 
 
-def _shortage(place: Path, error: BaseException) -> str:
+def _shortage(place: Path, error: OSError) -> str:
     """Say how much room a checkpoint takes and how much there is, if an error is the lack of it."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     parts = []
     with suppress(OSError):
@@ -236,14 +227,12 @@ def prune(folder: Path, keep: Collection[Path]) -> None:
     """
     kept = {path.name for path in keep}
     old = [path for path in find(folder) if path.name not in kept]
-    try:
+    with _told(f"old checkpoints in {folder} cannot be removed"):
         for path in old:
             _hide(path)
         if old:
             sync_folder(folder)  # a checkpoint must have lost its name on the disk before it loses a file
         _delete_hidden(folder, "removed")
-    except OSError as error:
-        raise TrainerError(f"old checkpoints in {folder} cannot be removed: {_reason(error)}") from None
 
 
 def remove_partial(folder: Path) -> None:
@@ -252,14 +241,12 @@ def remove_partial(folder: Path) -> None:
     Raises:
         TrainerError: something cannot be removed.
     """
-    try:
+    with _told(f"what was left in {folder} cannot be removed"):
         _delete_hidden(folder, "partial", "removed")
-    except OSError as error:
-        raise TrainerError(f"what was left in {folder} cannot be removed: {_reason(error)}") from None
 
 
 def _hide(path: Path) -> None:
-    """Give a checkpoint a name that is none, so that no removal of its files leaves half a checkpoint."""
+    """Give a checkpoint a name that is no checkpoint's, so that no removal of its files leaves half of one."""
     hidden = _hidden(path.parent, path.name, "removed")
     _delete(hidden)
     path.rename(hidden)
@@ -296,35 +283,15 @@ def _stops_with_others() -> Iterator[None]:
         raise OthersFailedError("another rank could not write its part") from None
 
 
-def announce(place: Path, file: str, write: Callable[[BinaryIO], object], appears_within_s: float) -> None:
-    """Write a file into the hidden folder that another rank makes, for its `collect`.
-
-    Args:
-        place: the hidden folder.
-        appears_within_s: 0 where it is there by now.
-
-    Raises:
-        OthersFailedError: the folder is not there, or goes away.
-        OSError: the file cannot be written; `filename` is set.
-        Exception: whatever else `write` raises.
-    """
-    for waited_s in _naps():
-        # Listing the folder around it asks a network file system's server; its clients remember what is not there.
-        if waited_s >= appears_within_s or (place.parent.is_dir() and place in place.parent.iterdir()):
-            break
-    with _stops_with_others():
-        entry = write_file(place / f"{file}.partial", write)
-        (place / f"{file}.partial").rename(place / f"{file}.{entry.size}.{entry.sha256}")
-
-
-def collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str, FileEntry]:
+def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str, FileEntry]:
     """Return the entries of files that other ranks announce, under their own names in the folder.
 
     Args:
-        timeout_s: without a new byte in the folder.
+        timeout_s: seconds to wait without a new byte in the folder.
 
     Raises:
-        OthersFailedError: a rank has taken the folder away, or nothing more comes.
+        OthersFailedError: nothing more comes.
+        FileNotFoundError: a rank has taken the folder away.
         OSError: the folder cannot be read.
     """
     entries: dict[str, FileEntry] = {}
@@ -336,7 +303,7 @@ def collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str, 
         except FileNotFoundError:
             if place.exists():
                 continue  # a file was renamed between the two calls
-            raise OthersFailedError("another rank could not write its part") from None
+            raise
         for path in listed:
             if (match := _ANNOUNCED.fullmatch(path.name)) and match["file"] in files:
                 path.rename(place / match["file"])

@@ -7,21 +7,18 @@ whose files are what it says.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import DataError
 from trainer.watch.heartbeat import progress
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -33,18 +30,12 @@ Order = tuple[int, int, int]
 
 
 def name_of(attempt: int, epoch: int, update: int) -> str:
-    """Return a checkpoint's name.
-
-    Raises:
-        ValueError: a number is negative.
-    """
-    if min(attempt, epoch, update) < 0:
-        raise ValueError(f"a checkpoint's numbers are not negative: {attempt}, {epoch}, {update}")
+    """Return a checkpoint's name."""
     return f"attempt-{attempt:04d}-epoch-{epoch:04d}-update-{update:08d}"
 
 
 def order_of(name: str) -> Order | None:
-    """Return the numbers in a checkpoint's name, or None if `name_of` never returns this name."""
+    """Return the numbers in a checkpoint's name, or None if it is no checkpoint's."""
     if not (match := _NAME.fullmatch(name)):
         return None
     attempt, epoch, update = map(int, match.groups())
@@ -57,7 +48,15 @@ class Manifest:
 
     name: str
     facts: Mapping[str, Any]
+    """What the writer says of the checkpoint. JSON gives it back: tuples are lists then."""
     files: Mapping[str, FileEntry]
+
+    @property
+    def order(self) -> Order:
+        """The numbers in the checkpoint's name."""
+        order = order_of(self.name)
+        assert order is not None  # noqa: S101 -- `from_bytes` takes no other name
+        return order
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON, with a hash of all that it says."""
@@ -70,8 +69,8 @@ class Manifest:
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    @staticmethod
+    def from_bytes(data: bytes) -> Manifest:
         """Read a manifest.
 
         Raises:
@@ -84,7 +83,7 @@ class Manifest:
             if version != _FORMAT:
                 raise DataError(f"{MANIFEST} has format {version!r}; this version of trainer reads format {_FORMAT}")
             files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            manifest = cls(name=content["name"], facts=content["facts"], files=files)
+            manifest = Manifest(name=content["name"], facts=content["facts"], files=files)
             # The same content has the same bytes, so this covers the hash, and the characters around the values too.
             is_whole = manifest.to_bytes() == data and all(isinstance(entry.size, int) for entry in files.values())
             if not is_whole or order_of(manifest.name) is None:
@@ -107,22 +106,11 @@ def check_file_names(names: Collection[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
-    """A checkpoint whose files were all found to be what was written."""
+class Committed(Manifest):
+    """A checkpoint whose files are all what was written."""
 
     path: Path
-    order: Order
-    """Attempt, epoch and update: the larger one is the newer checkpoint."""
-    facts: Mapping[str, Any]
-    """What the writer has said of it, as JSON gives it back: tuples are lists."""
-    files: Mapping[str, FileEntry]
-
-
-def describe(path: Path, manifest: Manifest) -> Committed:
-    """Return what a valid manifest says of the checkpoint at `path`."""
-    order = order_of(manifest.name)
-    assert order is not None  # noqa: S101 -- `Manifest.from_bytes` takes no other name
-    return Committed(path=path, order=order, facts=manifest.facts, files=manifest.files)
+    """Its folder, which may have been renamed."""
 
 
 def find(folder: Path) -> list[Path]:
@@ -132,12 +120,12 @@ def find(folder: Path) -> list[Path]:
         DataError: the folder is there and cannot be read.
     """
     try:
-        found = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
+        checkpoints = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise DataError(f"checkpoints in {folder} cannot be listed: {error.strerror}") from None
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def load(path: Path) -> Committed:
@@ -148,44 +136,36 @@ def load(path: Path) -> Committed:
     """
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
-        try:
-            problem = _difference(path / name, entry)
-        except FileNotFoundError:
-            problem = "is missing"
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-        if problem:
-            raise DataError(f"checkpoint {path}: {name} {problem}")
-    return describe(path, manifest)
+        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+            size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
+            if size != entry.size:
+                raise DataError(f"checkpoint {path}: {name} has {size:,} bytes instead of {entry.size:,}")
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                progress()  # a large file takes minutes
+        if digest.hexdigest() != entry.sha256:
+            raise DataError(f"checkpoint {path}: {name} is damaged: its hash is not the manifest's")
+    return Committed(path=path, **vars(manifest))
 
 
 def _read_manifest(path: Path) -> Manifest:
+    with _naming(path, MANIFEST):
+        data = (path / MANIFEST).read_bytes()
     try:
-        return Manifest.from_bytes((path / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        problem = f"{MANIFEST} is missing"
-    except OSError as error:
-        problem = f"{MANIFEST} cannot be read: {error.strerror}"
+        return Manifest.from_bytes(data)
     except DataError as error:
-        problem = str(error)
-    raise DataError(f"checkpoint {path}: {problem}")
+        raise DataError(f"checkpoint {path}: {error}") from None
 
 
-class _ReportedFile(io.FileIO):
-    """A file that reports progress as it is read, because a large one takes minutes."""
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        progress()
-        return super().readinto(buffer)
-
-
-def _difference(path: Path, entry: FileEntry) -> str:
-    with _ReportedFile(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != entry.size:
-            return f"has {size:,} bytes instead of {entry.size:,}"
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return "" if digest == entry.sha256 else "is damaged: its hash is not the manifest's"
+@contextmanager
+def _naming(path: Path, name: str) -> Iterator[None]:
+    """Raise an `OSError` as a `DataError` of one line, which names the checkpoint and the file that cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"checkpoint {path}: {name} is missing") from None
+    except OSError as error:
+        raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
 
 
 def newest(folder: Path, on_bad: Callable[[str], object]) -> Committed | None:
@@ -212,9 +192,6 @@ def send(path: Path) -> Iterator[bytes]:
     manifest = _read_manifest(path)
     yield manifest.to_bytes()
     for name in manifest.files:
-        try:
-            with (path / name).open("rb", buffering=0) as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    yield chunk
-        except OSError as error:
-            raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
+        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk

@@ -109,7 +109,7 @@ def _check_size(descriptor: int, entry: FileEntry) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once the folder's list of names is on the disk.
+    """Write a folder's list of names to the disk, and return once it is there.
 
     Raises:
         OSError: it cannot be written; `filename` is set.

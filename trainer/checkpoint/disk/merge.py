@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.committed import MANIFEST, Committed, find, load, newest
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, load, newest
 from trainer.checkpoint.disk.durable import write_file
 from trainer.cluster.output import print_line
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError
 
 _DESCRIPTION = """\
 Write the whole state of a checkpoint into one file, which plain PyTorch reads: torch.load(FILE, weights_only=True).
@@ -65,12 +65,11 @@ def merge(checkpoint: Path, file: Path) -> int:
 
 
 def _find(path: Path) -> Committed:
-    if (path / MANIFEST).is_file():
-        try:
-            return load(path)
-        except TrainerError as error:
-            raise ConfigError(str(error)) from None
     problems: list[str] = []
-    if not find(path) or not (committed := newest(path, problems.append)):
+    try:
+        committed = load(path) if (path / MANIFEST).is_file() else newest(path, problems.append)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    if committed is None:
         raise ConfigError("; ".join(problems) or f"{path} is no checkpoint, and there is none in it")
     return committed

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import DataError
+from trainer.errors import DataError, TrainerError
 from trainer.models.sharded import Part, Scattered
 
 STATE = "state.pt"
 
 TensorPath = tuple[Any, ...]
-"""Keys and places, from the outermost container to a value."""
+"""The keys and indices that lead from the outermost container to a value."""
 SavedParts = Mapping[TensorPath, Mapping[str, Any]]
-"""By path: the `offset` and the `values` of one rank's part of a tensor."""
+"""One rank's parts of sharded tensors: the `offset` and the `values` of each, by the tensor's path."""
 
 
 def part_name(rank: int) -> str:
@@ -39,19 +39,21 @@ def read_state(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
             needs parts of them only has no more in its memory. What is in several files is a `Scattered` in any case.
 
     Raises:
-        DataError: a part of a tensor is missing.
+        TrainerError: it cannot be loaded, as where a part of a tensor is missing.
     """
     files = sorted(path.glob("part-*.pt"))
-    if not files and not is_mapped:
-        state: dict[str, Any] = torch.load(path / STATE, weights_only=True, map_location="cpu")
-        return state
-    parts: list[SavedParts] = [_map(file) for file in files]
-    scattered: dict[str, Any] = _scatter(_map(path / STATE), (), parts)
-    return scattered
+    is_mapped = is_mapped or bool(files)
+    try:
+        state: dict[str, Any] = _load(path / STATE, is_mapped=is_mapped)
+        if is_mapped:
+            state = _scatter(state, (), [_load(file, is_mapped=True) for file in files])
+    except Exception as error:
+        raise TrainerError(f"checkpoint {path} cannot be loaded as data ({error})") from None
+    return state
 
 
-def _map(file: Path) -> Any:
-    return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+def _load(file: Path, *, is_mapped: bool) -> Any:
+    return torch.load(file, weights_only=True, map_location="cpu", mmap=is_mapped)
 
 
 def _scatter(value: Any, path: TensorPath, parts: Sequence[SavedParts]) -> Any:

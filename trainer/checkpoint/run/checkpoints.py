@@ -10,23 +10,21 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk.commit import OthersFailedError
 from trainer.checkpoint.disk.committed import find, order_of
 from trainer.checkpoint.run.contents import Contents
+from trainer.checkpoint.run.differences import describe_ends, explain
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import Preemption
 from trainer.checkpoint.run.saver import Saver
-from trainer.checkpoint.run.settings import describe_ends, explain
-from trainer.checkpoint.run.snapshot import random_state, set_random_state
-from trainer.checkpoint.run.start import find_start
 from trainer.checkpoint.run.storage import Storage
 from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.data.base import Loader
-from trainer.errors import ConfigError, TrainerError, name_rank
+from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import check_consistency
 from trainer.loop.lr_schedule import MORE_STEPS
+from trainer.loop.random_numbers import set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.failure import explain_failures
 from trainer.watch.heartbeat import PREEMPTED, report_end, report_phase
@@ -61,20 +59,21 @@ class Checkpoints:
         check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
         self._storage = Storage(Path(config.folder), strategy, config.files)
         try:
-            self.resumed, self.attempt = find_start(self._storage, config, strategy, contents)
-            self._saver = Saver(config, self._storage, self.attempt, facts)
-            self._check_room()
+            checkpoint, self.attempt = self._storage.find_start(config.resume)
+            resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None
+            self._storage.discard_copy()
+            self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
+            self._saver = Saver(config, self._storage, strategy, self.attempt, facts, checkpoint)
+            if resumed is None:  # else earlier ones are there: a disk that is full by now costs a warning
+                self._saver.check_room(contents.bytes())
         except BaseException:
             self._storage.close()
             raise
-        self.updates = self.epoch = 0
-        if self.resumed is not None:
-            self.updates, self.epoch = self.resumed.updates, self.resumed.epoch
-            self._saver.go_on(self.epoch, self.updates, self.resumed.best)
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
-        resumed = self.resumed
-        self._positions = Positions(*((resumed.positions, resumed.saved_in) if resumed is not None else ((), None)))
+        self.writes_s = self._saver.seconds
+        """Seconds that each commit took beside the training, on a rank that writes."""
+        self._positions = Positions(resumed.positions if resumed else (), resumed.saved_in if resumed else None)
         self._flags = FlagReduction(strategy, self.updates)
         self._every_s = config.every_s
         if config.every_s is config.every_updates is config.every_epochs is None:
@@ -103,15 +102,10 @@ class Checkpoints:
 
         Ranks see the same as of `newest_path`.
         """
-        return next((path for path in self._saver.best_paths() if path.is_dir()), None)
-
-    @property
-    def writes_s(self) -> list[float]:
-        """Seconds that each commit took beside the training, on a rank that writes."""
-        return self._saver.seconds
+        return self._saver.best_path()
 
     def rate(self, score: float) -> None:
-        """Say how good the model is as it is now, with the same score on every rank; `best` tells which are better.
+        """Say how good the model is now, with the same score on every rank. The setting `best` says which are better.
 
         Where it is the best so far, a checkpoint is made at the end of the epoch, and kept.
 
@@ -133,9 +127,7 @@ class Checkpoints:
         if self._positions.first is not None:
             self._is_postponed = True
             return
-        self._save()
-        self._saver.wait()
-        if problem := self._problem():
+        if problem := self._save_now():
             raise TrainerError(problem)
 
     def finish(self) -> None:
@@ -143,9 +135,7 @@ class Checkpoints:
 
         Collective.
         """
-        self._save(is_complete=True)
-        self._saver.wait()
-        self._report(self._problem())
+        self._report(self._save_now(is_complete=True))
 
     def watch(self, loader: Loader) -> None:
         """Save the position of a training's loader too, and have it go on where it stopped."""
@@ -203,7 +193,7 @@ class Checkpoints:
     def exhausted(self, loader: Loader) -> None:
         if self._counts(loader):
             # What follows may be a long evaluation, in which no update is to come.
-            self._saver.take_standby({**self._state(), **self._random()})
+            self._saver.take_standby(self._state())
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         self.updates += was_left and self._positions.has_begun and loader is self._positions.first
@@ -223,15 +213,6 @@ class Checkpoints:
         self.preemption.close()
         self._storage.close()
 
-    def _check_room(self) -> None:
-        if self.resumed is not None:  # earlier ones are there: a disk that is full by now costs a warning
-            return
-        for rank, problem in enumerate(
-            self._strategy.all_gather_object(self._saver.check_room(self._contents.bytes()))
-        ):
-            if problem:
-                raise ConfigError(f"rank {rank}: {problem}" if self._world.size > 1 else problem)
-
     def _after_epoch(self) -> None:
         if self.config.best is not None:  # rank 0's: the ranks' own may differ
             self._score = self._strategy.broadcast_object(self._score)
@@ -250,7 +231,7 @@ class Checkpoints:
         ]
         stopping, due, busy, failed = self._flags.add_up(self.updates, flags)
         if failed:
-            self._report(self._problem())
+            self._report(self._saver.take_problem())
         elif not busy and self._saver.saved is not None:
             self._is_failing = False
         self._is_stopping |= bool(stopping)
@@ -263,29 +244,13 @@ class Checkpoints:
 
     def _end(self) -> None:
         self.preemption.handled()
-        self._save()
-        self._saver.wait()
-        problem = self._problem()
+        problem = self._save_now()
         if self._world.is_root:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
         if not problem:
             report_end(PREEMPTED)
         raise SystemExit(1 if problem else exit_codes.PREEMPTED)
-
-    def _problem(self) -> str:
-        """Return why a rank could not write; "" where all could. Collective."""
-        if self._storage.parts:
-            self._saver.wait()  # for the rank that knows the reason; all of them give up soon
-        error = self._saver.error
-        world = self._world
-        named = name_rank(str(error), world.rank, world.size, world.host)
-        told = (isinstance(error, OthersFailedError), named) if error else None
-        # A rank that has waited for another one in vain does not know the reason.
-        _, problem = min(filter(None, self._strategy.all_gather_object(told)), default=(False, ""))
-        if problem:
-            self._saver.forget_error()
-        return problem
 
     def _report(self, problem: str) -> None:
         if problem and self.config.on_error == "stop":
@@ -299,26 +264,19 @@ class Checkpoints:
         report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
-        snapshot = self._saver.copy(self._state())
-        place = (self.epoch, self.updates)
-        has_begun = self._saver.begin(place)
-        # After the copy, because this waits for the slowest rank.
-        random = self._random()
-        if self._storage.parts:
-            has_begun = all(self._strategy.all_gather_object(has_begun))
-        if snapshot is not None:
-            snapshot.update(random)
-        self._saver.save(place, snapshot, has_begun=has_begun, score=score, is_complete=is_complete)
+        self._saver.save(self._state(), score=score, is_complete=is_complete)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
-    def _state(self) -> dict[str, Any]:
-        """Return what is kept but for `_random`, with the live tensors, at a place where all ranks are. Collective."""
-        return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
+    def _save_now(self, *, is_complete: bool = False) -> str:
+        """Save, and wait until that is written; return why it could not be on some rank, or ""."""
+        self._save(is_complete=is_complete)
+        self._saver.wait()
+        return self._saver.take_problem()
 
-    def _random(self) -> dict[str, Any]:
-        """Return all ranks' random numbers. Collective."""
-        return {"random": self._strategy.all_gather_object(random_state(self._world.device))}
+    def _state(self) -> dict[str, Any]:
+        """Return what is kept beside the random numbers, with the live tensors. Collective, between two updates."""
+        return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state, so that it draws what the interrupted run would have drawn. Once."""
@@ -332,7 +290,7 @@ class Checkpoints:
 
 
 class FlagReduction:
-    """Adds up the ranks' flags about twice a second, as an all-reduce after each update would cost too much.
+    """Sums of the ranks' flags, about twice a second: an all-reduce after each update would cost too much.
 
     Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that their
     calls match.

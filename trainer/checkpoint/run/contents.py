@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
 from torch.optim import Optimizer
 
-from trainer.checkpoint.run.settings import describe_differences, is_rate, kind_differences, kind_of, settings_of
-from trainer.checkpoint.run.snapshot import check_plain, count_bytes
+from trainer.checkpoint.disk.committed import Committed
+from trainer.checkpoint.disk.state_files import read_state
+from trainer.checkpoint.run.differences import (
+    describe_differences,
+    is_rate,
+    kind_differences,
+    kind_of,
+    model_differences,
+    optimizer_differences,
+    settings_of,
+)
+from trainer.checkpoint.run.snapshot import count_bytes
+from trainer.cluster.output import print_line
+from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
 from trainer.loop.lr_schedule import LearningRate
 from trainer.loop.updates import Updates
 from trainer.models.memory_format import align_state
-from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
+from trainer.models.sharded import shard_as, shard_optimizer_state
+from trainer.strategies.base import Strategy
 
 
 @dataclass
+class Resumed:
+    """Where an interrupted run stopped."""
+
+    checkpoint: Committed
+    epoch: int
+    """Number of the epoch in which it goes on, from 0."""
+    updates: int
+    positions: Sequence[Mapping[str, Any]]
+    """The loaders' positions, in the order in which the loaders were made."""
+    saved_in: int | None
+    """The loader in whose pass it was saved; None between two epochs."""
+    random: Mapping[str, Any] | None
+    """This rank's random state; None on another number of ranks, and once it was restored."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the training had reached its end."""
+        return bool(self.checkpoint.facts["complete"])
+
+
 class Contents:
     """What a checkpoint keeps beside the position.
 
     The weights and the optimizers' state are the same on all ranks. Of BatchNorm's running statistics, which are each
     rank's own, those of the rank that writes are kept.
+
+    Args:
+        prepared: models and optimizers; what is prepared later counts as well.
+        objects: the user's: with `state_dict` and `load_state_dict`, or dicts of plain data.
     """
 
-    prepared: Updates
-    """Models and optimizers; what is prepared later counts as well."""
-    objects: Mapping[str, Any]
-    """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
-
-    settings: dict[str, str] = field(init=False)
-    """What the script has made optimizers and schedulers with; where a checkpoint's count, those."""
-
-    KEYS: ClassVar = ("models", "optimizers", "synchronizers", "scaler", "objects", "kinds", "settings")
-    """Of `state`, and of what `load` takes."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, prepared: Updates, objects: Mapping[str, Any]) -> None:
+        self.prepared, self.objects = prepared, objects
         if not self.prepared.models:
             raise ConfigError("nothing was prepared yet; call run.prepare before run.checkpoints")
         # What is saved stays until the last checkpoint is, also where a script lets go of it before.
@@ -52,8 +80,9 @@ class Contents:
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
         self._kinds = {name: kind_of(value) for name, value in self.objects.items()}
         self.settings = settings_of(self.prepared.optimizers, self.objects)
+        """Settings of the script's optimizers and schedulers; after `load` the checkpoint's, where these apply."""
         # Of a script's own loop, the learning rate is a part of the optimizer's state.
-        self._rate_is_own = any(isinstance(value, LearningRate) for value in self.objects.values())
+        self._rate_is_scripts = any(isinstance(value, LearningRate) for value in self.objects.values())
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
@@ -83,11 +112,42 @@ class Contents:
             TrainerError: a value is of a type that cannot be loaded again as data.
         """
         state = self.state()
-        check_plain(state)
-        return count_bytes([state["models"], state["synchronizers"], state["objects"]]) + sum(
-            max(count_bytes(now["state"]["state"]), _tensors_per_parameter(optimizer) * _parameter_bytes(optimizer))
-            for optimizer, now in zip(self.prepared.optimizers, state["optimizers"], strict=True)
+        return count_bytes(state) + sum(
+            max(0, _expected_bytes(optimizer) - count_bytes(saved["state"]["state"]))
+            for optimizer, saved in zip(self.prepared.optimizers, state["optimizers"], strict=True)
         )
+
+    def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
+        """Take over a checkpoint, on every rank; say so on rank 0, and which settings the script has changed since.
+
+        Raises:
+            ConfigError: it does not fit the run; nothing was changed.
+            TrainerError: it cannot be loaded.
+        """
+        saved = read_state(checkpoint.path, is_mapped=strategy.shards)
+        if problems := self.differences(saved):
+            raise ConfigError(
+                f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "
+                "or restore what it was made with"
+            )
+        differences = self.load(saved)
+        position = shard_as({name: saved[name] for name in ("epoch", "updates", "loaders", "saved_in", "random")}, None)
+        world, states = strategy.world, position["random"]
+        resumed = Resumed(
+            checkpoint=checkpoint,
+            epoch=position["epoch"],
+            updates=position["updates"],
+            positions=position["loaders"],
+            saved_in=position["saved_in"],
+            random=states[world.rank] if len(states) == world.size else None,
+        )
+        if resumed.random is None:  # each number of ranks draws other numbers
+            torch.manual_seed(mix_seeds(resumed.updates, world.rank))
+        if world.is_root:
+            print_line(f"trainer: {_describe(resumed, len(states))}", sys.stderr)
+            if differences:
+                print_line(f"trainer: WARNING: the script differs from the checkpoint; {differences}", sys.stderr)
+        return resumed
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return what keeps a checkpoint from being loaded, in words; nothing is changed."""
@@ -97,10 +157,10 @@ class Contents:
                 problems.append(f"it has {len(saved[kind])} {kind}, and {len(prepared)} were prepared")
         for number, (model, state) in enumerate(zip(self.prepared.models, saved["models"], strict=False)):
             where = f" of model {number}" if len(self.prepared.models) > 1 else ""
-            problems += [f"{problem}{where}" for problem in _model_differences(model.state_dict(), state)]
+            problems += [f"{problem}{where}" for problem in model_differences(model.state_dict(), state)]
         for number, (optimizer, state) in enumerate(zip(self.prepared.optimizers, saved["optimizers"], strict=False)):
             where = f"optimizer {number}" if len(self.prepared.optimizers) > 1 else "the optimizer"
-            problems += [f"{where} {problem}" for problem in _optimizer_differences(optimizer, state)]
+            problems += [f"{where} {problem}" for problem in optimizer_differences(optimizer, state)]
         for name in sorted(set(self.objects) ^ set(saved["objects"])):
             problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
         kinds = saved.get("kinds", {})  # an older checkpoint has none, and no settings
@@ -114,7 +174,7 @@ class Contents:
         """Take over a checkpoint's contents, which `differences` has found to fit.
 
         Returns:
-            Which settings of the script are others than the checkpoint's, and which of them count, in one line.
+            Which settings of the script are others than the checkpoint's, and which of them apply, in one line.
         """
         for model, state in zip(self.prepared.models, saved["models"], strict=True):
             model.load_state_dict(shard_as(state, model.state_dict()))
@@ -129,9 +189,9 @@ class Contents:
             self.prepared.scaler.load_state_dict(shard_as(saved["scaler"], None))
         self._load_objects(saved["objects"])
         settings = saved.get("settings", {})
-        differences = describe_differences(self.settings, settings, rate_is_own=self._rate_is_own)
+        differences = describe_differences(self.settings, settings, rate_is_scripts=self._rate_is_scripts)
         for name in self.settings:
-            if not (self._rate_is_own and is_rate(name)):
+            if not (self._rate_is_scripts and is_rate(name)):
                 self.settings[name] = settings.get(name, self.settings[name])
         return differences
 
@@ -151,44 +211,23 @@ class Contents:
                 ) from None
 
 
-def _model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if missing := [name for name in here if name not in there]:
-        problems.append(f"it lacks {_first(missing)}")
-    if unknown := [name for name in there if name not in here]:
-        problems.append(f"it has {_first(unknown)}, which the model does not have")
-    for name, value in here.items():
-        saved = there.get(name)
-        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
-            continue
-        if value.shape != saved.shape:
-            problems.append(f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here")
-        elif value.dtype != saved.dtype:
-            problems.append(f"{name} is {saved.dtype} there and {value.dtype} here")
-    return problems
-
-
-def _optimizer_differences(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
-    if (name := type(optimizer).__name__) != saved["class"]:
-        return [f"is a {saved['class']} there and a {name} here"]
-    here, there = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, saved["state"]["param_groups"])
-    )
-    return [f"has {there} parameters per group there and {here} here"] if here != there else []
-
-
-def _tensors_per_parameter(optimizer: Optimizer) -> int:
-    """Return how many tensors of a parameter's size torch's common optimizers keep for each."""
+def _expected_bytes(optimizer: Optimizer) -> int:
+    """Return how many bytes of state torch's common optimizers keep, also before their first step has made it."""
     settings = optimizer.defaults
-    if "betas" in settings:
-        return 3 if settings.get("amsgrad") else 2
-    return 1 if settings.get("momentum") else 0
+    copies = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
+    size: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    return copies * size
 
 
-def _parameter_bytes(optimizer: Optimizer) -> int:
-    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _first(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+def _describe(resumed: Resumed, ranks: int) -> str:
+    facts = resumed.checkpoint.facts
+    position = resumed.positions[resumed.saved_in] if resumed.saved_in is not None else {"taken": 0}
+    where = f"the end of epoch {resumed.epoch}"
+    if taken := position["taken"]:
+        where = f"epoch {resumed.epoch + 1} after {taken:,} {position.get('unit', 'samples')}"
+    if resumed.is_complete:
+        where += " and of the training"
+    return (
+        f"going on from checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
+        f"rank{'s' * (ranks > 1)}"
+    )

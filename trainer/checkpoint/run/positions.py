@@ -12,13 +12,13 @@ from trainer.errors import ConfigError
 
 
 class Positions:
-    """Notes the passes over loaders, and gives those of an interrupted run back to them.
+    """The passes over loaders: they are noted, and those of an interrupted run are given back to its loaders.
 
     A loop may go over several loaders in an epoch, or over one several times. Passes that the interrupted run has
     completed in its last epoch yield nothing when that epoch is gone over again.
 
     Args:
-        interrupted: of the interrupted run, in the order in which its loaders were made; empty for a new one.
+        interrupted: positions of the interrupted run, in the order in which its loaders were made; empty for a new one.
         saved_in: the loader in whose pass the run was saved; None where it was in none.
     """
 
@@ -33,11 +33,11 @@ class Positions:
 
     @property
     def loaders(self) -> list[Loader]:
-        """Those that are still in use, in the order in which they were made."""
+        """The loaders that are still in use, in the order in which they were made."""
         return [loader for watched in self._watched if (loader := watched()) is not None]
 
     def watch(self, loader: Loader) -> None:
-        """Count a loader in."""
+        """Follow another loader of the training."""
         self._watched.append(weakref.ref(loader))
         if self.has_begun:  # made within the loop
             self._give(len(self._watched) - 1, loader)

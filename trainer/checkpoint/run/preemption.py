@@ -25,7 +25,7 @@ _ALONE_AFTER_S = 1.0
 
 
 class Preemption:
-    """Notes the signals of `SIGNALS`, from its creation on.
+    """The signals of `SIGNALS` that came since it was made, and what follows one.
 
     Args:
         save_alone: called in a thread after a signal, again and again. Returns whether the process may end now, because
@@ -103,7 +103,7 @@ def _ignore_usr2() -> None:
 
 
 def _leave_signals() -> None:
-    """Leave saving to the rank, in a child such as a loader's worker: the flag and the pipe are the rank's.
+    """Keep a forked child, such as a loader's worker, from taking signals: the flag and the pipe are the rank's.
 
     A loader ends its workers by SIGTERM. But Slurm sends SIGUSR2 to all processes of a rank, and the rank would fail
     without its workers before it has saved.

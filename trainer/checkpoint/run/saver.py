@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk.commit import TIMEOUT_S, begin, commit, contribute, prune
-from trainer.checkpoint.disk.committed import Order, find, name_of
+from trainer.checkpoint.disk.commit import TIMEOUT_S, OthersFailedError, begin, commit, contribute, prune
+from trainer.checkpoint.disk.committed import Committed, Order, find, name_of
 from trainer.checkpoint.disk.state_files import STATE, read_state
 from trainer.checkpoint.run.snapshot import Buffers
 from trainer.checkpoint.run.storage import Storage
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError, name_rank
+from trainer.loop.random_numbers import random_state
 from trainer.models.sharded import take_part
+from trainer.strategies.base import Strategy
 
 # The manifest, and what the file's format adds.
 _OVERHEAD_BYTES = 1 << 20
@@ -38,27 +40,37 @@ class Saver:
     Args:
         attempt: number of this start of the training.
         facts: put into each manifest.
+        resumed: the checkpoint that the run goes on from; None where it starts anew.
     """
 
-    def __init__(self, config: CheckpointConfig, storage: Storage, attempt: int, facts: Mapping[str, Any]) -> None:
-        self.saved: tuple[int, int] | None = None
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        storage: Storage,
+        strategy: Strategy,
+        attempt: int,
+        facts: Mapping[str, Any],
+        resumed: Committed | None = None,
+    ) -> None:
+        self.saved = resumed.order[1:] if resumed else None
         """Epoch and update where the run was saved last."""
-        self.best: tuple[float, str] | None = None
-        """The best score, and the name of the checkpoint that has it."""
         self.error: TrainerError | None = None
         """Why this rank could not write the last checkpoint."""
         self.seconds: list[float] = []
         """Time of each commit, beside the training."""
-        self._config, self._storage, self._attempt, self._facts = config, storage, attempt, facts
-        self._folder = storage.folder
+        self._config, self._storage, self._strategy = config, storage, strategy
+        self._attempt, self._facts, self._folder = attempt, facts, storage.folder
+        best = resumed.facts["best"] if resumed else None
+        self._best: tuple[float, str] | None = tuple(best) if best else None
+        """The best score, and the name of the checkpoint that has it."""
+        self._best_before = self._best
+        self._start = resumed.order[2] if resumed else 0
         self._named = [] if config.resume in ("auto", "none") else [self._folder / Path(config.resume).name]
-        self._others = [name for name in storage.parts if name != storage.own_part] if storage.is_writer else []
+        self._others = [name for name in storage.parts if name != storage.part] if storage.is_writer else []
         self._buffers, self._standby_buffers = (Buffers(keeps_parts=bool(storage.parts)) for _ in range(2))
         self._standby: dict[str, Any] | None = None
-        self._best_before: tuple[float, str] | None = None
-        self._start = 0
         self._written: Order | None = None
-        """The newest that this rank has committed, or written its part of."""
+        """The newest checkpoint that this rank has committed, or has written its part of."""
         self._has_checked = False
         # One thread for all: a new one for each snapshot would keep the training waiting until it runs. Python waits
         # for it, so that a script that ends lets it finish.
@@ -67,91 +79,49 @@ class Saver:
         # A signal's thread commits the standby copy.
         self._lock = threading.Lock()
 
-    def go_on(self, epoch: int, updates: int, best: tuple[float, str] | None) -> None:
-        """Take over where an interrupted run was saved, and its best checkpoint."""
-        self.saved, self.best, self._best_before, self._start = (epoch, updates), best, best, updates
-
     @property
     def is_busy(self) -> bool:
         return self._writing is not None and not self._writing.done()
-
-    def forget_error(self) -> None:
-        """Count the last checkpoint as not saved."""
-        self.error = self.saved = None
-        if not self._storage.is_writer:
-            self._written = None  # this rank's part of it has gone with the rest
-        self.best = self._best_before
 
     def is_better(self, score: float | None) -> bool:
         """Return whether a score is better than all before."""
         if score is None or self._config.best is None or not math.isfinite(score):
             return False
-        return self.best is None or (score < self.best[0] if self._config.best == "min" else score > self.best[0])
+        return self._best is None or (score < self._best[0] if self._config.best == "min" else score > self._best[0])
 
-    def best_paths(self) -> list[Path]:
-        """Return where the best checkpoint is, and the one that stays the best until that is committed."""
-        return [self._folder / best[1] for best in (self.best, self._best_before) if best is not None]
+    def best_path(self) -> Path | None:
+        """Return where the best checkpoint is: until it is committed, the one that was the best before."""
+        paths = (self._folder / best[1] for best in (self._best, self._best_before) if best is not None)
+        return next((path for path in paths if path.is_dir()), None)
 
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a copy of the state for `save`; None where this rank does not write, or has saved it already.
-
-        Collective where tensors are sharded and ranks do not write their parts: those that write get them whole.
-        """
-        if (state["epoch"], state["updates"]) == self.saved:
-            return None
-        if not self._storage.writes:
-            take_part(state)
-            return None
-        self.wait()
-        return self._buffers.copy(state)
-
-    def begin(self, place: tuple[int, int]) -> bool:
-        """Return whether what was copied can be written, as far as this rank is to look; else there is an error."""
-        if not self._storage.is_writer or place == self.saved:
-            return True
-        order, state_bytes = (self._attempt, *place), self._buffers.bytes
-        try:
-            if lacks := _missing_bytes(self._folder, state_bytes + _OVERHEAD_BYTES):
-                raise TrainerError(
-                    f"a checkpoint of {_size(state_bytes)} does not fit into {self._folder}: {_size(lacks)} are missing"
-                )
-            if self._others and self._written != order:
-                begin(self._folder, name_of(*order))
-        except TrainerError as error:
-            self.error = error
-            return False
-        return True
-
-    def save(
-        self,
-        place: tuple[int, int],
-        snapshot: Mapping[str, Any] | None,
-        *,
-        has_begun: bool = True,
-        score: float | None = None,
-        is_complete: bool = False,
-    ) -> None:
-        """Start writing what `copy` has returned, unless the run was saved at this place already.
+    def save(self, state: Mapping[str, Any], *, score: float | None = None, is_complete: bool = False) -> None:
+        """Copy the state and start writing it, unless the run was saved at the same place already. Collective.
 
         Args:
-            place: epoch and update.
-            snapshot: None where this rank does not write.
-            has_begun: whether `begin` went well, on all ranks where they write one checkpoint together.
+            state: with the live tensors, and `epoch`, `updates` and `loaders`.
             score: of the model, for the best one.
             is_complete: whether the training has reached its end.
         """
+        place = (state["epoch"], state["updates"])
         if place == self.saved:
             return
-        name, self._best_before = name_of(self._attempt, *place), self.best
+        self.wait()
+        snapshot = self._copy(state, self._buffers)
+        has_begun = self._begin((self._attempt, *place))
+        # After the copy, because this waits for the slowest rank.
+        random_states = self._gather_random_states()
+        if self._storage.parts:
+            has_begun = all(self._strategy.all_gather_object(has_begun))
+        self._best_before = self._best
         if score is not None and self.is_better(score):
-            self.best = (score, name)
+            self._best = (score, name_of(self._attempt, *place))
         self.saved = place
-        if snapshot is None or not has_begun:
-            return
-        with self._lock:
-            self.wait()
-            facts = self._describe(snapshot, score=score, is_complete=is_complete)
-            self._writing = self._pool.submit(self._commit, self._files(snapshot, self._buffers), facts)
+        if snapshot is not None and has_begun:
+            snapshot["random"] = random_states
+            with self._lock:
+                self.wait()
+                task = self._describe(snapshot, self._buffers, score=score, is_complete=is_complete)
+                self._writing = self._pool.submit(self._commit, *task)
 
     def wait(self) -> None:
         """Return when nothing is being written."""
@@ -159,18 +129,34 @@ class Saver:
         if writing is not None:
             wait([writing])
 
+    def take_problem(self) -> str:
+        """Return why a rank could not write, and count the last checkpoint as not saved then; else "". Collective.
+
+        A rank that has waited for another one in vain does not know the reason, so one that does is asked first.
+        """
+        if self._storage.parts:
+            self.wait()  # for the rank that knows the reason; all of them give up soon
+        world = self._strategy.world
+        named = name_rank(str(self.error), world.rank, world.size, world.host)
+        told = (isinstance(self.error, OthersFailedError), named) if self.error else None
+        _, problem = min(filter(None, self._strategy.all_gather_object(told)), default=(False, ""))
+        if problem:
+            self.error = self.saved = None
+            self._best = self._best_before
+            if not self._storage.is_writer:
+                self._written = None  # this rank's part of it has gone with the rest
+        return problem
+
     def close(self) -> None:
         """End the thread, once nothing is being written; `save` makes another one."""
         self._pool.shutdown()
         self._pool = _make_pool()
 
     def take_standby(self, state: Mapping[str, Any]) -> None:
-        """Copy the state, so that `commit_standby` can write it later. Collective as `copy` is."""
-        if not self._storage.writes:
-            take_part(state)
-            return
+        """Copy the state, so that `commit_standby` can write it later. Collective."""
+        random_states = self._gather_random_states()
         with self._lock:
-            self._standby = self._standby_buffers.copy(state)
+            self._standby = self._copy({**state, "random": random_states}, self._standby_buffers)
 
     def commit_standby(self, updates: int) -> bool:
         """Commit the standby copy where it is of the last update; return whether what is to be saved is committed.
@@ -185,34 +171,83 @@ class Saver:
             self.wait()
             if updates in (0, self._start, self._written[2] if self._written else 0):
                 return self._storage.is_writer
-            state = self._standby
-            if state is None or state["updates"] != updates:
+            if self._standby is None or self._standby["updates"] != updates:
                 return False
-            facts = self._describe(state, score=None, is_complete=False)
-            self._commit(self._files(state, self._standby_buffers), facts, self._config.grace_s / 2)
+            self._commit(*self._describe(self._standby, self._standby_buffers), self._config.grace_s / 2)
         if self.error is not None and self._storage.is_writer:
             print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
         return self.error is None and self._storage.is_writer
 
-    def check_room(self, state_bytes: int) -> str:
-        """Return what the disk lacks for as many checkpoints as are kept, in words; "" where it has room."""
-        if not self._storage.is_writer:
-            return ""
-        count = self._config.keep + 1 + (self._config.best is not None)
-        each = state_bytes + _OVERHEAD_BYTES
-        held = sum(file.stat().st_size for file in self._folder.glob("attempt-*/*"))
-        lacks = _missing_bytes(self._folder, each * count - held)
-        return (
-            f"{count} checkpoints of {_size(each)} do not fit into {self._folder}: "
-            f"{_size(lacks)} are missing; lower keep, or name another folder"
-            if lacks
-            else ""
-        )
+    def check_room(self, state_bytes: int) -> None:
+        """Check that the disk has room for as many checkpoints as are kept. Collective.
 
-    def _files(self, snapshot: Mapping[str, Any], buffers: Buffers) -> dict[str, Any]:
-        """Return what this rank writes of a snapshot."""
-        whole = {STATE: snapshot} if self._storage.is_writer else {}
-        return {**whole, self._storage.own_part: buffers.parts} if self._storage.own_part else whole
+        Raises:
+            ConfigError: a host's disk has not; raised on every rank.
+        """
+        problem = ""
+        if self._storage.is_writer:
+            count = self._config.keep + 1 + (self._config.best is not None)
+            each = state_bytes + _OVERHEAD_BYTES
+            held = sum(file.stat().st_size for file in self._folder.glob("attempt-*/*"))
+            if lacks := self._missing_bytes(each * count - held):
+                problem = (
+                    f"{count} checkpoints of {_size(each)} do not fit into {self._folder}: {_size(lacks)} are missing; "
+                    "lower keep, or name another folder"
+                )
+        self._storage.raise_together(problem, ConfigError)
+
+    def _copy(self, state: Mapping[str, Any], buffers: Buffers) -> dict[str, Any] | None:
+        """Return a copy of the state; None where this rank does not write.
+
+        Collective where tensors are sharded and ranks do not write their parts: those that write get them whole.
+        """
+        if self._storage.writes:
+            return buffers.copy(state)
+        take_part(state)
+        return None
+
+    def _gather_random_states(self) -> list[dict[str, Any]]:
+        return self._strategy.all_gather_object(random_state(self._strategy.world.device))
+
+    def _begin(self, order: Order) -> bool:
+        """Return whether this rank can write what was copied; if not, `error` says why."""
+        if not self._storage.is_writer:
+            return True
+        try:
+            if lacks := self._missing_bytes(self._buffers.bytes + _OVERHEAD_BYTES):
+                size = _size(self._buffers.bytes)
+                raise TrainerError(
+                    f"a checkpoint of {size} does not fit into {self._folder}: {_size(lacks)} are missing"
+                )
+            if self._others and self._written != order:
+                begin(self._folder, name_of(*order))
+        except TrainerError as error:
+            self.error = error
+            return False
+        return True
+
+    def _missing_bytes(self, needed: int) -> int:
+        """Return how many bytes the disk lacks for `needed` more; 0 where it has them."""
+        return max(0, needed - shutil.disk_usage(self._folder).free)
+
+    def _describe(
+        self, snapshot: Mapping[str, Any], buffers: Buffers, *, score: float | None = None, is_complete: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what this rank writes of a snapshot, by file, and what the manifest says of it."""
+        files: dict[str, Any] = {STATE: snapshot} if self._storage.is_writer else {}
+        if self._storage.part:
+            files[self._storage.part] = buffers.parts
+        return files, {
+            **self._facts,
+            "epoch": snapshot["epoch"],
+            "updates": snapshot["updates"],
+            "taken": [loader["taken"] for loader in snapshot["loaders"]],
+            "score": score,
+            "best": self._best,
+            "complete": is_complete,
+            "resume": str(self._config.resume),
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
 
     def _commit(self, files: Mapping[str, Any], facts: Mapping[str, Any], alone_s: float = 0.0) -> None:
         """Commit a snapshot, or write this rank's part of it; `error` says whether that went well.
@@ -230,7 +265,9 @@ class Saver:
             self._write(name_of(*order), files, facts, alone_s)
             self._written, self.error = order, None
             if STATE in files:
-                self._prune(facts["best"])
+                valid = [path for path in find(self._folder) if path not in self._storage.damaged]
+                best = [self._folder / facts["best"][1]] if facts["best"] else []
+                prune(self._folder, [*valid[: self._config.keep], *self._named, *best])
         except TrainerError as error:
             self.error = error
         except Exception as error:  # such as a MemoryError: nobody else would be told of it
@@ -249,46 +286,16 @@ class Saver:
             writes,
             facts,
             # A checkpoint that cannot be loaded is found at the first one.
-            check=None if self._has_checked else _load_as_data,
+            check=None if self._has_checked else partial(read_state, is_mapped=True),
             is_begun=bool(self._others) and not alone_s,
             others=self._others,
             timeout_s=alone_s or TIMEOUT_S,
         )
         self._has_checked = True
 
-    def _prune(self, best: tuple[float, str] | None) -> None:
-        valid = [path for path in find(self._folder) if path not in self._storage.damaged]
-        kept = [self._folder / best[1]] if best else []
-        prune(self._folder, [*valid[: self._config.keep], *self._named, *kept])
-
-    def _describe(self, state: Mapping[str, Any], *, score: float | None, is_complete: bool) -> dict[str, Any]:
-        return {
-            **self._facts,
-            "epoch": state["epoch"],
-            "updates": state["updates"],
-            "taken": [loader["taken"] for loader in state["loaders"]],
-            "score": score,
-            "best": self.best,
-            "complete": is_complete,
-            "resume": str(self._config.resume),
-            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-
 
 def _make_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
-
-
-def _load_as_data(folder: Path) -> None:
-    try:
-        read_state(folder, is_mapped=True)
-    except Exception as error:
-        raise TrainerError(f"the checkpoint cannot be loaded as data ({error})") from None
-
-
-def _missing_bytes(folder: Path, needed: int) -> int:
-    """Return how many bytes the disk lacks for `needed` more; 0 where it has them."""
-    return max(0, needed - shutil.disk_usage(folder).free)
 
 
 def _size(count: float) -> str:

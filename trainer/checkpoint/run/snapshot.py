@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -55,8 +54,11 @@ class Buffers:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
-            pairs = ((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
-            return _like(value, pairs)
+            result: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+            result.update((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
+            if isinstance(result, OrderedDict) and (versions := getattr(value, "_metadata", None)) is not None:
+                result._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as a module's state has them
+            return result
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             items = [self._copy(part, (*path, number), copied) for number, part in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
@@ -64,9 +66,8 @@ class Buffers:
             return {self._copy(part, path, copied) for part in value}
         if isinstance(value, np.generic):  # a learning rate that NumPy has computed
             return value.item()
-        for kind in _PLAIN:
-            if type(value) is kind:
-                return value
+        if type(value) in _PLAIN:
+            return value
         raise TrainerError(
             f"{'.'.join(map(str, path))} of the checkpoint's state is a {type(value).__name__}, which cannot be loaded "
             "again as data; valid are tensors, numbers, text, and lists and dicts of them"
@@ -104,53 +105,18 @@ class Buffers:
         return buffer
 
 
-def _like(mapping: Mapping[Any, Any], pairs: Any) -> dict[Any, Any]:
-    """Return a dict, or an OrderedDict with the versions that a module's `state_dict` carries."""
-    if not isinstance(mapping, OrderedDict):
-        return dict(pairs)
-    result = OrderedDict(pairs)
-    if (metadata := getattr(mapping, "_metadata", None)) is not None:
-        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    return result
+def count_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of all tensors in a state; copies none.
+
+    Raises:
+        TrainerError: a value is of a type that cannot be loaded again as data.
+    """
+    counter = _Counter()
+    counter.copy(state)
+    return counter.bytes
 
 
-def check_plain(state: Mapping[str, Any]) -> None:
-    """Raise `TrainerError` for a value that a snapshot cannot hold; copies no tensor."""
-    _Check().copy(state)
-
-
-class _Check(Buffers):
+class _Counter(Buffers):
     def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        self.bytes += tensor.nbytes
         return tensor
-
-
-def count_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in nested containers."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(map(count_bytes, state.values()))
-    return sum(map(count_bytes, state)) if isinstance(state, list | tuple) else 0
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and PyTorch's generators, those of `device` included, as plain data."""
-    name, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with what `random_state` has returned. A GPU's is left out where there was none."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.checkpoint.disk.commit import prune, receive, remove_partial
-from trainer.checkpoint.disk.committed import Committed, find, load, newest, send
+from trainer.checkpoint.disk.committed import Committed, find, load, newest, order_of, send
 from trainer.checkpoint.disk.lock import FolderLock
 from trainer.checkpoint.disk.state_files import part_name
 from trainer.cluster.network import host_id
@@ -47,8 +47,8 @@ class Storage:
         self._first_of_host = hosts.index(host_id())
         is_first = self._first_of_host == self._world.rank
         # Rank 0 first, so that it writes wherever the folder is shared with its host.
-        self._raise_together(self._lock.acquire() if self._world.is_root else "")
-        self._raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
+        self.raise_together(self._lock.acquire() if self._world.is_root else "")
+        self.raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
         self.is_writer = self._lock.is_held
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
         if self.is_writer:
@@ -58,19 +58,39 @@ class Storage:
             tuple(map(part_name, range(self._world.size))) if is_shared and strategy.shards and files == "auto" else ()
         )
         """Names of the files that the ranks write parts of sharded tensors into; none where one file has them whole."""
+        self.part = self.parts[self._world.rank] if self.parts else ""
+        """The file that this rank writes its part into, or ""."""
+        self.writes = self.is_writer or bool(self.parts)
+        """Whether this rank writes a file of each checkpoint."""
         self._copy: Path | None = None
         self.damaged: list[Path] = []
         """Checkpoints in this rank's folder that `newest` has passed over."""
 
-    @property
-    def own_part(self) -> str:
-        """This rank's one of `parts`, or ""."""
-        return self.parts[self._world.rank] if self.parts else ""
+    def find_start(self, resume: str | Path) -> tuple[Committed | None, int]:
+        """Return the checkpoint that a run goes on from, on this host's disk, or None; and the number of this start.
 
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes a file of each checkpoint."""
-        return self.is_writer or bool(self.parts)
+        Args:
+            resume: as in `CheckpointConfig`.
+
+        Raises:
+            ConfigError: the one that is named is damaged or not there, or the run is to start anew in a folder that is
+                not empty.
+            TrainerError: a host cannot keep a copy.
+        """
+        orders = [order_of(path.name) for path in find(self.folder)] if self.is_writer else []
+        attempts = self._strategy.all_gather_object(max((order[0] for order in orders if order), default=0))
+        if resume == "none":
+            if any(attempts):
+                raise ConfigError(
+                    f"the folder {self.folder} holds checkpoints, and resume is 'none'; valid is 'auto', which goes on "
+                    "from the newest, or another folder"
+                )
+            return None, 1
+        checkpoint = self.newest()
+        # The one that is named is where the first start begins; a later start of the same command goes on.
+        if resume != "auto" and (checkpoint is None or checkpoint.facts["resume"] != str(resume)):
+            checkpoint = self.at(Path(resume))
+        return checkpoint, max([*attempts, checkpoint.order[0] if checkpoint else 0]) + 1
 
     def newest(self) -> Committed | None:
         """Return the newest valid checkpoint of all hosts, which is on each of them afterwards.
@@ -111,7 +131,7 @@ class Storage:
                 here = load(path)
             except TrainerError as error:
                 problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
-        self._raise_together(problem if self._world.is_root else "", ConfigError)
+        self.raise_together(problem if self._world.is_root else "", ConfigError)
         chosen: Committed = self._strategy.broadcast_object(here)
         into = None
         if is_first and (here is None or here.files != chosen.files):
@@ -147,14 +167,15 @@ class Storage:
                 problem = str(error)
         for _ in chunks:  # all of them on a rank that only takes part, the rest on one that could not write
             pass
-        self._raise_together(problem)
+        self.raise_together(problem)
 
     def _chunks(self, sent: Committed | None, owner: int) -> Iterator[bytes]:
         source = iter(send(sent.path)) if sent else iter(())
         while chunk := self._strategy.broadcast_object(next(source, b""), root=owner):
             yield chunk
 
-    def _raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
+    def raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
+        """Raise the first rank's problem on every rank, if one has any."""
         for rank, (host, text) in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
             if text:
                 raise kind(name_rank(text, rank, self._world.size, host))

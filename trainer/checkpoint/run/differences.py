@@ -1,7 +1,8 @@
-"""Settings that a script makes its optimizers and schedulers with, and what it makes the rest of the state of.
+"""Differences between a script and the checkpoint that it goes on from: models, optimizers, settings, other state.
 
-A checkpoint keeps them as they were in the script, because schedulers change an optimizer's learning rate and momentum,
-and many a state is empty until it is used: compared with those of the script that goes on, they tell what was edited.
+A checkpoint keeps settings as they were in the script, because schedulers change an optimizer's learning rate and
+momentum, and many a state is empty until it is used. Compared with those of the script that goes on, they tell what was
+edited.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 
 from trainer.loop.lr_schedule import MORE_STEPS
+from trainer.models.sharded import Scattered
 
 RATE = "lr"
 _LEFT_OUT = ("params", "param_names", "initial_lr", RATE)
@@ -29,7 +31,7 @@ _ENDS: tuple[tuple[type[LRScheduler], str, str], ...] = (
 
 
 def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the script has set, by the words in which it is told, as text."""
+    """Return the settings of optimizers and schedulers as text, by the names that warnings give them."""
     settings: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
@@ -40,7 +42,9 @@ def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> 
     for name, value in objects.items():
         for number, scheduler in enumerate(_flat(value)):
             where = f" of state {name!r}" + f", its scheduler {number}" * (number > 0)
-            settings |= _texts(_public(scheduler), where)
+            values = vars(scheduler)
+            public = [name for name in values if not name.startswith("_") and name not in _LEFT_OUT_OF_SCHEDULERS]
+            settings |= _texts({name: values[name] for name in public}, where)
     return settings
 
 
@@ -49,19 +53,19 @@ def is_rate(setting: str) -> bool:
     return setting.split(" ", 1)[0] == RATE
 
 
-def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_own: bool) -> str:
+def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_scripts: bool) -> str:
     """Return in one line which settings of a script differ from a checkpoint's, and which count; "" if none does.
 
     Args:
         here: the script's.
         there: the checkpoint's.
-        rate_is_own: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
+        rate_is_scripts: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
     """
     parts, checkpoint_counts = [], False
     for name, value in here.items():
         if (saved := there.get(name, value)) == value:
             continue
-        if rate_is_own and is_rate(name):
+        if rate_is_scripts and is_rate(name):
             parts.append(f"{name} = {value} from the script (checkpoint: {saved})")
         else:
             parts.append(f"{name} = {saved} from the checkpoint (script: {value})")
@@ -96,7 +100,7 @@ def kind_of(value: Any) -> dict[str, Any]:
     """Return what a state object is: its class, the names in its state, and the shapes of the tensors there."""
     state = {} if type(value) is dict else value.state_dict()  # a dict's names are data
     if not isinstance(state, Mapping):
-        return {"class": _class_of(value), "names": [], "shapes": {}}
+        state = {}
     # Private values come and go with PyTorch's versions.
     names = [str(name) for name, part in state.items() if isinstance(part, Tensor) or not str(name).startswith("_")]
     return {"class": _class_of(value), "names": names, "shapes": dict(_shapes(state, ""))}
@@ -113,6 +117,35 @@ def kind_differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any
     for key, shape in here["shapes"].items():
         if (saved := there["shapes"].get(key, shape)) != shape:
             yield f"{key} of {what}, has shape {tuple(saved)} there and {tuple(shape)} here"
+
+
+def model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return in words how a model's state differs from a checkpoint's in names, shapes and types."""
+    problems = []
+    if missing := [name for name in here if name not in there]:
+        problems.append(f"it lacks {_first(missing)}")
+    if unknown := [name for name in there if name not in here]:
+        problems.append(f"it has {_first(unknown)}, which the model does not have")
+    for name, value in here.items():
+        saved = there.get(name)
+        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
+            continue
+        if value.shape != saved.shape:
+            problems.append(f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here")
+        elif value.dtype != saved.dtype:
+            problems.append(f"{name} is {saved.dtype} there and {value.dtype} here")
+    return problems
+
+
+def optimizer_differences(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+    """Return in words how an optimizer differs from a checkpoint's in class and number of parameters."""
+    if (name := type(optimizer).__name__) != saved["class"]:
+        return [f"is a {saved['class']} there and a {name} here"]
+    here, there = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, saved["state"]["param_groups"])
+    )
+    return [f"has {there} parameters per group there and {here} here"] if here != there else []
 
 
 def _class_of(value: Any) -> str:
@@ -132,11 +165,6 @@ def _flat(value: Any) -> Iterator[LRScheduler]:
         yield from _flat(inner)
 
 
-def _public(scheduler: LRScheduler) -> dict[str, Any]:
-    state = vars(scheduler)
-    return {name: state[name] for name in state if not name.startswith("_") and name not in _LEFT_OUT_OF_SCHEDULERS}
-
-
 def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
     if isinstance(value, Tensor):
         yield path, list(value.shape)
@@ -146,19 +174,20 @@ def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
-    plain = {name: value.item() if _is_number(value) else value for name, value in values.items()}
-    return {f"{name}{where}": _text(value) for name, value in plain.items() if _is_plain(value)}
-
-
-def _text(value: Any) -> str:
-    return f"{value:.7g}" if isinstance(value, float) else repr(value)  # a tensor's rate is one in single precision
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+    texts = {}
+    for name, value in values.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if _is_plain(plain):
+            # A tensor's rate is one in single precision.
+            texts[f"{name}{where}"] = f"{plain:.7g}" if isinstance(plain, float) else repr(plain)
+    return texts
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | str | None | Counter)
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
