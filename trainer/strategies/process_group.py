@@ -16,7 +16,8 @@ from torch import Tensor
 from trainer.cluster.network import address_toward_master, choose_gloo_interface
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
-from trainer.strategies.base import Strategy, in_place
+from trainer.strategies.base import Strategy
+from trainer.strategies.collectives import in_place
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 from trainer.watch.recorder import find_recorder
@@ -33,7 +34,7 @@ class ProcessGroupStrategy(Strategy):
     """
 
     name: str
-    """Stands in the description."""
+    """What the description begins with."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
