@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a tensor's values.
+    """A box of a tensor's values.
 
     Attributes:
         offset: index of the first of them in the whole tensor.
@@ -72,7 +72,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def local_part(value: Tensor) -> Part | None:
-    """Return this rank's part of a sharded tensor; None where it is empty, or another rank has the same."""
+    """Return this rank's part of a sharded tensor; None where it is empty, or a lower rank has the same part."""
     sharded: Any = value
     mesh = zip(sharded.placements, sharded.device_mesh.get_coordinate(), strict=True)
     local: Tensor = sharded.to_local()
@@ -142,7 +142,7 @@ def shard_as(whole: Any, like: Any) -> Any:
 
 
 def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state for its `load_state_dict`: what has a parameter's shape is sharded as that is."""
+    """Return an optimizer's state for its `load_state_dict`, with tensors of a parameter's shape sharded as that."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=True))
@@ -151,7 +151,7 @@ def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[s
 
 
 def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with what has the parameter's shape sharded as it is."""
+    """Return an optimizer's state of one parameter, with tensors of the parameter's shape sharded as that."""
     return {
         name: shard_like(value, parameter)
         if is_sharded(parameter)

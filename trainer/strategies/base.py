@@ -30,7 +30,7 @@ class Strategy(Collectives):
     """
 
     shards = False
-    """Whether each rank keeps a part of the parameters, and of their gradients, only.
+    """Whether each rank keeps only a part of the parameters and of their gradients.
 
     `prepare` then moves the model to the device as well.
     """
@@ -44,7 +44,7 @@ class Strategy(Collectives):
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
         self.flight_recorder: Recorder | None = None
-        """Tells which collectives are not completed, where they return to Python before they are."""
+        """Reads which collectives are not completed; None where they return to Python only when they are."""
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Broadcast rank 0's weights and buffers; return what synchronizes the model as the settings ask for.
@@ -102,7 +102,7 @@ class Strategy(Collectives):
 
 
 def check_dense(model: nn.Module, taker: str) -> None:
-    """Raise `ConfigError` for a module with sparse gradients; `taker` says what it is that takes dense ones."""
+    """Raise `ConfigError` for a module with sparse gradients; the message says that `taker` takes dense ones."""
     for path, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(f"{path} has sparse gradients, and {taker} dense ones; set sparse=False")

@@ -17,7 +17,7 @@ from trainer.strategies.collectives import Collectives
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
 
 BUCKET_BYTES = 4 * 1024 * 1024
-"""Least size of a bucket but the last: large enough for its latency not to count."""
+"""The smallest size of a bucket, except for the last: its latency does not count beside it."""
 
 
 class Bucket:
@@ -40,7 +40,7 @@ class Bucket:
             place: _in_order_of(parameter, piece)
             for (place, parameter), piece in zip(parameters.items(), pieces, strict=True)
         }
-        """By the parameter's place: its part of the message, in its shape."""
+        """means[place]: the part of the message for the parameter at that place, in its shape."""
         self.ready: set[int] = set()
         self._absent: set[int] = set()
         self.wait: Callable[[], object] | None = None
@@ -51,7 +51,7 @@ class Bucket:
         return len(self.ready) == len(self.means)
 
     def send(self, ranks: Collectives) -> None:
-        """Begin to send the message."""
+        """Begin to sum the message over all ranks."""
         self._has_gradient.fill_(1.0)
         if self._absent:  # else nothing is copied to the device, which would wait for it
             self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
@@ -83,7 +83,7 @@ class Bucket:
 
 
 def _in_order_of(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Return the flat piece in the parameter's shape and order of memory, which optimizers are quickest on."""
+    """Return the flat piece in the parameter's shape and order in memory, in which optimizers are fastest."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides)
 

@@ -1,4 +1,4 @@
-"""Collectives: what the ranks of a job exchange, whatever carries it."""
+"""Collectives: sums, broadcasts and barriers over all ranks of a job."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NOTED = ("all_reduce", "broadcast", "broadcast_tensors", "broadcast_object", "a
 
 
 class Collectives(ABC):
-    """The ranks of a job, and what they exchange. All methods are collective: every rank calls them, in the same order.
+    """Sums, broadcasts and barriers over all ranks. Every rank calls the same methods in the same order.
 
-    `all_reduce` and `broadcast_object` are enough for all others, which a transport may have better ways for.
+    All follow from `all_reduce` and `broadcast_object`; a transport overrides those that it has a better way for.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,7 +59,7 @@ class Collectives(ABC):
         return flat
 
     def sum_statistics(self, tensor: Tensor) -> Tensor:
-        """Do what `all_reduce` does, for BatchNorm over the global batch: by this name a verdict tells it."""
+        """Do what `all_reduce` does, for BatchNorm over the global batch, so that the verdict on a hang can name it."""
         with waits(BATCH_NORM, tensor.numel(), counts=True):
             return self.all_reduce(tensor)
 

@@ -11,6 +11,6 @@ from trainer.strategies.process_group import ProcessGroupStrategy
 
 
 class DDPStrategy(ProcessGroupStrategy):
-    """Data parallelism over torch.distributed: buckets, which every strategy has by itself."""
+    """Data parallelism over torch.distributed, in the buckets that every strategy sends by default."""
 
     name = "DDP"

@@ -38,7 +38,7 @@ _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
-    """Each rank keeps a part of every parameter; a block's are gathered for its forward and its backward pass."""
+    """Each rank keeps a part of every parameter; whole blocks are gathered for their forward and backward passes."""
 
     name = "fully_shard"
     shards = True
@@ -109,7 +109,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         model._trainer_fsdp = (settings, config.compile)  # type: ignore[assignment]
 
     def _place(self, part: nn.Module) -> None:
-        """Move what is not sharded yet to the device, where all of a part has to fit, with rank 0's values."""
+        """Move what is not sharded yet to the device, which has to hold a whole part, with rank 0's values."""
         for tensor in chain(part.parameters(), part.buffers()):
             if not is_sharded(tensor):
                 tensor.data = tensor.data.to(self.world.device)
@@ -182,18 +182,18 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class EvaluationPasses:
-    """The forward passes of an evaluation's step, so that a rank without samples can take part in their gathering."""
+    """The forward passes of an evaluation's step, which a rank without samples repeats: to gather is collective."""
 
     def __init__(self) -> None:
         self.known: list[FSDPModule] = []
-        """Parts of the model that was prepared last, in its order: one pass of it, where no step was seen."""
+        """The parts of the model that was prepared last, in its order; repeated where no pass was seen."""
         self._seen: list[FSDPModule] = []
         self._is_in_step = False
 
     def on_step(self, has_samples: bool) -> None:
-        """Note the passes that follow, of all models in the order of their calls; repeat those before without samples.
+        """Note the passes that follow; on a rank without samples, repeat those of the step before.
 
-        To repeat a pass is to take part in its gathering of parameters, for which the other ranks wait.
+        To repeat a pass is to gather the same parameters in the same order, for which the other ranks wait.
         """
         if has_samples:
             self._seen, self._is_in_step = [], True
@@ -204,7 +204,7 @@ class EvaluationPasses:
         self._is_in_step = False
 
     def add(self, part: FSDPModule) -> None:
-        """Note a pass of a part. One of a training ends the evaluation."""
+        """Note a pass of a part. A pass with gradients ends the evaluation."""
         self._is_in_step = self._is_in_step and not torch.is_grad_enabled()
         if self._is_in_step:
             self._seen.append(part)
@@ -227,7 +227,7 @@ class FSDPSynchronizer(Synchronizer):
         self._passes = passes
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
-        self._owned = {
+        self._gathered = {
             part: [
                 (_joined(path, name), module, name)
                 for path, module in _outside(cast(nn.Module, part), lambda child: isinstance(child, FSDPModule), prefix)
@@ -238,7 +238,7 @@ class FSDPSynchronizer(Synchronizer):
         }
         """The parts that are gathered one at a time, in the model's order, and the parameters that are gathered with
         each: path in the model, module, and name in the module."""
-        passes.known = list(self._owned)
+        passes.known = list(self._gathered)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._is_local = self._is_running = self._is_in_pass = False
         # Names of parameters that a backward pass has reached since the last step.
@@ -249,7 +249,7 @@ class FSDPSynchronizer(Synchronizer):
         # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
-            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._owned),
+            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._gathered),
         ]
         self._root.set_requires_gradient_sync(True)
         # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
@@ -324,7 +324,7 @@ class FSDPSynchronizer(Synchronizer):
         self._passes.add(part)
         if not torch.is_grad_enabled():
             return
-        for path, module, name in self._owned[part]:
+        for path, module, name in self._gathered[part]:
             parameter = getattr(module, name)
             if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
                 self._watched[id(parameter)] = parameter
@@ -339,7 +339,7 @@ class FSDPSynchronizer(Synchronizer):
 
 
 def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Return a hook that calls a method as long as its object lives: a model must not keep its synchronizer alive."""
+    """Return a hook that calls a method while its object lives, and does not keep the object alive."""
     weak = weakref.WeakMethod(method)
 
     def hook(*rest: Any) -> Any:
@@ -414,7 +414,7 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
 
 
 def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Check that each parameter is of one group, a block or the rest, and that a group's have one type."""
+    """Check that each parameter is of one group (a block, or the rest), and that a group has one type."""
     owner: dict[nn.Parameter, str] = {}
     names = {module: name for name, module in model.named_modules()}
     groups = {names[block]: block.modules() for block in blocks}

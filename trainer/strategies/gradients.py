@@ -27,14 +27,14 @@ class Synchronizer:
 
     def __init__(self) -> None:
         self.is_weightless = False
-        """Whether the next backward pass counts for nothing, and must not bring a NaN into the mean."""
+        """Whether the next backward pass has weight 0, so that not even a NaN of it may enter the mean."""
         self.is_reached = False
         """Whether the last backward pass has left a gradient of this model."""
         self.sends_early = True
         """Whether a gradient may be sent before the backward pass is over. Not with several models: ranks may reach
         them in different orders."""
         self.has_local_gradients = False
-        """Whether gradients of this rank alone are left, of passes that `keep_local` has kept here."""
+        """Whether there are gradients that `keep_local` has kept on this rank."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -69,7 +69,7 @@ class Synchronizer:
         """Prepare for a step of an optimizer."""
 
     def after_step(self) -> None:
-        """Combine what the step has done, where that is not the same on all ranks."""
+        """Combine the ranks' steps where they differ."""
 
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
         """Make the weights the same on all ranks where they differ between updates. Collective.
@@ -141,7 +141,7 @@ class GradientSynchronizer(Synchronizer):
         ]
 
     def has_gradients(self) -> Tensor:
-        """Return 1 for each parameter that has a gradient here, and 0 for the others, in the first one's type."""
+        """Return 1 for each parameter that has a gradient here, and 0 for the others, in the first parameter's type."""
         has = [float(parameter is not None and parameter.grad is not None) for parameter in self.parameters]
         return torch.tensor(has, dtype=self._shapes[0].dtype, device=self._device)
 
@@ -191,7 +191,7 @@ class GradientSynchronizer(Synchronizer):
         self._reached.add(place)
 
     def _run_last(self) -> None:
-        """Move the hooks behind those that others have registered since: what they change is sent as well."""
+        """Move the hooks behind the user's, however late those were registered: what they change is sent as well."""
         for hook, parameter in zip(self._hooks, self.parameters, strict=True):
             registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
@@ -207,7 +207,7 @@ class GradientSynchronizer(Synchronizer):
 def assign_means(
     parameters: Sequence[nn.Parameter | None], means: Sequence[Tensor], has_gradient: Callable[[int], bool]
 ) -> None:
-    """Make the means the parameters' gradients, with the types and layouts that these have on this rank.
+    """Set the parameters' gradients to the means, in the types and layouts that they have on this rank.
 
     A mean is copied: the gradient stays what it is when the next pass sends, for who keeps it beyond `zero_grad`.
 

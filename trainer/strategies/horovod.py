@@ -27,7 +27,7 @@ from trainer.watch.failure import at_exit
 _SENT_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod cannot all-reduce, and what is sent in their place."""
 _PIECE_BYTES = 2**30
-"""The most in one message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
+"""The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
 _SMALL_BYTES = 2**16
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
@@ -268,7 +268,7 @@ def _is_absent(mean: Tensor) -> bool:
 
 
 def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter that takes the same gradients and no memory."""
+    """Return a parameter for the same gradients that takes no memory."""
     return nn.Parameter(parameter.detach().new_zeros(1).expand(parameter.shape))
 
 

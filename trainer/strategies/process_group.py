@@ -27,7 +27,7 @@ _GLOO_SHUTDOWN_S = 0.05
 
 
 class ProcessGroupStrategy(Strategy):
-    """torch.distributed, usually under torchrun; under other launchers with a rendezvous over their own channel.
+    """Base of strategies over torch.distributed. Launchers other than torchrun carry the rendezvous.
 
     Raises:
         ConfigError: there are several ranks, and their launcher provides no rendezvous.

@@ -20,7 +20,7 @@ from trainer.watch.heartbeat import waits
 
 
 class SummingStrategy(Strategy):
-    """Sends messages in the background where a message hides behind what is computed meanwhile."""
+    """A strategy that is made of one sum: buckets are summed in a background thread while the backward pass goes on."""
 
     may_overlap = True
     """Whether `sum_gradients` may be called from another thread."""

@@ -33,7 +33,7 @@ class Factors:
         self.shape = (parameter.shape[0], parameter.numel() // parameter.shape[0])
         options = {"dtype": exact_type(parameter.dtype), "device": parameter.device}
         self.error: Tensor = torch.zeros(self.shape, **options)  # type: ignore[call-overload]
-        """What this rank's gradients had and the updates did not, n × m."""
+        """The part of this rank's gradients that no update has had yet, n × m."""
         self.right: Tensor = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
         """The factor that the next update begins with, m × rank; the same on all ranks."""
         self._left = torch.empty(0)

@@ -29,7 +29,7 @@ class WholeSynchronizer(GradientSynchronizer):
         self._ranks = ranks
         self._number = next(_NUMBERS)  # the messages of two models must not have the same names
         self.updates = 0
-        """Backward passes whose gradients were all-reduced."""
+        """Number of updates so far."""
 
     def mean_of_all(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
         """Return each tensor's mean over all ranks, in its `exact_type`. One message for each such type. Collective.
@@ -41,7 +41,7 @@ class WholeSynchronizer(GradientSynchronizer):
         return self.start_mean(tensors, name)()
 
     def start_mean(self, tensors: Sequence[Tensor], name: str) -> Callable[[], list[Tensor]]:
-        """Begin what `mean_of_all` does, with the tensors' values of now; return what waits for the means."""
+        """Begin what `mean_of_all` does, with the present values of the tensors; return what waits for the means."""
         places_by_type: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
             places_by_type.setdefault(exact_type(tensor.dtype), []).append(place)
@@ -72,7 +72,7 @@ class WholeSynchronizer(GradientSynchronizer):
         assign_means(self.parameters, gradients, lambda place: bool(counts[place]))
 
     def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Write the means over the gradients; return a number for each, not 0 where any rank has one."""
+        """Overwrite the gradients with their means; return for each a number that is not 0 if any rank has it."""
         *means, counts = self.mean_of_all([*gradients, self.has_gradients()], "whole")
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean)

@@ -58,10 +58,10 @@ def add_up(messages: Sequence[bytes]) -> bytes:
 
 @dataclass
 class Channel:
-    """One kind of exchange: the first chunk of each rank belongs to the first one of every other, and so on."""
+    """One kind of exchange. The n-th chunks of all ranks belong together, and each rank gets their sum."""
 
     chunks: list[deque[bytes]]
-    """Of each rank, what it has sent and not every other rank."""
+    """chunks[rank]: what a rank has sent and another has not sent yet."""
     answers: dict[int, asyncio.Queue[bytes | None]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     """Ranks whose stream has ended. That is an error only where a chunk waits for one of them."""
@@ -137,7 +137,7 @@ class Server:
         queue.put_nowait(None)
 
     def _answer(self, channel: Channel) -> None:
-        """Answer what all ranks have sent; wait for the ranks that are missing, as long as they can still come."""
+        """Send the sums of what all ranks have sent. A chunk fails that waits for a rank that has gone, or too long."""
         if self._failure:
             return
         while all(channel.chunks):
@@ -155,7 +155,7 @@ class Server:
         self._fail(f"{self._named(channel.missing)} did not send within {self._timeout_s:g} s")
 
     def _fail(self, reason: str) -> None:
-        """End every stream with the reason; the first reason counts."""
+        """End every stream with an error. The first reason counts, because others follow from it."""
         self._failure = self._failure or reason
         for channel in self._channels.values():
             for queue in channel.answers.values():
