@@ -33,8 +33,10 @@ from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.data.base import Loader, Step
 from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.base import Strategy, Synchronizer
+from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
+from trainer.strategies.comparisons.summing import SummingStrategy
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.tuning.host import host_cores
 
 WARM_UP_STEPS = 5
@@ -69,8 +71,8 @@ class TimedStrategy(Strategy):
     timer: StepTimer
     exchanges: bool
 
-    def follow_model(self, model: nn.Module, synchronizer: Synchronizer, config: RunConfig) -> Synchronizer:
-        synchronizer = super().follow_model(model, synchronizer, config)
+    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        synchronizer = super().prepare(model, parameters, config)
         if not self.exchanges:
             self._leave_apart(synchronizer)
             synchronizer = Synchronizer()
@@ -95,6 +97,8 @@ class TimedStrategy(Strategy):
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         """Count the time between the first message of a backward pass and the end of the last one, as ddp sends."""
         wait, timer = super().start_gradients(flat, name), self.timer
+        if isinstance(self, SummingStrategy):  # whose messages are counted one by one
+            return wait
         timer.sending.append(time.perf_counter())
 
         def wait_and_count() -> None:

@@ -16,8 +16,8 @@ from tests.distributed.checks_checkpoints import Training, interrupt, shared_fol
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, init
+from trainer.strategies import base
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress import communication
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 WIDE: dict[str, Any] = {"compression": "powersgd:100", "full_updates": 0}
@@ -27,7 +27,7 @@ WIDE: dict[str, Any] = {"compression": "powersgd:100", "full_updates": 0}
 def all_matrices() -> Iterator[None]:
     """Approximate every matrix, also where that saves nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communication, "PowerSGDSynchronizer", partial(PowerSGDSynchronizer, least_saving=0.0))
+        patch.setattr(base, "PowerSGDSynchronizer", partial(PowerSGDSynchronizer, least_saving=0.0))
         yield
 
 

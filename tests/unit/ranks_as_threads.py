@@ -50,4 +50,4 @@ class Threads:
         """Return what the job returns on each rank."""
         with ThreadPoolExecutor(self.ranks) as pool:
             started = [pool.submit(job, rank, self.strategy(rank)) for rank in range(self.ranks)]
-            return [one.result() for one in started]
+            return [future.result() for future in started]

@@ -20,7 +20,8 @@ from trainer import TrainerError, World
 from trainer.config import RunConfig
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
-from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer, make_buckets
+from trainer.strategies.buckets import BucketSynchronizer
+from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
@@ -44,16 +45,17 @@ def start(
     held: Sequence[nn.Parameter], all_reduce: Callable[[Tensor], object], wire_type: torch.dtype | None = None
 ) -> BucketSynchronizer:
     """One of two ranks, whose other one has a gradient of each parameter: what `all_reduce` adds."""
-    made = make_buckets(held, wire_type)
-    sizes = {bucket.flat.data_ptr(): sum(mean.numel() for mean in bucket.means.values()) for bucket in made}
 
-    def begin(flat: Tensor) -> Callable[[], object]:
-        gradients, has_gradient = flat.tensor_split([sizes[flat.data_ptr()]])
+    def begin(flat: Tensor, name: str) -> Callable[[], object]:
+        (bucket,) = (bucket for bucket in synchronizer.buckets if bucket.flat is flat)
+        gradients, has_gradient = flat.tensor_split([len(flat) - len(bucket.means)])
         all_reduce(gradients)
         has_gradient.add_(1.0)
         return lambda: None
 
-    return BucketSynchronizer(named(held), made, begin, ranks=2)
+    ranks: Any = SimpleNamespace(start_gradients=begin, world=World(size=2))
+    synchronizer = BucketSynchronizer(named(held), ranks, wire_type)
+    return synchronizer
 
 
 def backward(*pairs: tuple[nn.Parameter, float | Tensor]) -> None:
@@ -76,27 +78,27 @@ def values(parameter: nn.Parameter) -> list[float] | None:
 @pytest.mark.usefixtures("small_buckets")
 def test_buckets_are_cut_in_reverse_and_by_type() -> None:
     doubles, floats = parameters(3, 2, 2, 5), parameters(7, dtype=torch.float32)
-    found = make_buckets([*doubles, *floats])
-    assert [[*bucket.means] for bucket in found] == [[4], [3], [2, 1], [0]]
-    assert [bucket.flat.dtype for bucket in found] == [torch.float32, *[torch.float64] * 3]
+    made = start([*doubles, *floats], lambda flat: None)
+    assert [[*bucket.means] for bucket in made.buckets] == [[4], [3], [2, 1], [0]]
+    assert [bucket.flat.dtype for bucket in made.buckets] == [torch.float32, *[torch.float64] * 3]
 
 
 def test_gradients_that_come_back_have_the_weights_order_in_memory() -> None:
     first = nn.Parameter(torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
     second, absent = nn.Parameter(torch.zeros(5, 2).t()), nn.Parameter(torch.zeros(4, 3).t())
-    slopes = [torch.arange(float(one.numel())).view(one.shape) for one in (first, second)]
+    slopes = [torch.arange(float(held.numel())).view(held.shape) for held in (first, second)]
     with one_pass(start([first, second, absent], lambda flat: flat.add_(1.0))):
         backward((first, slopes[0]), (second, slopes[1]))
-    for one, slope in zip((first, second, absent), (*slopes, torch.zeros(3, 4)), strict=True):
-        assert one.grad is not None
-        assert one.grad.stride() == one.stride()
-        assert torch.equal(one.grad, slope / 2 + 1)
+    for held, slope in zip((first, second, absent), (*slopes, torch.zeros(3, 4)), strict=True):
+        assert held.grad is not None
+        assert held.grad.stride() == held.stride()
+        assert torch.equal(held.grad, slope / 2 + 1)
 
 
 def test_a_smaller_wire_type_is_taken_and_a_larger_one_is_not() -> None:
-    (narrow,) = make_buckets(parameters(2), torch.float16)
+    (narrow,) = start(parameters(2), lambda flat: None, torch.float16).buckets
     assert narrow.flat.dtype == torch.float16
-    (kept,) = make_buckets(parameters(2, dtype=torch.bfloat16), torch.float16)
+    (kept,) = start(parameters(2, dtype=torch.bfloat16), lambda flat: None, torch.float16).buckets
     assert kept.flat.dtype == torch.bfloat16
 
 
@@ -104,7 +106,7 @@ def test_gradients_become_the_mean() -> None:
     held = parameters(3, 2)
     with one_pass(start(held, lambda flat: flat.add_(1.0))):
         backward((held[0], 4.0), (held[1], 6.0))
-    assert [values(one) for one in held] == [[3.0] * 3, [4.0] * 2]
+    assert [values(parameter) for parameter in held] == [[3.0] * 3, [4.0] * 2]
 
 
 def test_what_comes_back_has_the_parameters_type() -> None:
@@ -130,27 +132,18 @@ def test_a_full_bucket_leaves_before_the_backward_pass_is_over_and_the_others_at
     assert sent == [6, 5, 4]
 
 
-class Two(BucketedStrategy):
+class Two(SummingStrategy):
     """Rank 0 of two, whose other one has what `other` adds."""
 
     def __init__(self, other: Callable[[Tensor], object], overlaps: bool) -> None:
         super().__init__(World(size=2, local_size=2, launcher="mpirun"))
-        self._other, self._overlaps = other, overlaps
+        self._other, self.may_overlap = other, overlaps
 
     def sum_gradients(self, flat: Tensor) -> None:
         self._other(flat)
 
     def sum_values(self, flat: Tensor) -> None:
         return
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def barrier(self) -> None:
-        return
-
-    def _may_overlap(self) -> bool:
-        return self._overlaps
 
     def synchronizer(self, held: Sequence[nn.Parameter]) -> GradientSynchronizer:
         made = self.prepare(nn.Module(), named(held), RunConfig())
@@ -224,15 +217,8 @@ def test_a_parameter_that_is_prepared_again_is_watched_once() -> None:
     assert [flat.tolist() for flat in sent] == [[1.0], [1.0]]
 
 
-def buckets_of(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
-    def begin(flat: Tensor) -> Callable[[], object]:
-        return strategy.start_gradients(flat, "bucket")
-
-    return BucketSynchronizer(named(held), make_buckets(held), begin, strategy.world.size)
-
-
 KINDS: dict[str, Callable[[Sequence[nn.Parameter], Strategy], GradientSynchronizer]] = {
-    "buckets": buckets_of,
+    "buckets": lambda held, strategy: BucketSynchronizer(named(held), strategy),
     "whole": lambda held, strategy: WholeSynchronizer(named(held), strategy),
     "powersgd": lambda held, strategy: PowerSGDSynchronizer(named(held), strategy, rank=9, least_saving=0.0),
 }
@@ -245,14 +231,14 @@ def test_who_has_no_gradient_gets_the_others_mean_and_none_where_no_rank_has_one
 ) -> None:
     def job(rank: int, strategy: Strategy) -> list[list[list[float] | None]]:
         held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(3)]
-        synchronizer, found = make(held, strategy), []
+        synchronizer, by_pass = make(held, strategy), []
         for reached in ((0, 1), (1, 0)):  # by rank; nobody reaches the third one
             for parameter in held:
                 parameter.grad = None
             with one_pass(synchronizer):
                 backward((held[reached[rank]], torch.tensor([[2.0, 0.0], [0.0, 4.0]])))
-            found.append([values(parameter) for parameter in held])
-        return found
+            by_pass.append([values(parameter) for parameter in held])
+        return by_pass
 
     mean = pytest.approx(torch.tensor([[1.0, 0.0], [0.0, 2.0]]).numpy())
     for by_pass in Threads(2).run(job):
@@ -276,9 +262,9 @@ def test_a_gradient_of_zeros_is_one_on_all_ranks(
             backward((held[0], 1.0), *([(held[1], slope)] if slope is not None else []))
         return held[1].grad
 
-    for found in Threads(len(slopes)).run(job):
-        assert found is not None
-        assert not found.any()
+    for gradient in Threads(len(slopes)).run(job):
+        assert gradient is not None
+        assert not gradient.any()
 
 
 @every_kind
@@ -361,7 +347,7 @@ def test_a_synchronizer_goes_with_its_parameters(make: Callable[..., GradientSyn
         del synchronizer
         assert weak[0]() is not None, "the parameters' hooks own it"
         held.clear()
-        assert [one() for one in weak] == [None] * 3
+        assert [reference() for reference in weak] == [None] * 3
     finally:
         gc.enable()
 
@@ -382,11 +368,9 @@ def test_a_gradient_outside_of_the_handles_backward_pass_is_refused() -> None:
 def test_a_gradient_that_is_completed_again_after_it_was_sent_is_refused() -> None:
     block, inputs = nn.Linear(2, 2).double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     used_twice = checkpoint(block, checkpoint(block, inputs, use_reentrant=True), use_reentrant=True)
-    synchronizer = BucketSynchronizer(
-        list(block.named_parameters()), make_buckets([*block.parameters()]), lambda flat: lambda: None, 2
-    )
+    synchronizer = start([*block.parameters()], lambda flat: None)
     synchronizer.before_backward()
-    with pytest.raises(TrainerError, match=r"the gradient of (bias|weight) twice.*use_reentrant=False"):
+    with pytest.raises(TrainerError, match=r"the gradient of p\d twice.*use_reentrant=False"):
         used_twice.sum().backward()
 
 
@@ -414,4 +398,4 @@ def test_a_pass_that_has_failed_sends_what_other_ranks_wait_for_and_leaves_nothi
     with one_pass(synchronizer):
         backward((held[0], 8.0), (held[1], 6.0))
     assert sent == [[1.0] * 5, [0.0] * 4, [3.0] * 5, [4.0] * 4]
-    assert [values(one) for one in held] == [[4.0] * 4, [3.0] * 5]
+    assert [values(parameter) for parameter in held] == [[4.0] * 4, [3.0] * 5]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from trainer import ConfigError, World
 from trainer.config import RunConfig
-from trainer.strategies.base import NamedParameters, Synchronizer
-from trainer.strategies.buckets import BucketedStrategy, BucketSynchronizer
-from trainer.strategies.compress.communication import make_synchronizer
+from trainer.strategies.buckets import BucketSynchronizer
+from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 
 
-class TwoAlike(BucketedStrategy):
+class TwoAlike(SummingStrategy):
     """Rank 0 of two ranks that hold the same numbers."""
 
     def __init__(self, size: int = 2) -> None:
@@ -38,16 +38,10 @@ class TwoAlike(BucketedStrategy):
     def broadcast_tensors(self, tensors: Any) -> None:
         return
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def barrier(self) -> None:
-        return
-
 
 def make(strategy: TwoAlike, model: nn.Module, **settings: Any) -> Synchronizer:
     named: NamedParameters = list(model.named_parameters())
-    return make_synchronizer(strategy, model, named, RunConfig(**settings))
+    return strategy.prepare(model, named, RunConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -64,12 +58,10 @@ def test_settings_choose_the_mechanism_where_there_are_several_ranks(settings: d
     assert type(make(TwoAlike(size=1), nn.Linear(2, 2), **settings)) is Synchronizer
 
 
-def test_a_strategy_without_whole_gradients_is_refused() -> None:
-    strategy = TwoAlike()
-    strategy.shards = True
-    with pytest.raises(ConfigError, match="sync_every is 4, and under TwoAlike no rank has whole gradients"):
-        make(strategy, nn.Linear(2, 2), sync_every=4)
-    make(strategy, nn.Linear(2, 2))
+@pytest.mark.parametrize("settings", [{"compression": "powersgd"}, {"sync_every": 2}])
+def test_sparse_gradients_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"has sparse gradients, and .*, which takes dense ones"):
+        make(TwoAlike(), nn.Sequential(nn.Embedding(3, 2, sparse=True)), **settings)
 
 
 def test_gradients_are_sent_through_the_strategy_under_names_of_each_model() -> None:

@@ -17,7 +17,8 @@ from torch.optim import SGD, Adam, Optimizer
 from trainer import ConfigError, TrainerError, World
 from trainer.config import RunConfig
 from trainer.loop.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 
 View = tuple[Any, ...]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer import ConfigError, TrainerError
 from trainer.checkpoint.run.contents import Contents
-from trainer.strategies.base import Synchronizer
+from trainer.strategies.gradients import Synchronizer
 
 PARAMETERS = 4 * (2 * 3 + 3)
 """Bytes of `nn.Linear(2, 3)`."""

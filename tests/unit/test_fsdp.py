@@ -36,7 +36,7 @@ class Shared(nn.Module):
     def __init__(self, *, is_named_first: bool) -> None:
         super().__init__()
         layer = nn.Linear(2, 2)
-        blocks = nn.ModuleList(nn.Sequential(one) for one in (layer, nn.Linear(2, 2)))
+        blocks = nn.ModuleList(nn.Sequential(part) for part in (layer, nn.Linear(2, 2)))
         parts: list[tuple[str, nn.Module]] = [("head", layer), ("blocks", blocks)]
         for name, part in parts if is_named_first else reversed(parts):
             self.add_module(name, part)
@@ -120,5 +120,5 @@ def test_settings_are_plain_values_in_a_runs_record() -> None:
 def test_a_model_has_about_as_many_parameters_as_its_size_says(size: str) -> None:
     with torch.device("meta"):
         model = Transformer(*SIZES[size], length=8)
-    count = sum(one.numel() for one in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(float(size.removesuffix("m")) * 1e6, rel=0.1)

@@ -16,7 +16,7 @@ from trainer.checkpoint.disk.durable import write_file
 from trainer.cluster.world import World
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.report.run_record import RunFolder
-from trainer.strategies.base import Synchronizer
+from trainer.strategies.gradients import Synchronizer
 from trainer.strategies.single import SingleStrategy
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import (

@@ -125,12 +125,12 @@ def end_round(models: list[nn.Module], anchor: nn.Module, outside: torch.optim.O
 @pytest.mark.parametrize("steps", [11, 12])
 def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: int, steps: int) -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(rank, strategy, every=every, full_updates=full, outer=outer)
-        one.train(steps)
-        return one.weights()
+        replica = Rank(rank, strategy, every=every, full_updates=full, outer=outer)
+        replica.train(steps)
+        return replica.weights()
 
-    for found, expected in zip(Threads(RANKS).run(job), by_hand(steps, every, full, outer), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for results, expected in zip(Threads(RANKS).run(job), by_hand(steps, every, full, outer), strict=True):
+        torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
 class ByHand:
@@ -170,8 +170,8 @@ class ByHand:
                 parameter.grad = piece.view_as(parameter)
             self._outside.step()
         common = nn.utils.parameters_to_vector(self.anchor.parameters())
-        for model, own in zip(self.models, added, strict=True):
-            nn.utils.vector_to_parameters(common + own, model.parameters())
+        for model, rest in zip(self.models, added, strict=True):
+            nn.utils.vector_to_parameters(common + rest, model.parameters())
         self._sent = []
 
     def settle(self, has_changed: bool) -> None:
@@ -194,59 +194,59 @@ class ByHand:
 )
 def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every: int, steps: int) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, strategy, every=every, overlap=True, outer=outer)
-        one.train(steps)
-        before = one.weights()
-        one.synchronizer.settle()
-        return before, one.weights()
+        replica = Rank(rank, strategy, every=every, overlap=True, outer=outer)
+        replica.train(steps)
+        before = replica.weights()
+        replica.synchronizer.settle()
+        return before, replica.weights()
 
     by_hand = ByHand(outer)
     by_hand.train(steps, every)
     before = by_hand.weights()
     by_hand.settle(has_changed=steps % every != 0)
-    found = Threads(RANKS).run(job)
+    results = Threads(RANKS).run(job)
     for rank in range(RANKS):
-        torch.testing.assert_close(found[rank][0], before[rank], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found[rank][1], by_hand.weights()[rank], rtol=1e-12, atol=1e-12)
-    assert torch.equal(found[0][1], found[1][1])
+        torch.testing.assert_close(results[rank][0], before[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(results[rank][1], by_hand.weights()[rank], rtol=1e-12, atol=1e-12)
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_an_overlapped_average_is_begun_at_the_end_of_its_round_and_awaited_at_the_end_of_the_next() -> None:
     events: list[str] = []
 
     def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
-        events.append(f"begun after {one.steps}")
+        events.append(f"begun after {replica.steps}")
 
         def wait() -> Tensor:
-            events.append(f"awaited after {one.steps}")
+            events.append(f"awaited after {replica.steps}")
             return flat.add_(1.0)
 
         return wait
 
     strategy: Any = SimpleNamespace(start_gradients=start, world=World())
-    one = Rank(0, strategy, every=2, overlap=True)
-    one.train(5)
+    replica = Rank(0, strategy, every=2, overlap=True)
+    replica.train(5)
     assert events == ["begun after 1", "awaited after 3", "begun after 3"]
-    before = one.weights()
-    one.synchronizer.load_state_dict({})  # what is on its way is received, and left out
+    before = replica.weights()
+    replica.synchronizer.load_state_dict({})  # what is on its way is received, and left out
     assert events[3:] == ["awaited after 5"]
-    one.synchronizer._take_average()
-    assert torch.equal(one.weights(), before)
+    replica.synchronizer._take_average()
+    assert torch.equal(replica.weights(), before)
 
 
 @pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
 @pytest.mark.parametrize("writers", [(0, 1), (1,)])
 def test_what_somebody_writes_into_weights_that_were_sent_stays(outer: Outer | None, writers: tuple[int]) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, strategy, every=3, overlap=True, outer=outer)
-        one.train(3)
-        sent = one.weights()
+        replica = Rank(rank, strategy, every=3, overlap=True, outer=outer)
+        replica.train(3)
+        sent = replica.weights()
         if rank in writers:
             with torch.no_grad():
-                for parameter in one.model.parameters():
+                for parameter in replica.model.parameters():
                     parameter.add_(10.0)
-        one.synchronizer.settle()
-        return sent, one.weights()
+        replica.synchronizer.settle()
+        return sent, replica.weights()
 
     results = Threads(RANKS).run(job)
     assert torch.equal(results[0][1], results[1][1])
@@ -275,10 +275,10 @@ def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(fu
     threads = Threads(RANKS)
 
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(rank, strategy, every=2, full_updates=full, outer=outer)
+        replica = Rank(rank, strategy, every=2, full_updates=full, outer=outer)
         for steps, without in ((1, True), (3, False), (2, True)):
-            one.train(steps, without_backward=without and rank == 1)
-        return one.weights()
+            replica.train(steps, without_backward=without and rank == 1)
+        return replica.weights()
 
     first, second = threads.run(job)
     assert torch.equal(first, second)
@@ -291,20 +291,21 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
     threads = Threads(RANKS)
 
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(rank, strategy, every=2, full_updates=1, outer=outer)
-        optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in one.model.parameters()]
+        replica = Rank(rank, strategy, every=2, full_updates=1, outer=outer)
+        optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in replica.model.parameters()]
         for step in range(5):
-            one.steps = step
-            one.backward()
+            replica.steps = step
+            replica.backward()
             for optimizer in optimizers:
                 optimizer.step()
-                one.synchronizer.after_step()
+                replica.synchronizer.after_step()
             # The first round begins after both optimizers' steps of the synchronous update.
-            assert one.synchronizer._has_begun == (step > 0)
+            assert replica.synchronizer._has_begun == (step > 0)
             if step == 0:
-                one.synchronizer.settle()  # nothing differs yet, and an outer step would be one from weights of before
-        one.synchronizer.settle()
-        return one.weights()
+                # Nothing differs yet, and an outer step would be one from weights of before.
+                replica.synchronizer.settle()
+        replica.synchronizer.settle()
+        return replica.weights()
 
     first, second = threads.run(job)
     assert torch.equal(first, second)
@@ -315,16 +316,16 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
 @pytest.mark.parametrize("full", [0, 3])
 def test_a_parameter_that_no_rank_reaches_stays_as_it_was_and_gets_no_gradient(full: int) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor | None, Tensor, Tensor]:
-        one = Rank(rank, strategy, every=1, full_updates=full)
-        weight, bias = one.model.parameters()
+        replica = Rank(rank, strategy, every=1, full_updates=full)
+        weight, bias = replica.model.parameters()
         before = bias.detach().clone()
-        one.synchronizer.before_backward()
+        replica.synchronizer.before_backward()
         ((1 + rank) * weight).sum().backward()
-        one.synchronizer.after_backward()
-        one.synchronizer.complete()
-        one.optimizer.step()
-        one.synchronizer.after_step()
-        return bias.grad, bias.detach() - before, one.weights()
+        replica.synchronizer.after_backward()
+        replica.synchronizer.complete()
+        replica.optimizer.step()
+        replica.synchronizer.after_step()
+        return bias.grad, bias.detach() - before, replica.weights()
 
     (gradient, change, first), (*_, second) = Threads(RANKS).run(job)
     assert gradient is None

@@ -17,14 +17,16 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
     threads = Threads(RANKS)
 
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
-        one = Rank(rank, strategy, every=4)
-        one.train(6)
-        before = one.weights()
-        one.synchronizer.settle([one.optimizer])
-        settled = one.weights()
-        one.synchronizer.settle([one.optimizer])
-        assert torch.equal(one.weights(), settled)
-        momentum = torch.cat([one.optimizer.state[p]["momentum_buffer"].flatten() for p in one.model.parameters()])
+        replica = Rank(rank, strategy, every=4)
+        replica.train(6)
+        before = replica.weights()
+        replica.synchronizer.settle([replica.optimizer])
+        settled = replica.weights()
+        replica.synchronizer.settle([replica.optimizer])
+        assert torch.equal(replica.weights(), settled)
+        momentum = torch.cat(
+            [replica.optimizer.state[p]["momentum_buffer"].flatten() for p in replica.model.parameters()]
+        )
         return before, settled, momentum.clone()
 
     (before0, settled0, momentum0), (before1, settled1, momentum1) = threads.run(job)
@@ -37,12 +39,12 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
 
 def test_settling_averages_the_states_of_its_own_model_only() -> None:
     def job(rank: int, strategy: Strategy) -> float:
-        one, other = Rank(rank, strategy, every=2), nn.Linear(1, 1)
-        both = torch.optim.SGD([*one.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        replica, other = Rank(rank, strategy, every=2), nn.Linear(1, 1)
+        both = torch.optim.SGD([*replica.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
         other.weight.grad = torch.full((1, 1), float(rank))
         both.step()
-        one.train(1)
-        one.synchronizer.settle([both])
+        replica.train(1)
+        replica.synchronizer.settle([both])
         return float(both.state[other.weight]["momentum_buffer"])
 
     assert Threads(RANKS).run(job) == [0.0, 1.0]
@@ -53,18 +55,20 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> Non
 
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
         options = {"every": 3, "full_updates": 2, "outer": outer}
-        one = Rank(rank, strategy, **options)
-        one.train(7)
-        one.synchronizer.settle([one.optimizer])
-        kept = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict(), one.synchronizer.state_dict()))
+        replica = Rank(rank, strategy, **options)
+        replica.train(7)
+        replica.synchronizer.settle([replica.optimizer])
+        kept = copy.deepcopy(
+            (replica.model.state_dict(), replica.optimizer.state_dict(), replica.synchronizer.state_dict())
+        )
         other = Rank(rank, strategy, **options)
         other.model.load_state_dict(kept[0])
         other.optimizer.load_state_dict(kept[1])
         other.synchronizer.load_state_dict(kept[2])
-        other.steps = one.steps
-        for training in (one, other):
+        other.steps = replica.steps
+        for training in (replica, other):
             training.train(7)
-        return one.weights(), other.weights()
+        return replica.weights(), other.weights()
 
     for uninterrupted, resumed in Threads(RANKS).run(job):
         assert torch.equal(uninterrupted, resumed)
@@ -72,27 +76,27 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> Non
 
 def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        one.train(1)
+        replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        replica.train(1)
         with torch.no_grad():
-            for parameter in one.model.parameters():
+            for parameter in replica.model.parameters():
                 parameter.add_(5)
-        loaded = one.weights()
-        one.synchronizer.load_state_dict({"kind": "powersgd"})
-        one.train(2)
-        return loaded, one.weights()
+        loaded = replica.weights()
+        replica.synchronizer.load_state_dict({"kind": "powersgd"})
+        replica.train(2)
+        return loaded, replica.weights()
 
-    for loaded, found in Threads(RANKS).run(job):
-        torch.testing.assert_close(loaded, found)
+    for loaded, trained in Threads(RANKS).run(job):
+        torch.testing.assert_close(loaded, trained)
 
 
-@pytest.mark.parametrize("found", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
-def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(found: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("saved", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
+def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(saved: dict[str, Tensor]) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        one = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        one.train(1)
-        state = one.synchronizer.state_dict()
-        anchors, velocities = ({"bias": state[kind]["bias"].clone(), **found} for kind in ("anchors", "velocities"))
+        replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        replica.train(1)
+        state = replica.synchronizer.state_dict()
+        anchors, velocities = ({"bias": state[kind]["bias"].clone(), **saved} for kind in ("anchors", "velocities"))
         other = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
         next(other.model.parameters()).data.add_(5)
         loaded = other.weights()
@@ -106,11 +110,11 @@ def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights
 
 def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, int, str]:
-        one = Rank(rank, strategy, every=2)
-        one.train(1)
-        state = one.optimizer.state[next(one.model.parameters())]
+        replica = Rank(rank, strategy, every=2)
+        replica.train(1)
+        state = replica.optimizer.state[next(replica.model.parameters())]
         state.update(counts=torch.full((2, 3), rank), history=torch.zeros(rank + 1), note="text")
-        one.synchronizer.settle([one.optimizer])
+        replica.synchronizer.settle([replica.optimizer])
         return state["counts"], len(state["history"]), state["note"]
 
     for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):
@@ -124,11 +128,11 @@ def standing(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_anchors_are_kept_from_the_first_round_on() -> None:
     def job(rank: int, strategy: Strategy) -> list[bool]:
-        one = Rank(rank, strategy, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
+        replica = Rank(rank, strategy, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
         kept = []
         for _ in range(3):
-            one.train(1)
-            kept.append(bool(one.synchronizer.state_dict()["anchors"]))
+            replica.train(1)
+            kept.append(bool(replica.synchronizer.state_dict()["anchors"]))
         return kept
 
     assert Threads(RANKS).run(job) == [[False, False, True]] * RANKS

@@ -20,11 +20,11 @@ TOKEN = "the job's"  # noqa: S105
 TIMEOUT_S = 4.0
 
 
-@pytest.mark.parametrize(("kind", "size"), [("", 0), ("", 3), ("float32", 8), ("complex128", 16)])
+@pytest.mark.parametrize(("kind", "size"), [("uint8", 0), ("uint8", 3), ("float32", 8), ("complex128", 16)])
 def test_a_message_is_what_it_was_made_of(kind: str, size: int) -> None:
     data = os.urandom(size)
-    found_kind, found_data = decode(encode(kind, data))
-    assert (found_kind, bytes(found_data)) == (kind, data)
+    kind_back, data_back = decode(encode(kind, data))
+    assert (kind_back, bytes(data_back)) == (kind, data)
 
 
 @pytest.mark.parametrize("message", [b"", b"float32", b"\xff" * 16])
@@ -50,8 +50,8 @@ def link(server: ServerProcess, rank: int, token: str = TOKEN) -> Stream:
     )
 
 
-def push(one: Stream, *values: float) -> None:
-    one.push("float64", memoryview(np.array(values).tobytes()))
+def push(stream: Stream, *values: float) -> None:
+    stream.push("float64", memoryview(np.array(values).tobytes()))
 
 
 def floats(answer: memoryview) -> list[float]:
@@ -59,35 +59,35 @@ def floats(answer: memoryview) -> list[float]:
 
 
 def exchange_once(ranks: list[Stream]) -> None:
-    for one in ranks:
-        push(one, 1.0)
-    for one in ranks:
-        one.pull()
+    for stream in ranks:
+        push(stream, 1.0)
+    for stream in ranks:
+        stream.pull()
 
 
 def test_the_sum_of_both_ranks_comes_back_to_both(server: ServerProcess) -> None:
     ranks = [link(server, rank) for rank in (0, 1)]
-    for rank, one in enumerate(ranks):
-        push(one, rank + 1.0, 10.0)
-        push(one, rank * 5.0)
-    for one in ranks:
-        assert floats(one.pull()) == [3.0, 20.0]
-        assert floats(one.pull()) == [5.0]
-        assert one.bytes_sent == 24
-        one.close()
+    for rank, stream in enumerate(ranks):
+        push(stream, rank + 1.0, 10.0)
+        push(stream, rank * 5.0)
+    for stream in ranks:
+        assert floats(stream.pull()) == [3.0, 20.0]
+        assert floats(stream.pull()) == [5.0]
+        assert stream.bytes_sent == 24
+        stream.close()
 
 
 def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.strategies.comparisons.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
-    links = [Stream(one.endpoint, "gradients", TOKEN, World()) for one in (first, second)]
+    links = [Stream(process.endpoint, "gradients", TOKEN, World()) for process in (first, second)]
     flat = torch.arange(11, dtype=torch.float32)
     _sum(links, flat)
     assert flat.tolist() == list(range(11))
-    assert [one.bytes_sent for one in links] == [16 + 12, 16]
-    for one in links:
-        one.close()
+    assert [stream.bytes_sent for stream in links] == [16 + 12, 16]
+    for stream in links:
+        stream.close()
     first.close()
     second.close()
 
@@ -119,11 +119,11 @@ def test_a_client_without_the_token_is_refused(server: ServerProcess) -> None:
         stranger.pull()
     stranger.close()
     ranks = [link(server, rank) for rank in (0, 1)]
-    for one in ranks:
-        push(one, 2.0)
-    assert [floats(one.pull()) for one in ranks] == [[4.0], [4.0]], "what the stranger sent counts for nothing"
-    for one in ranks:
-        one.close()
+    for stream in ranks:
+        push(stream, 2.0)
+    assert [floats(stream.pull()) for stream in ranks] == [[4.0], [4.0]], "what the stranger sent counts for nothing"
+    for stream in ranks:
+        stream.close()
 
 
 def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProcess) -> None:
@@ -133,8 +133,8 @@ def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProce
     push(double, 1.0)
     with pytest.raises(TrainerError, match="there is a rank 1 already"):
         double.pull()
-    for one in (*ranks, double):
-        one.close()
+    for stream in (*ranks, double):
+        stream.close()
 
 
 def test_a_rank_that_does_not_send_in_time_is_named(server: ServerProcess) -> None:
@@ -143,8 +143,8 @@ def test_a_rank_that_does_not_send_in_time_is_named(server: ServerProcess) -> No
     push(ranks[0], 1.0)
     with pytest.raises(TrainerError, match=r"rank 1 on host h1 did not send within 4 s"):
         ranks[0].pull()
-    for one in ranks:
-        one.close()
+    for stream in ranks:
+        stream.close()
 
 
 def test_a_rank_that_has_gone_is_named_at_once(server: ServerProcess) -> None:
@@ -161,30 +161,19 @@ def test_ranks_that_send_different_things_are_told_of_both(server: ServerProcess
     ranks = [link(server, rank) for rank in (0, 1)]
     push(ranks[0], 1.0)
     push(ranks[1], 1.0, 2.0)
-    for one in ranks:
+    for stream in ranks:
         with pytest.raises(TrainerError, match="rank 1 sends 2 × float64, where others send 1 × float64"):
-            one.pull()
-        one.close()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_an_object_where_others_send_numbers_is_refused(server: ServerProcess, first: int) -> None:
-    ranks = [link(server, rank) for rank in (0, 1)]
-    push(ranks[first], 1.0)
-    ranks[1 - first].push("", memoryview(b"pickled"))
-    for one in ranks:
-        with pytest.raises(TrainerError, match=r"rank 1 sends (an object|float64), where others send"):
-            one.pull()
-        one.close()
+            stream.pull()
+        stream.close()
 
 
 def test_a_server_that_dies_is_named(server: ServerProcess) -> None:
-    one = link(server, 0)
-    push(one, 1.0)
+    stream = link(server, 0)
+    push(stream, 1.0)
     os.kill(server._process.pid, signal.SIGKILL)
     with pytest.raises(TrainerError, match=f"lost the parameter server at {server.endpoint}"):
-        one.pull()
-    one.close()
+        stream.pull()
+    stream.close()
 
 
 def test_a_server_ends_with_the_process_that_started_it(server: ServerProcess) -> None:

@@ -61,22 +61,22 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[
 
 def means(ranks: int, step: int) -> dict[str, Tensor]:
     by_rank = [gradients(rank, step) for rank in range(ranks)]
-    return {name: torch.stack([one[name] for one in by_rank]).mean(0) for name in SHAPES}
+    return {name: torch.stack([tensors[name] for tensors in by_rank]).mean(0) for name in SHAPES}
 
 
-def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
-    return float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
+def close(tensor: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
+    return float((tensor - other).norm()) <= tolerance * max(1.0, float(other.norm()))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
     def job(rank: int, strategy: Strategy) -> list[dict[str, Tensor]]:
-        one = Rank(strategy, rank=100)
-        return [one.update(gradients(rank, step)) for step in range(3)]
+        replica = Rank(strategy, rank=100)
+        return [replica.update(gradients(rank, step)) for step in range(3)]
 
     threads = Threads(ranks)
-    for found in threads.run(job):
-        for step, applied in enumerate(found):
+    for results in threads.run(job):
+        for step, applied in enumerate(results):
             assert all(close(applied[name], mean) for name, mean in means(ranks, step).items())
     # No factor is wider than its matrix, 9 and 6, whatever the setting.
     assert threads.messages[:2] == [("left.float64", 12 * 9 + 6 * 6 + 13 + FLAGS), ("right.float64", 9 * 9 + 36 * 6)]
@@ -84,21 +84,21 @@ def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
 
 def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
     def job(rank: int, strategy: Strategy, order: torch.memory_format) -> list[Tensor]:
-        one = Rank(strategy, Parameters().to(memory_format=order))
-        return [one.update(gradients(rank, step))["kernel"] for step in range(3)]
+        replica = Rank(strategy, Parameters().to(memory_format=order))
+        return [replica.update(gradients(rank, step))["kernel"] for step in range(3)]
 
     orders = torch.contiguous_format, torch.channels_last
-    expected, found = (Threads(2).run(partial(job, order=order))[0] for order in orders)
-    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in found)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    expected, results = (Threads(2).run(partial(job, order=order))[0] for order in orders)
+    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in results)
+    assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True))
 
 
 def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        one = Rank(strategy)
-        applied = [one.update(gradients(rank, step)) for step in range(5)]
-        total = {name: torch.stack([one[name] for one in applied]).sum(0) for name in SHAPES}
-        return total, one.errors()
+        replica = Rank(strategy)
+        applied = [replica.update(gradients(rank, step)) for step in range(5)]
+        total = {name: torch.stack([update[name] for update in applied]).sum(0) for name in SHAPES}
+        return total, replica.errors()
 
     for total, errors in Threads(3).run(job):
         assert set(errors) == {"matrix", "kernel"}
@@ -114,26 +114,26 @@ def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
     given = given[:, :4] @ torch.diag(torch.tensor([8.0, 4.0, 0.2, 0.1], dtype=torch.float64)) @ given[:9, :4].T
 
     def job(rank: int, strategy: Strategy) -> list[float]:
-        one = Rank(strategy)
-        found = []
+        replica = Rank(strategy)
+        results = []
         for _ in range(6):
-            applied = one.update({**gradients(rank, 0), "matrix": given})["matrix"]
-            found.append(float((applied - given).norm() / given.norm()))
-            one.factors().error.zero_()  # the power iteration by itself
-        return found
+            applied = replica.update({**gradients(rank, 0), "matrix": given})["matrix"]
+            results.append(float((applied - given).norm() / given.norm()))
+            replica.factors().error.zero_()  # the power iteration by itself
+        return results
 
-    (found,) = Threads(1).run(job)
+    (results,) = Threads(1).run(job)
     best = float(torch.linalg.svdvals(given)[2:].norm() / given.norm())
-    assert found[-1] < 1.001 * best < found[0]
+    assert results[-1] < 1.001 * best < results[0]
 
 
 def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_right_ones_in_another() -> None:
     threads = Threads(2)
 
     def job(rank: int, strategy: Strategy) -> None:
-        one = Rank(strategy, full_updates=1)
-        one.update(gradients(rank, 0))
-        one.update(gradients(rank, 1))
+        replica = Rank(strategy, full_updates=1)
+        replica.update(gradients(rank, 0))
+        replica.update(gradients(rank, 1))
 
     threads.run(job)
     small = 12 + 1
@@ -145,13 +145,13 @@ def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_rig
 
 def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[list[dict[str, Tensor]], float]:
-        one = Rank(strategy, full_updates=2)
-        found = [one.update(gradients(rank, step)) for step in range(2)]
-        return found, float(one.errors()["matrix"].norm())
+        replica = Rank(strategy, full_updates=2)
+        results = [replica.update(gradients(rank, step)) for step in range(2)]
+        return results, float(replica.errors()["matrix"].norm())
 
-    for found, error in Threads(2).run(job):
+    for results, error in Threads(2).run(job):
         assert error == 0
-        for step, applied in enumerate(found):
+        for step, applied in enumerate(results):
             assert all(close(applied[name], mean) for name, mean in means(2, step).items())
 
 
@@ -166,23 +166,23 @@ def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
 
 def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy)
+        replica = Rank(strategy)
         for step in range(2):
-            one.update({name: 0 * one for name, one in gradients(rank, step).items()})
-        return one.update(gradients(rank, 7))["matrix"]
+            replica.update({name: 0 * gradient for name, gradient in gradients(rank, step).items()})
+        return replica.update(gradients(rank, 7))["matrix"]
 
-    for found in Threads(2).run(job):
-        assert torch.linalg.matrix_rank(found) == 2
+    for results in Threads(2).run(job):
+        assert torch.linalg.matrix_rank(results) == 2
 
 
 def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        one = Rank(strategy, rank=100)
+        replica = Rank(strategy, rank=100)
         given = gradients(rank, 0)
         if rank == 1:
             given["matrix"][3, 3] = torch.inf
-        first = one.update(given)["matrix"]
-        return first, one.update(gradients(rank, 1))["matrix"]
+        first = replica.update(given)["matrix"]
+        return first, replica.update(gradients(rank, 1))["matrix"]
 
     for first, second in Threads(2).run(job):
         assert bool(first.isnan().all())
@@ -191,35 +191,35 @@ def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards()
 
 def test_what_was_left_out_waits_while_no_rank_has_a_gradient() -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy)
-        first = one.update(gradients(rank, 0))["matrix"]
+        replica = Rank(strategy)
+        first = replica.update(gradients(rank, 0))["matrix"]
         without = {name: gradient for name, gradient in gradients(rank, 1).items() if name != "matrix"}
-        assert "matrix" not in one.update(without)
-        return first + one.update(gradients(rank, 2))["matrix"] + one.errors()["matrix"]
+        assert "matrix" not in replica.update(without)
+        return first + replica.update(gradients(rank, 2))["matrix"] + replica.errors()["matrix"]
 
-    for found in Threads(2).run(job):
-        assert close(found, means(2, 0)["matrix"] + means(2, 2)["matrix"])
+    for results in Threads(2).run(job):
+        assert close(results, means(2, 0)["matrix"] + means(2, 2)["matrix"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_another_number_of_ranks_goes_on_from_the_state(ranks: int) -> None:
     def begin(rank: int, strategy: Strategy) -> dict[str, Any]:
-        one = Rank(strategy, full_updates=1)
+        replica = Rank(strategy, full_updates=1)
         for step in range(3):
-            one.update(gradients(rank, step))
-        return one.synchronizer.state_dict()
+            replica.update(gradients(rank, step))
+        return replica.synchronizer.state_dict()
 
     states = Threads(2).run(begin)
     assert states[0]["updates"] == 3
     assert all(torch.equal(states[0]["errors"][name], states[1]["errors"][name]) for name in ("matrix", "kernel"))
 
     def go_on(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy, full_updates=1)
-        one.synchronizer.load_state_dict(states[0])
-        return one.update(means(2, 3))["matrix"]  # the same mean, however many ranks
+        replica = Rank(strategy, full_updates=1)
+        replica.synchronizer.load_state_dict(states[0])
+        return replica.update(means(2, 3))["matrix"]  # the same mean, however many ranks
 
     expected = update_after(states[0])
-    assert all(close(found, expected) for found in Threads(ranks).run(go_on))
+    assert all(close(results, expected) for results in Threads(ranks).run(go_on))
 
 
 def update_after(state: dict[str, Any]) -> Tensor:
@@ -231,17 +231,17 @@ def update_after(state: dict[str, Any]) -> Tensor:
 
 def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
     def job(rank: int, strategy: Strategy) -> int:
-        one = Rank(strategy, rank=3)
-        before = one.factors().right.clone()
+        replica = Rank(strategy, rank=3)
+        before = replica.factors().right.clone()
         for other in ({}, {"kind": "local", "updates": 5}):
-            one.synchronizer.load_state_dict(other)
-            assert one.synchronizer.updates == 0
+            replica.synchronizer.load_state_dict(other)
+            assert replica.synchronizer.updates == 0
         state = Rank(strategy, rank=2).synchronizer.state_dict()
         del state["errors"]["kernel"], state["factors"]["kernel"]  # frozen at that time
         state["errors"]["matrix"] += 1
-        one.synchronizer.load_state_dict(state)
-        assert torch.equal(one.factors().right, before)
-        return int(one.factors().error.sum())
+        replica.synchronizer.load_state_dict(state)
+        assert torch.equal(replica.factors().right, before)
+        return int(replica.factors().error.sum())
 
     assert Threads(1).run(job) == [12 * 9]
 
@@ -250,8 +250,8 @@ def test_gradients_in_16_bits_are_approximated_in_32() -> None:
     threads = Threads(2)
 
     def job(rank: int, strategy: Strategy) -> torch.dtype:
-        one = Rank(strategy, Parameters(torch.bfloat16))
-        return one.update(gradients(rank, 0, torch.bfloat16))["matrix"].dtype
+        replica = Rank(strategy, Parameters(torch.bfloat16))
+        return replica.update(gradients(rank, 0, torch.bfloat16))["matrix"].dtype
 
     assert threads.run(job) == [torch.bfloat16] * 2
     assert [name for name, _ in threads.messages] == ["left.float32", "right.float32"]

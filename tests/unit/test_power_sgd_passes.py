@@ -13,8 +13,8 @@ from trainer.strategies.base import Strategy
 
 def test_ranks_begin_with_the_same_factors_and_parameters_with_their_own() -> None:
     def job(rank: int, strategy: Strategy) -> list[Tensor]:
-        one = Rank(strategy, nn.Sequential(*(nn.Linear(9, 12, bias=False) for _ in range(2))))
-        return [one.factors(place).right for place in range(2)]
+        replica = Rank(strategy, nn.Sequential(*(nn.Linear(9, 12, bias=False) for _ in range(2))))
+        return [replica.factors(place).right for place in range(2)]
 
     (first, second), of_the_other_rank = Threads(2).run(job)
     assert torch.equal(torch.stack([first, second]), torch.stack(of_the_other_rank))
@@ -24,34 +24,34 @@ def test_ranks_begin_with_the_same_factors_and_parameters_with_their_own() -> No
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 def test_the_size_of_gradients_does_not_matter(size: float) -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy, Parameters(torch.float32))
-        found = []
+        replica = Rank(strategy, Parameters(torch.float32))
+        results = []
         for step in range(3):
             given = {name: size * gradient for name, gradient in gradients(rank, step, torch.float32).items()}
-            found.append(one.update(given)["matrix"].double() / size)
-        return torch.stack(found)
+            results.append(replica.update(given)["matrix"].double() / size)
+        return torch.stack(results)
 
     def expected(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy)
-        found = [one.update(to_double(gradients(rank, step, torch.float32))) for step in range(3)]
-        return torch.stack([applied["matrix"] for applied in found])
+        replica = Rank(strategy)
+        results = [replica.update(to_double(gradients(rank, step, torch.float32))) for step in range(3)]
+        return torch.stack([applied["matrix"] for applied in results])
 
-    (found,), (wanted,) = Threads(1).run(job), Threads(1).run(expected)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    (results,), (wanted,) = Threads(1).run(job), Threads(1).run(expected)
+    torch.testing.assert_close(results, wanted, rtol=1e-3, atol=1e-4)
 
 
 def to_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.double() for name, one in tensors.items()}
+    return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 def test_a_rank_without_a_backward_pass_sends_zeros() -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        one = Rank(strategy, rank=100)
-        one.update(gradients(rank, 0))
-        return one.update(gradients(rank, 1) if rank == 0 else {})["matrix"]
+        replica = Rank(strategy, rank=100)
+        replica.update(gradients(rank, 0))
+        return replica.update(gradients(rank, 1) if rank == 0 else {})["matrix"]
 
-    for found in Threads(2).run(job):
-        assert close(found, gradients(0, 1)["matrix"] / 2)
+    for results in Threads(2).run(job):
+        assert close(results, gradients(0, 1)["matrix"] / 2)
 
 
 def test_a_parameter_without_elements_is_sent_whole() -> None:
@@ -60,23 +60,25 @@ def test_a_parameter_without_elements_is_sent_whole() -> None:
             super().__init__()
             self.none = nn.Parameter(torch.empty(0, 3))
 
-    (found,) = Threads(1).run(lambda _, strategy: Rank(strategy, Empty()).update({"none": torch.empty(0, 3)}))
-    assert found["none"].shape == (0, 3)
+    (results,) = Threads(1).run(lambda _, strategy: Rank(strategy, Empty()).update({"none": torch.empty(0, 3)}))
+    assert results["none"].shape == (0, 3)
 
 
 def test_gradients_may_be_changed_between_the_passes_of_an_update() -> None:
     def job(rank: int, strategy: Strategy) -> dict[str, Tensor]:
-        one = Rank(strategy, rank=100)
-        one.synchronizer.keep_local(True)
-        one.synchronizer.before_backward()
-        for name, parameter in one.model.named_parameters():
+        replica = Rank(strategy, rank=100)
+        replica.synchronizer.keep_local(True)
+        replica.synchronizer.before_backward()
+        for name, parameter in replica.model.named_parameters():
             (parameter * gradients(rank, 0)[name]).sum().backward()
             assert parameter.grad is not None
             parameter.grad.mul_(2)
-        one.synchronizer.after_backward()
-        one.synchronizer.keep_local(False)
-        one.synchronizer.complete()
-        return {name: parameter.grad for name, parameter in one.model.named_parameters() if parameter.grad is not None}
+        replica.synchronizer.after_backward()
+        replica.synchronizer.keep_local(False)
+        replica.synchronizer.complete()
+        return {
+            name: parameter.grad for name, parameter in replica.model.named_parameters() if parameter.grad is not None
+        }
 
-    for found in Threads(2).run(job):
-        assert all(close(found[name], 2 * mean) for name, mean in means(2, 0).items())
+    for results in Threads(2).run(job):
+        assert all(close(results[name], 2 * mean) for name, mean in means(2, 0).items())

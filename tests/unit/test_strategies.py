@@ -17,7 +17,8 @@ from torch.optim import SGD
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies import NAMES, choose_strategy, make_strategy
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, broadcast_optimizer_state
+from trainer.strategies.base import Strategy, broadcast_optimizer_state
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.strategies.single import SingleStrategy
 
 TWO = World(size=2, local_size=2, launcher="mpirun")

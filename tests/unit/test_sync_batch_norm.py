@@ -15,12 +15,12 @@ from trainer.errors import TrainerError
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 
 
-def assert_equal(one: Tensor | None, other: Tensor | None) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def assert_equal(first: Tensor | None, other: Tensor | None) -> None:
+    torch.testing.assert_close(first, other, rtol=1e-12, atol=1e-12)
 
 
-def assert_equal_buffers(one: nn.Module, other: nn.Module) -> None:
-    for ours, theirs in zip(one.buffers(), other.buffers(), strict=True):
+def assert_equal_buffers(first: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(first.buffers(), other.buffers(), strict=True):
         assert_equal(ours, theirs)
 
 
@@ -103,8 +103,8 @@ def test_alone_it_equals_pytorchs_in_output_gradients_and_running_statistics(
         for output in outputs:
             (output * torch.arange(output.numel()).reshape(output.shape).sin()).sum().backward()
         assert_equal(taken[1].grad, taken[0].grad)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_equal(one.grad, other.grad)
+    for first, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_equal(first.grad, other.grad)
     assert_equal_buffers(ours, theirs)
     inputs = torch.randn(INPUTS[kind], dtype=torch.float64)
     assert_equal(ours.eval()(inputs), theirs.eval()(inputs))
@@ -167,13 +167,13 @@ def test_a_padding_batch_is_left_out_of_the_global_batchs_sums() -> None:
 
     job = TwoRanks()
     layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
-    own = inputs.clone().requires_grad_()
+    inputs_here = inputs.clone().requires_grad_()
     outputs: list[Tensor] = []
 
     def work(rank: int) -> None:
         layers[rank].all_reduce = job.all_reduce(rank)
         if rank == 0:
-            outputs.append(layers[0](own))
+            outputs.append(layers[0](inputs_here))
             outputs[0].square().sum().backward()
         else:
             layers[1].counts = False
@@ -182,7 +182,7 @@ def test_a_padding_batch_is_left_out_of_the_global_batchs_sums() -> None:
 
     job.run(work)
     assert_equal(outputs[0], expected)
-    assert_equal(own.grad, taken.grad)
+    assert_equal(inputs_here.grad, taken.grad)
     for layer in layers:
         assert_equal_buffers(layer, whole)
 
@@ -235,7 +235,7 @@ def test_other_normalisations_stay_as_they_are() -> None:
     model = nn.Sequential(nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.InstanceNorm1d(3))
     before = list(model)
     convert_sync_batch_norm(model, alone)
-    assert all(one is other for one, other in zip(model, before, strict=True))
+    assert all(first is other for first, other in zip(model, before, strict=True))
 
 
 class InAJob:

@@ -21,7 +21,7 @@ from trainer import InMemory, RunConfig, ShardedLoader, Trainer, TrainerConfig, 
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies import choose_strategy
-from trainer.strategies.base import Synchronizer
+from trainer.strategies.gradients import Synchronizer
 from trainer.strategies.single import SingleStrategy
 
 SLOW_S = 0.03

@@ -13,7 +13,8 @@ from trainer.loop.consistency import PeriodicCheck
 from trainer.loop.loss_scaler import LossScaler
 from trainer.loop.prepared import Prepared, PreparedOptimizer
 from trainer.loop.random_numbers import warn_of_twins
-from trainer.strategies.base import Strategy, Synchronizer
+from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import UpdateCounter
 
 

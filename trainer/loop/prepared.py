@@ -26,9 +26,8 @@ from trainer.loop.consistency import (
     describe_settings,
 )
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
-from trainer.strategies.base import Strategy, Synchronizer
-from trainer.strategies.compress.communication import make_synchronizer
-from trainer.strategies.gradients import GradientSynchronizer
+from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
@@ -259,7 +258,7 @@ def _prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> S
     if config.compile and not strategy.shards:
         model.compile()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    synchronizer = strategy.follow_model(model, make_synchronizer(strategy, model, named, config), config)
+    synchronizer = strategy.prepare(model, named, config)
     _SYNCHRONIZED[model] = weakref.WeakMethod(synchronizer.retire)
     return synchronizer
 

@@ -23,8 +23,8 @@ from trainer.loop.prepared import Prepared
 from trainer.loop.steps import Steps
 from trainer.loop.weighing import Weighing
 from trainer.models.sync_batch_norm import leave_out
-from trainer.strategies.base import Strategy, Synchronizer
-from trainer.strategies.gradients import GradientSynchronizer
+from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
 
 class Updates:

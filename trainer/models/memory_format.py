@@ -1,4 +1,4 @@
-"""NHWC order of weights, and of what an optimizer keeps for them."""
+"""The NHWC order in memory, of weights and of an optimizer's state for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def align_state(optimizer: Optimizer) -> None:
-    """Give each state of a parameter's shape the parameter's strides, which fused optimizers take for granted."""
+    """Give optimizer state of a parameter's shape the parameter's strides, which fused optimizers rely on."""
     for parameter, states in optimizer.state.items():
         for name, value in states.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

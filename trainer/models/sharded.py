@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a tensor's values.
+    """A box of a tensor's values.
 
     Attributes:
         offset: index of the first of them in the whole tensor.
@@ -71,8 +71,8 @@ def gather(value: Tensor) -> Tensor:
     return whole
 
 
-def own_part(value: Tensor) -> Part | None:
-    """Return this rank's part of a sharded tensor; None where it is empty, or another rank has the same."""
+def local_part(value: Tensor) -> Part | None:
+    """Return this rank's part of a sharded tensor; None where it is empty, or a lower rank has the same part."""
     sharded: Any = value
     mesh = zip(sharded.placements, sharded.device_mesh.get_coordinate(), strict=True)
     local: Tensor = sharded.to_local()
@@ -124,25 +124,25 @@ def shard_like(whole: Tensor | Scattered, like: Any) -> Any:
     )
 
 
-def shard_as(whole: Any, own: Any) -> Any:
-    """Return nested containers with each tensor sharded as the one in its place in `own`, or whole where none is."""
-    if is_sharded(own) and isinstance(whole, Tensor | Scattered) and not is_sharded(whole):
-        return shard_like(whole, own)
+def shard_as(whole: Any, like: Any) -> Any:
+    """Return nested containers with each tensor sharded as the one in its place in `like`, or whole where none is."""
+    if is_sharded(like) and isinstance(whole, Tensor | Scattered) and not is_sharded(whole):
+        return shard_like(whole, like)
     if isinstance(whole, Scattered):
         return whole.whole()
     if isinstance(whole, dict):
         result = copy.copy(whole)  # not a new dict: a module's state has the versions of its modules as an attribute
-        like: Mapping[Any, Any] = own if isinstance(own, Mapping) else {}
-        result.update((name, shard_as(value, like.get(name))) for name, value in whole.items())
+        by_name: Mapping[Any, Any] = like if isinstance(like, Mapping) else {}
+        result.update((name, shard_as(value, by_name.get(name))) for name, value in whole.items())
         return result
     if isinstance(whole, list | tuple):
-        has_same = isinstance(own, list | tuple) and len(whole) == len(own)
-        return type(whole)(shard_as(*pair) for pair in zip(whole, own if has_same else repeat(None)))  # noqa: B905
+        has_same = isinstance(like, list | tuple) and len(whole) == len(like)
+        return type(whole)(shard_as(*pair) for pair in zip(whole, like if has_same else repeat(None)))  # noqa: B905
     return whole
 
 
 def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state for its `load_state_dict`: what has a parameter's shape is sharded as that is."""
+    """Return an optimizer's state for its `load_state_dict`, with tensors of a parameter's shape sharded as that."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=True))
@@ -151,7 +151,7 @@ def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[s
 
 
 def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with what has the parameter's shape sharded as it is."""
+    """Return an optimizer's state of one parameter, with tensors of the parameter's shape sharded as that."""
     return {
         name: shard_like(value, parameter)
         if is_sharded(parameter)

@@ -22,7 +22,7 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 class _Shared:
-    """An all-reduce that copies of a model share, and that is left out of a file: a strategy can be neither."""
+    """An all-reduce as a model holds it: copies of the model share it, and files leave it out."""
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
@@ -66,7 +66,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     all_reduce: AllReduce
     counts = True
-    """False while this rank computes on a padding batch."""
+    """Whether this rank's samples count; False while it computes on a padding batch."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

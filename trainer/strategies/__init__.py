@@ -25,8 +25,8 @@ _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
 NAMES = ("auto", *_REGISTRY)
 
 wrapper: Callable[[Strategy], Strategy] | None = None
-"""Returns what is trained with in place of a strategy that was made by its name. For a program that runs a script which
-knows nothing of it, as scripts/timed.py does."""
+"""Replaces each strategy that is made by its name. For a program that runs a script which knows nothing of it, as
+scripts/timed.py does."""
 
 
 def choose_strategy(name: str, world: World) -> str:

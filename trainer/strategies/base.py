@@ -1,126 +1,42 @@
-"""Strategy: how the ranks synchronize gradients, weights and values."""
+"""Strategy: how the ranks of a job train together. A new one is a subclass with a way to sum tensors over the ranks."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.data.base import Loader
-from trainer.errors import ConfigError, TrainerError
-from trainer.watch.heartbeat import BATCH_NORM, note_waits, waits
+from trainer.errors import ConfigError
+from trainer.strategies.buckets import BucketSynchronizer
+from trainer.strategies.collectives import Collectives
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
+from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.watch.recorder import Recorder
 
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
+class Strategy(Collectives):
+    """How gradients become the mean over all ranks. It knows nothing of datasets or of the training loop.
 
-class Synchronizer:
-    """Gradient synchronization of one model. This one has nothing to do, as on a single rank.
-
-    A backward pass is `before_backward`, the pass itself, `after_backward`, and `complete` where the gradients do not
-    stay on this rank. It holds neither the model nor its parameters, so that both are free when nobody else holds them.
-    """
-
-    def __init__(self) -> None:
-        self.is_weightless = False
-        """Whether the next backward pass counts for nothing, and must not bring a NaN into the mean."""
-        self.is_reached = False
-        """Whether the last backward pass has left a gradient of this model."""
-        self.sends_early = True
-        """Whether a gradient may be sent before the backward pass is over. Not with several models: ranks may reach
-        them in different orders."""
-        self.has_local_gradients = False
-        """Whether gradients of this rank alone are left, of passes that `keep_local` has kept here."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        note_waits(
-            cls,
-            {"complete": "gradients", "discard": "gradients", "after_step": "weights", "settle": "weights"},
-            counts=False,
-        )
-
-    def keep_local(self, local: bool) -> None:
-        """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
-
-    def before_backward(self) -> None:
-        """Prepare for a backward pass, which may add to the mean gradients of an earlier one."""
-
-    def after_backward(self) -> None:
-        """Note what the backward pass has left, before `complete`."""
-
-    def complete(self) -> None:
-        """Make the gradients the mean over all ranks. Collective, also for a rank whose pass has not reached them."""
-
-    def discard(self) -> None:
-        """Send the rest of a pass that has ended in an error, for which other ranks wait. Collective as `complete` is.
-
-        Gradients stay as the error has left them.
-        """
-
-    def retire(self) -> None:
-        """Leave the gradients alone from now on: another synchronizer takes over this model."""
-
-    def before_step(self) -> None:
-        """Prepare for a step of an optimizer."""
-
-    def after_step(self) -> None:
-        """Combine what the step has done, where that is not the same on all ranks."""
-
-    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
-        """Make the weights the same on all ranks where they differ between updates. Collective.
-
-        Args:
-            optimizers: those whose states are made the same as well.
-        """
-
-    @property
-    def weights_are_equal(self) -> bool:
-        """Whether all ranks have the same weights after each update."""
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it; the same on all ranks. Collective."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` has returned, on any number of ranks, or with another synchronizer's state."""
-
-
-def foreign_pass() -> TrainerError:
-    """Return the error of a backward pass that is not the handle's."""
-    return TrainerError(
-        "loss.backward() neither weighs the batch nor all-reduces the gradients; call run.backward(loss) instead"
-    )
-
-
-_COLLECTIVES = (
-    *("prepare", "all_reduce", "broadcast", "broadcast_tensors", "broadcast_object", "all_gather_object", "barrier"),
-    "broadcast_buffers",
-)
-
-
-class Strategy(ABC):
-    """Gradient synchronization and collectives. It knows nothing of datasets or of the training loop.
-
-    The constructor joins the job, so every rank has to make its strategy. All methods are collective: every rank
-    calls them, in the same order.
+    The constructor joins the job, so every rank has to make its strategy. The least that a strategy has to bring is
+    what `Collectives` asks for; gradients are then sent in buckets.
     """
 
     shards = False
-    """Whether each rank keeps a part of the parameters, and of their gradients, only.
+    """Whether each rank keeps only a part of the parameters and of their gradients.
 
     `prepare` then moves the model to the device as well.
     """
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.tuning: Mapping[str, str] = {}
         """What was set for this host, and why; for the first line of output and for the run's record."""
         self.description = str(world)
@@ -128,81 +44,45 @@ class Strategy(ABC):
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
         self.flight_recorder: Recorder | None = None
-        """Tells which collectives are not completed, where they return to Python before they are."""
+        """Reads which collectives are not completed; None where they return to Python only when they are."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        note_waits(cls, {name: name for name in _COLLECTIVES}, counts=True)
-
-    @abstractmethod
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        """Broadcast rank 0's weights and buffers; return what makes the gradients the mean over all ranks.
+        """Broadcast rank 0's weights and buffers; return what synchronizes the model as the settings ask for.
 
         Args:
             model: on the world's device.
             parameters: those of the model that require a gradient.
-            config: compression and reduction are used here.
 
         Raises:
             ConfigError: the strategy cannot train this model with these settings.
         """
+        is_alone = self.world.size == 1
+        if config.shared_mechanism and not is_alone:
+            check_dense(model, f"{config.shared_mechanism}, which takes")
+        else:
+            self.check(config)
+        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
+        if not parameters or is_alone:
+            return Synchronizer()
+        if rank := config.powersgd_rank:
+            return PowerSGDSynchronizer(parameters, self, rank=rank, full_updates=config.full_updates)
+        if config.averages_weights:
+            return LocalSynchronizer(parameters, self, config)
+        return self.synchronize(model, parameters, config)
+
+    def check(self, config: RunConfig) -> None:
+        """Raise `ConfigError` for settings that the strategy does not have."""
+        if config.reduction == "adasum":
+            name = type(self).__name__.removesuffix("Strategy")
+            raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
+
+    def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        """Return what makes the gradients of a model, which is the same on all ranks, the mean over several ranks."""
+        return BucketSynchronizer(parameters, self, torch.float16 if config.compression == "fp16" else None)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call for a model that was prepared, which is the model itself as a rule."""
         return model
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over all ranks, in place; return it."""
-
-    def sum_statistics(self, tensor: Tensor) -> Tensor:
-        """Do what `all_reduce` does, for BatchNorm over the global batch: by this name a verdict tells it."""
-        with waits(BATCH_NORM, tensor.numel(), counts=True):
-            return self.all_reduce(tensor)
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        """Begin to sum `flat`, which stands for gradients, over all ranks, in place; return what waits for the sum.
-
-        Other methods may be called meanwhile.
-
-        Args:
-            flat: one-dimensional and contiguous, on the world's device. It stays as it is until then.
-            name: the same for each message of its kind, and of no other; it is sent once at a time.
-        """
-        self.all_reduce(flat)
-        return lambda: None
-
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
-        """Do what `start_gradients` does, and wait for the sum; return it."""
-        self.start_gradients(flat, name)()
-        return flat
-
-    @abstractmethod
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return rank `root`'s value on every rank. It is sent pickled, inside the job only."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the job. The strategy cannot be used afterwards; a second call does nothing."""
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's, in place; return it."""
-        if not self.world.is_root:
-            tensor.zero_()
-        return self.all_reduce(tensor)
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite each of `tensors` with rank 0's, in place."""
-        for tensor in tensors:
-            self.broadcast(tensor)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of the ranks."""
-        return [self.broadcast_object(value, root=rank) for rank in range(self.world.size)]
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what `prepare` has put into the model for this parameter, which may be the parameter itself."""
@@ -211,10 +91,6 @@ class Strategy(ABC):
     def adopt(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and the parameters that `prepare` has put into its model."""
         broadcast_optimizer_state(self, optimizer)
-
-    def follow_model(self, model: nn.Module, synchronizer: Synchronizer, config: RunConfig) -> Synchronizer:
-        """Return what synchronizes a model that was prepared: the synchronizer itself, or another in its place."""
-        return synchronizer
 
     def follow_loader(self, loader: Loader) -> None:
         """Take notice of a loader that was made, before it is iterated over."""
@@ -225,15 +101,8 @@ class Strategy(ABC):
         self.broadcast_tensors(model.buffers())
 
 
-def in_place(collective: Callable[[Tensor], object], tensor: Tensor) -> Tensor:
-    """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies, and Horovod no strides."""
-    dense = tensor.contiguous()
-    collective(dense)
-    return tensor if dense is tensor else tensor.copy_(dense)
-
-
 def check_dense(model: nn.Module, taker: str) -> None:
-    """Raise `ConfigError` for a module with sparse gradients; `taker` says what it is that takes dense ones."""
+    """Raise `ConfigError` for a module with sparse gradients; the message says that `taker` takes dense ones."""
     for path, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(f"{path} has sparse gradients, and {taker} dense ones; set sparse=False")

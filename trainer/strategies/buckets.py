@@ -1,4 +1,4 @@
-"""Gradient buckets, for strategies with an all-reduce of one flat tensor.
+"""Gradient buckets, which are sent while the backward pass goes on.
 
 The backward pass produces gradients one by one, roughly in the reverse order of the parameters. Each is scaled into
 its place in a flat bucket. A full bucket is all-reduced as one message while the backward pass goes on. All ranks send
@@ -8,22 +8,16 @@ Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
-from trainer.cluster.world import World
-from trainer.config import RunConfig
-from trainer.errors import ConfigError
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
-from trainer.strategies.gradients import GradientSynchronizer, assign_means
-from trainer.watch.heartbeat import waits
+from trainer.strategies.collectives import Collectives
+from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
 
 BUCKET_BYTES = 4 * 1024 * 1024
-"""Least size of a bucket but the last: large enough for its latency not to count."""
+"""The smallest size of a bucket, except for the last: its latency does not count beside it."""
 
 
 class Bucket:
@@ -31,19 +25,22 @@ class Bucket:
 
     Args:
         parameters: by their places among all; of one type. Their gradients fill the bucket.
-        wire_type: type that is sent; the parameters' own, or a smaller one that rounds.
-        device: which holds the message.
+        wire_type: type that is sent if it is smaller than the parameters' own, so that it rounds.
     """
 
-    def __init__(self, parameters: dict[int, Tensor], wire_type: torch.dtype, device: torch.device | str) -> None:
-        sizes = [p.numel() for p in parameters.values()]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=wire_type, device=device)
+    def __init__(self, parameters: dict[int, Tensor], wire_type: torch.dtype | None = None) -> None:
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        first = next(iter(parameters.values()))
+        is_rounded = wire_type is not None and first.is_floating_point() and wire_type.itemsize < first.itemsize
+        dtype = wire_type if is_rounded else first.dtype
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
         """The gradients, and behind them a number for each parameter: not 0 where a rank has a gradient of it."""
         *pieces, self._has_gradient = self.flat.split([*sizes, len(sizes)])
         self.means = {
-            place: _in_order_of(p, piece) for (place, p), piece in zip(parameters.items(), pieces, strict=True)
+            place: _in_order_of(parameter, piece)
+            for (place, parameter), piece in zip(parameters.items(), pieces, strict=True)
         }
-        """By the parameter's place: its part of the message, in its shape."""
+        """means[place]: the part of the message for the parameter at that place, in its shape."""
         self.ready: set[int] = set()
         self._absent: set[int] = set()
         self.wait: Callable[[], object] | None = None
@@ -53,12 +50,12 @@ class Bucket:
     def is_full(self) -> bool:
         return len(self.ready) == len(self.means)
 
-    def send(self, start: Callable[[Tensor], Callable[[], object]]) -> None:
-        """Have `start` begin to send the message."""
+    def send(self, ranks: Collectives) -> None:
+        """Begin to sum the message over all ranks."""
         self._has_gradient.fill_(1.0)
         if self._absent:  # else nothing is copied to the device, which would wait for it
             self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
-        self.wait = start(self.flat)
+        self.wait = ranks.start_gradients(self.flat, "bucket")
 
     def has_gradient(self, index: int) -> bool:
         """Return whether any rank has a gradient of the parameter with this number within the bucket."""
@@ -86,146 +83,44 @@ class Bucket:
 
 
 def _in_order_of(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Return the flat piece in the parameter's shape and order of memory, which optimizers are quickest on."""
+    """Return the flat piece in the parameter's shape and order in memory, in which optimizers are fastest."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides)
 
 
-def make_buckets(
-    parameters: Sequence[Tensor], wire_type: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> list[Bucket]:
-    """Return buckets for the parts of `divide`."""
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    parts = [{places[id(parameter)]: parameter for parameter in part} for part in divide(parameters)]
-    return [Bucket(part, _smaller(next(iter(part.values())).dtype, wire_type), device) for part in parts]
+def divide(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Divide parameters by type and into parts of `BUCKET_BYTES`, in the order in which gradients are expected.
 
-
-def divide(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide parameters by type and into parts of `BUCKET_BYTES`, in the order in which gradients are expected."""
-    by_type: dict[torch.dtype, list[list[Tensor]]] = {}
+    Returns:
+        Of each part the parameters' places.
+    """
+    by_type: dict[torch.dtype, list[list[int]]] = {}
     room: dict[torch.dtype, int] = {}
-    for parameter in reversed(parameters):
-        lists = by_type.setdefault(parameter.dtype, [])
+    for place, parameter in reversed([*enumerate(parameters)]):
+        parts = by_type.setdefault(parameter.dtype, [])
         if room.get(parameter.dtype, 0) <= 0:
-            lists.append([])
+            parts.append([])
             room[parameter.dtype] = BUCKET_BYTES
-        lists[-1].append(parameter)
+        parts[-1].append(place)
         room[parameter.dtype] -= parameter.numel() * parameter.element_size()
-    return [part for lists in by_type.values() for part in lists]
-
-
-def _smaller(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point and wanted.itemsize < dtype.itemsize else dtype
-
-
-Start = Callable[[Tensor], Callable[[], object]]
-"""Begins to sum a flat tensor over all ranks, in place; what it returns waits for the sum."""
-
-
-class BucketedStrategy(Strategy):
-    """Base of strategies that only implement the sum of one flat tensor over all ranks."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._background: ThreadPoolExecutor | None = None
-
-    @abstractmethod
-    def sum_gradients(self, flat: Tensor) -> None:
-        """Sum a bucket over all ranks, in place.
-
-        With several buckets it is called from a background thread, and the strategy's other methods may be called
-        at the same time.
-
-        Args:
-            flat: one-dimensional, contiguous, on the CPU; the same length and type on every rank.
-        """
-
-    @abstractmethod
-    def sum_values(self, flat: Tensor) -> None:
-        """Sum any other tensor over all ranks, in place; likewise flat, contiguous and on the CPU."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        flat = tensor.detach().contiguous().view(-1).cpu()
-        self.sum_values(flat)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-        return tensor
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        on_cpu = flat.cpu()
-        if self._may_overlap():  # one thread for all messages keeps their order
-            wait_for_sum: Callable[[], object] = self._exchange_thread().submit(self.sum_gradients, on_cpu).result
-        else:
-            self.sum_gradients(on_cpu)
-            wait_for_sum = _nothing
-
-        def wait() -> None:
-            wait_for_sum()
-            if on_cpu is not flat:
-                flat.copy_(on_cpu)
-
-        return wait
-
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        self._check(model, config)
-        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
-        if not parameters or self.world.size == 1:
-            return Synchronizer()
-        buckets = buckets_for(parameters, config)
-        # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
-        if len(buckets) > 1 and self._may_overlap():
-            self._exchange_thread()
-        return BucketSynchronizer(parameters, buckets, self._start, self.world.size)
-
-    def close(self) -> None:
-        if self._background is not None:
-            self._background.shutdown()
-            self._background = None
-
-    def _start(self, flat: Tensor) -> Callable[[], object]:
-        # All models send from the same thread, whichever was prepared first.
-        if self._background is not None:
-            return self._background.submit(self.sum_gradients, flat).result
-        with waits("gradients"):  # within the backward pass, where nothing else says so
-            self.sum_gradients(flat)
-        return _nothing
-
-    def _exchange_thread(self) -> ThreadPoolExecutor:
-        if self._background is None:
-            # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
-            self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))
-        return self._background
-
-    def _may_overlap(self) -> bool:
-        """Return whether `sum_gradients` may be called from another thread."""
-        return True
-
-    def _check(self, model: nn.Module, config: RunConfig) -> None:
-        name = type(self).__name__.removesuffix("Strategy")
-        if config.reduction == "adasum":
-            raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
-
-
-def buckets_for(parameters: NamedParameters, config: RunConfig, device: torch.device | str = "cpu") -> list[Bucket]:
-    """Return the buckets of parameters under the settings."""
-    held = [parameter for _, parameter in parameters]
-    return make_buckets(held, torch.float16 if config.compression == "fp16" else None, device)
+    return [part for parts in by_type.values() for part in parts]
 
 
 class BucketSynchronizer(GradientSynchronizer):
     """Collects gradients in buckets as they become ready, and replaces them by their mean over all ranks.
 
     Args:
-        parameters: each is in one of the buckets.
-        buckets: sent in this order.
-        start: begins to sum a bucket over all ranks.
-        ranks: the world size.
+        parameters: those whose gradients are all-reduced.
+        ranks: which the buckets are sent among.
+        wire_type: see `Bucket`.
     """
 
-    def __init__(self, parameters: NamedParameters, buckets: list[Bucket], start: Start, ranks: int) -> None:
+    def __init__(self, parameters: NamedParameters, ranks: Collectives, wire_type: torch.dtype | None = None) -> None:
         super().__init__(parameters)
-        self._buckets, self._start, self._scale = buckets, start, 1 / ranks
-        self._bucket_of = {place: bucket for bucket in buckets for place in bucket.means}
+        self._ranks, self._scale = ranks, 1 / ranks.world.size
+        parts = divide([parameter for _, parameter in parameters])
+        self.buckets = [Bucket({place: parameters[place][1] for place in part}, wire_type) for part in parts]
+        self._bucket_of = {place: bucket for bucket in self.buckets for place in bucket.means}
         self._next = 0
 
     def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
@@ -233,19 +128,19 @@ class BucketSynchronizer(GradientSynchronizer):
         if bucket.wait is not None:
             raise self._twice(place)
         bucket.put(place, parameter.grad, self._scale)
-        while self.sends_early and self._next < len(self._buckets) and self._buckets[self._next].is_full:
+        while self.sends_early and self._next < len(self.buckets) and self.buckets[self._next].is_full:
             self._send_next()
 
     def _complete(self) -> None:
         """Send what has not been sent, and wait for all of it."""
         parameters = self.parameters
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             for place in bucket.means.keys() - bucket.ready:
                 parameter = parameters[place]
                 bucket.put(place, parameter.grad if parameter is not None else None, self._scale)
             self._send_next()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.wait is not None:
                 bucket.wait()
             held = [parameters[place] for place in bucket.means]
@@ -254,9 +149,6 @@ class BucketSynchronizer(GradientSynchronizer):
         self._next = 0
 
     def _send_next(self) -> None:
-        self._buckets[self._next].send(self._start)
+        # All ranks send the buckets in this order, so that no two wait for each other.
+        self.buckets[self._next].send(self._ranks)
         self._next += 1
-
-
-def _nothing() -> None:
-    return

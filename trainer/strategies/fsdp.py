@@ -28,7 +28,8 @@ from trainer.config import FsdpConfig, RunConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import is_sharded, shard_values
-from trainer.strategies.base import NamedParameters, Synchronizer, broadcast_optimizer_state, check_dense, foreign_pass
+from trainer.strategies.base import broadcast_optimizer_state, check_dense
+from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_pass
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,7 +38,7 @@ _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
-    """Each rank keeps a part of every parameter; a block's are gathered for its forward and its backward pass."""
+    """Each rank keeps a part of every parameter; whole blocks are gathered for their forward and backward passes."""
 
     name = "fully_shard"
     shards = True
@@ -50,7 +51,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._passes = EvaluationPasses()
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        _check_settings(config, self.world)
+        self.check(config)
         if isinstance(model, FSDPModule):
             if getattr(model, "_trainer_fsdp", None) != (config.fsdp, config.compile):
                 raise ConfigError("the model was sharded before, by fully_shard or with other settings; make it anew")
@@ -62,6 +63,21 @@ class FSDPStrategy(ProcessGroupStrategy):
         # The model owns it: the two refer to each other, and the run must keep neither.
         object.__setattr__(model, "_trainer_synchronizer", synchronizer)
         return synchronizer
+
+    def check(self, config: RunConfig) -> None:
+        if config.shared_mechanism and self.world.size > 1:
+            setting = config.shared_mechanism
+            raise ConfigError(f"{setting}, and under FSDP no rank has whole gradients; valid there is none")
+        for name, valid in (("reduction", "average"), ("compression", "none")):
+            if (value := getattr(config, name)) != valid:
+                raise ConfigError(f"{name} is {value!r}, which strategy 'fsdp' does not have; valid there is {valid}")
+        if config.dynamic_graph:
+            raise ConfigError(
+                "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze "
+                "what is not trained, or take another strategy"
+            )
+        if config.fsdp.cpu_offload and self.world.device.type != "cuda":
+            raise ConfigError("fsdp's cpu_offload keeps parameters off a GPU, and the device is the CPU; leave it out")
 
     def _shard(self, model: nn.Module, config: RunConfig) -> None:
         settings = config.fsdp
@@ -93,7 +109,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         model._trainer_fsdp = (settings, config.compile)  # type: ignore[assignment]
 
     def _place(self, part: nn.Module) -> None:
-        """Move what is not sharded yet to the device, where all of a part has to fit, with rank 0's values."""
+        """Move what is not sharded yet to the device, which has to hold a whole part, with rank 0's values."""
         for tensor in chain(part.parameters(), part.buffers()):
             if not is_sharded(tensor):
                 tensor.data = tensor.data.to(self.world.device)
@@ -102,12 +118,10 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _mesh(self, over: str | int) -> DeviceMesh:
         if over not in self._meshes:
-            size, kind = self._shard_size(over), self.world.device.type
-            if size == self.world.size:
-                self._meshes[over] = init_device_mesh(kind, (size,))
-            else:
-                names = ("replicate", "shard")
-                self._meshes[over] = init_device_mesh(kind, (self.world.size // size, size), mesh_dim_names=names)
+            size = self._shard_size(over)
+            copies = {"replicate": self.world.size // size} if size < self.world.size else {}
+            shape, kind = {**copies, "shard": size}, self.world.device.type
+            self._meshes[over] = init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
         return self._meshes[over]
 
     def _shard_size(self, over: str | int) -> int:
@@ -138,14 +152,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
 
     def follow_loader(self, loader: Loader) -> None:
-        loader.on_own_step = self._on_evaluation_step
-
-    def _on_evaluation_step(self, has_samples: bool) -> None:
-        """Where this rank has no samples, take part in the forward passes of the others."""
-        if has_samples:
-            self._passes.begin_step()
-        else:
-            self._passes.repeat()
+        loader.on_own_step = self._passes.on_step
 
     def adopt(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, _NOT_SHARDED):
@@ -174,44 +181,33 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
-def _check_settings(config: RunConfig, world: World) -> None:
-    for name, valid in (("reduction", "average"), ("compression", "none")):
-        if (value := getattr(config, name)) != valid:
-            raise ConfigError(f"{name} is {value!r}, which strategy 'fsdp' does not have; valid there is {valid}")
-    if config.dynamic_graph:
-        raise ConfigError(
-            "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze what "
-            "is not trained, or take another strategy"
-        )
-    if config.fsdp.cpu_offload and world.device.type != "cuda":
-        raise ConfigError("fsdp's cpu_offload keeps parameters off a GPU, and the device is the CPU; leave it out")
-
-
 class EvaluationPasses:
-    """The forward passes of an evaluation's step, so that a rank without samples can take part in their gathering."""
+    """The forward passes of an evaluation's step, which a rank without samples repeats: to gather is collective."""
 
     def __init__(self) -> None:
         self.known: list[FSDPModule] = []
-        """Parts of the model that was prepared last, in its order: one pass of it, where no step was seen."""
+        """The parts of the model that was prepared last, in its order; repeated where no pass was seen."""
         self._seen: list[FSDPModule] = []
         self._is_in_step = False
 
-    def begin_step(self) -> None:
-        """Note the passes that follow, of all models in the order of their calls."""
-        self._seen, self._is_in_step = [], True
+    def on_step(self, has_samples: bool) -> None:
+        """Note the passes that follow; on a rank without samples, repeat those of the step before.
 
-    def add(self, part: FSDPModule) -> None:
-        """Note a pass of a part. One of a training ends the evaluation."""
-        self._is_in_step = self._is_in_step and not torch.is_grad_enabled()
-        if self._is_in_step:
-            self._seen.append(part)
-
-    def repeat(self) -> None:
-        """Gather what the other ranks do in the evaluation's last step, in which this one has no samples."""
+        To repeat a pass is to gather the same parameters in the same order, for which the other ranks wait.
+        """
+        if has_samples:
+            self._seen, self._is_in_step = [], True
+            return
         for part in self._seen if self._is_in_step else self.known:
             part.unshard()
             part.reshard()
         self._is_in_step = False
+
+    def add(self, part: FSDPModule) -> None:
+        """Note a pass of a part. A pass with gradients ends the evaluation."""
+        self._is_in_step = self._is_in_step and not torch.is_grad_enabled()
+        if self._is_in_step:
+            self._seen.append(part)
 
 
 class FSDPSynchronizer(Synchronizer):
@@ -231,13 +227,18 @@ class FSDPSynchronizer(Synchronizer):
         self._passes = passes
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
-        self._owned = {
-            part: _owned_parameters(cast(nn.Module, part), f"{name}." if name else "")
-            for name, part in model.named_modules()
+        self._gathered = {
+            part: [
+                (_joined(path, name), module, name)
+                for path, module in _outside(cast(nn.Module, part), lambda child: isinstance(child, FSDPModule), prefix)
+                for name, _ in module.named_parameters(recurse=False)
+            ]
+            for prefix, part in model.named_modules()
             if isinstance(part, FSDPModule)
         }
-        """The parts that are gathered one at a time, in the model's order, with their parameters."""
-        passes.known = list(self._owned)
+        """The parts that are gathered one at a time, in the model's order, and the parameters that are gathered with
+        each: path in the model, module, and name in the module."""
+        passes.known = list(self._gathered)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._is_local = self._is_running = self._is_in_pass = False
         # Names of parameters that a backward pass has reached since the last step.
@@ -248,7 +249,7 @@ class FSDPSynchronizer(Synchronizer):
         # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
-            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._owned),
+            *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._gathered),
         ]
         self._root.set_requires_gradient_sync(True)
         # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
@@ -287,7 +288,12 @@ class FSDPSynchronizer(Synchronizer):
             )
         absent = [(name, parameter) for name, parameter in self._trained.items() if name not in self._reached]
         if self._reached and absent:
-            raise TrainerError(_without_gradient(absent))
+            others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            raise TrainerError(
+                f"parameter {absent[0][0]}{others} got no gradient from backward, and strategy 'fsdp' needs one of "
+                "every parameter in each step; freeze what is not trained (requires_grad_(False)) and call run.prepare "
+                "afterwards, or take another strategy"
+            )
         self._reached.clear()
 
     def _mark_is_gone(self) -> bool:
@@ -318,7 +324,7 @@ class FSDPSynchronizer(Synchronizer):
         self._passes.add(part)
         if not torch.is_grad_enabled():
             return
-        for path, module, name in self._owned[part]:
+        for path, module, name in self._gathered[part]:
             parameter = getattr(module, name)
             if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
                 self._watched[id(parameter)] = parameter
@@ -332,16 +338,8 @@ class FSDPSynchronizer(Synchronizer):
         return torch.zeros_like(gradient) if self.is_weightless else None
 
 
-def _owned_parameters(part: nn.Module, prefix: str) -> list[tuple[str, nn.Module, str]]:
-    """Return the parameters that are gathered with a part: path in the model, module, and name in the module."""
-    owned = [(f"{prefix}{name}", part, name) for name, _ in part.named_parameters(recurse=False)]
-    for name, child in part.named_children():
-        owned += [] if isinstance(child, FSDPModule) else _owned_parameters(child, f"{prefix}{name}.")
-    return owned
-
-
 def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Return a hook that calls a method as long as its object lives: a model must not keep its synchronizer alive."""
+    """Return a hook that calls a method while its object lives, and does not keep the object alive."""
     weak = weakref.WeakMethod(method)
 
     def hook(*rest: Any) -> Any:
@@ -349,15 +347,6 @@ def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         return bound(*first, *rest) if bound is not None else None
 
     return hook
-
-
-def _without_gradient(absent: NamedParameters) -> str:
-    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-    return (
-        f"parameter {absent[0][0]}{others} got no gradient from backward, and strategy 'fsdp' needs one of every "
-        "parameter in each step; freeze what is not trained (requires_grad_(False)) and call run.prepare afterwards, "
-        "or take another strategy"
-    )
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -373,9 +362,8 @@ def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Modul
         ConfigError: no module has a class of that name, or its class is called by nobody.
     """
     if names == "auto":
-        return _repeated(model)
-    blocks: list[nn.Module] = []
-    _collect(model, frozenset(names), blocks)
+        return _topmost(model, _is_repeated)
+    blocks = _topmost(model, lambda _, child: type(child).__name__ in names)
     valid = {type(module).__name__ for module in model.modules() if module is not model}
     if missing := sorted(set(names) - valid):
         raise ConfigError(
@@ -387,29 +375,18 @@ def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Modul
     return blocks
 
 
-def _collect(module: nn.Module, names: frozenset[str], blocks: list[nn.Module]) -> None:
-    for child in module.children():
-        if type(child).__name__ in names:
-            blocks += [child] if child not in blocks else []
-        else:
-            _collect(child, names, blocks)
+def _topmost(module: nn.Module, is_block: Callable[[nn.Module, nn.Module], bool]) -> list[nn.Module]:
+    """Return the blocks within a module that are not within another block; `is_block` takes a parent and its child."""
+    parts = ([child] if is_block(module, child) else _topmost(child, is_block) for child in module.children())
+    return list(dict.fromkeys(chain.from_iterable(parts)))
 
 
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return those children of containers that have a sibling of their class, and parameters."""
-    children = list(module.children())
-    kinds = Counter(type(child) for child in children if _has_parameters(child) and not isinstance(child, _CONTAINERS))
-    blocks: list[nn.Module] = []
-    for child in children:
-        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1:
-            blocks.append(child)
-        else:
-            blocks += [block for block in _repeated(child) if block not in blocks]
-    return blocks
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _is_repeated(parent: nn.Module, child: nn.Module) -> bool:
+    """Return whether a container has several children of the child's class that have parameters."""
+    if not isinstance(parent, _CONTAINERS) or isinstance(child, _CONTAINERS):
+        return False
+    alike = [sibling for sibling in parent.children() if type(sibling) is type(child)]
+    return sum(next(sibling.parameters(), None) is not None for sibling in alike) > 1
 
 
 def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig) -> None:
@@ -437,11 +414,12 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
 
 
 def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Check that each parameter is of one group, a block or the rest, and that a group's have one type."""
+    """Check that each parameter is of one group (a block, or the rest), and that a group has one type."""
     owner: dict[nn.Parameter, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    groups = [(names[block], block.modules()) for block in blocks]
-    for group, modules in (*groups, ("the rest of the model", _outside(model, frozenset(blocks)))):
+    groups = {names[block]: block.modules() for block in blocks}
+    groups["the rest of the model"] = (module for _, module in _outside(model, lambda child: child in blocks))
+    for group, modules in groups.items():
         kinds = set()
         for module in modules:
             for name, parameter in module.named_parameters(recurse=False):
@@ -455,9 +433,15 @@ def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise ConfigError(f"parameters of {group} are {' and '.join(sorted(kinds))}; a block's have one type")
 
 
-def _outside(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that are reached without a block, also those that are part of one elsewhere."""
-    yield module
-    for child in module.children():
-        if child not in blocks:
-            yield from _outside(child, blocks)
+def _outside(
+    module: nn.Module, is_block: Callable[[nn.Module], bool], path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is reached without a block, also what is part of one elsewhere: paths and modules."""
+    yield path, module
+    for name, child in module.named_children():
+        if not is_block(child):
+            yield from _outside(child, is_block, _joined(path, name))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,17 +1,101 @@
-"""GradientSynchronizer: follows the gradients of a backward pass, and makes them the mean over all ranks in it."""
+"""Synchronizers: what happens to the gradients of one model in and after a backward pass."""
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.errors import TrainerError
-from trainer.strategies.base import NamedParameters, Synchronizer, foreign_pass
+from trainer.watch.heartbeat import note_waits
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class Synchronizer:
+    """Gradient synchronization of one model. This one has nothing to do, as on a single rank.
+
+    A backward pass is `before_backward`, the pass itself, `after_backward`, and `complete` where the gradients do not
+    stay on this rank. It holds neither the model nor its parameters, so that both are free when nobody else holds them.
+    """
+
+    def __init__(self) -> None:
+        self.is_weightless = False
+        """Whether the next backward pass has weight 0, so that not even a NaN of it may enter the mean."""
+        self.is_reached = False
+        """Whether the last backward pass has left a gradient of this model."""
+        self.sends_early = True
+        """Whether a gradient may be sent before the backward pass is over. Not with several models: ranks may reach
+        them in different orders."""
+        self.has_local_gradients = False
+        """Whether there are gradients that `keep_local` has kept on this rank."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        note_waits(
+            cls,
+            {"complete": "gradients", "discard": "gradients", "after_step": "weights", "settle": "weights"},
+            counts=False,
+        )
+
+    def keep_local(self, local: bool) -> None:
+        """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
+
+    def before_backward(self) -> None:
+        """Prepare for a backward pass, which may add to the mean gradients of an earlier one."""
+
+    def after_backward(self) -> None:
+        """Note what the backward pass has left, before `complete`."""
+
+    def complete(self) -> None:
+        """Make the gradients the mean over all ranks. Collective, also for a rank whose pass has not reached them."""
+
+    def discard(self) -> None:
+        """Send the rest of a pass that has ended in an error, for which other ranks wait. Collective as `complete` is.
+
+        Gradients stay as the error has left them.
+        """
+
+    def retire(self) -> None:
+        """Leave the gradients alone from now on: another synchronizer takes over this model."""
+
+    def before_step(self) -> None:
+        """Prepare for a step of an optimizer."""
+
+    def after_step(self) -> None:
+        """Combine the ranks' steps where they differ."""
+
+    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+        """Make the weights the same on all ranks where they differ between updates. Collective.
+
+        Args:
+            optimizers: those whose states are made the same as well.
+        """
+
+    @property
+    def weights_are_equal(self) -> bool:
+        """Whether all ranks have the same weights after each update."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it; the same on all ranks. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` has returned, on any number of ranks, or with another synchronizer's state."""
+
+
+def foreign_pass() -> TrainerError:
+    """Return the error of a backward pass that is not the handle's."""
+    return TrainerError(
+        "loss.backward() neither weighs the batch nor all-reduces the gradients; call run.backward(loss) instead"
+    )
 
 
 class GradientSynchronizer(Synchronizer):
@@ -57,7 +141,7 @@ class GradientSynchronizer(Synchronizer):
         ]
 
     def has_gradients(self) -> Tensor:
-        """Return 1 for each parameter that has a gradient here, and 0 for the others, in the first one's type."""
+        """Return 1 for each parameter that has a gradient here, and 0 for the others, in the first parameter's type."""
         has = [float(parameter is not None and parameter.grad is not None) for parameter in self.parameters]
         return torch.tensor(has, dtype=self._shapes[0].dtype, device=self._device)
 
@@ -107,7 +191,7 @@ class GradientSynchronizer(Synchronizer):
         self._reached.add(place)
 
     def _run_last(self) -> None:
-        """Move the hooks behind those that others have registered since: what they change is sent as well."""
+        """Move the hooks behind the user's, however late those were registered: what they change is sent as well."""
         for hook, parameter in zip(self._hooks, self.parameters, strict=True):
             registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
@@ -123,7 +207,7 @@ class GradientSynchronizer(Synchronizer):
 def assign_means(
     parameters: Sequence[nn.Parameter | None], means: Sequence[Tensor], has_gradient: Callable[[int], bool]
 ) -> None:
-    """Make the means the parameters' gradients, with the types and layouts that these have on this rank.
+    """Set the parameters' gradients to the means, in the types and layouts that they have on this rank.
 
     A mean is copied: the gradient stays what it is when the next pass sends, for who keeps it beyond `zero_grad`.
 

@@ -17,16 +17,17 @@ from trainer.cluster.environment import user_set
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer, in_place
+from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BUCKET_BYTES, divide
-from trainer.strategies.gradients import GradientSynchronizer, assign_means
+from trainer.strategies.collectives import in_place
+from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod cannot all-reduce, and what is sent in their place."""
 _PIECE_BYTES = 2**30
-"""The most in one message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
+"""The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
 _SMALL_BYTES = 2**16
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
@@ -82,31 +83,28 @@ class HorovodStrategy(Strategy):
                 f"{_VALID_LAUNCHERS}"
             )
 
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        hvd = self._hvd
-        if config.reduction == "adasum" and not hvd.mpi_enabled():
+    def check(self, config: RunConfig) -> None:
+        if config.reduction != "adasum":
+            return
+        if not self._hvd.mpi_enabled():
             raise ConfigError(
                 "reduction is 'adasum', which Horovod has over MPI only; start with "
                 "`horovodrun --mpi`, or take reduction 'average'"
             )
-        if config.reduction == "adasum" and self.world.size & (self.world.size - 1):
+        if self.world.size & (self.world.size - 1):
             raise ConfigError(
                 f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
             )
-        self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
+
+    def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
+        hvd = self._hvd
         compression = _AnyTensor(hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none)
-        if not parameters or self.world.size == 1:
-            return Synchronizer()
         if config.reduction == "adasum":
-            return AdasumSynchronizer(hvd, _with_own_names(parameters), compression)
-        sparse = [
-            f"{path}.{name}" if path else name
-            for path, module in model.named_modules()
-            for name, _ in module.named_parameters(recurse=False)
-            if getattr(module, "sparse", False)
-        ]
-        # Sparse gradients support no groups.
+            return AdasumSynchronizer(hvd, _with_unique_names(parameters), compression)
+        modules = [module for module in model.modules() if getattr(module, "sparse", False)]
+        sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         held = [parameter for _, parameter in parameters]
+        # Sparse gradients support no groups.
         groups = None if sparse else gradient_groups(held, over_nccl=self.is_over_nccl)
         return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
@@ -197,8 +195,8 @@ class HorovodSynchronizer(GradientSynchronizer):
 
     Args:
         parameters: those whose gradients are all-reduced.
-        groups: parameters whose gradients are sent together; None sends in each cycle what is ready.
-        sparse: names of parameters whose gradients are sparse.
+        groups: places of parameters whose gradients are sent together; None sends in each cycle what is ready.
+        sparse: parameters whose gradients are sparse.
     """
 
     def __init__(
@@ -206,18 +204,17 @@ class HorovodSynchronizer(GradientSynchronizer):
         hvd: Any,
         parameters: NamedParameters,
         compression: Any,
-        groups: list[list[Tensor]] | None,
-        sparse: Collection[str] = (),
+        groups: list[list[int]] | None,
+        sparse: Collection[Tensor],
     ) -> None:
         super().__init__(parameters)
-        self._sparse = {place for place, name in enumerate(self.names) if name in sparse}
+        self._sparse = {place for place, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._placeholders = [_placeholder(parameter) for _, parameter in parameters]
-        places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
         self._distributed = hvd.DistributedOptimizer(
             SGD(self._placeholders, lr=0.0),
-            named_parameters=_with_own_names(list(zip(self.names, self._placeholders, strict=True))),
+            named_parameters=_with_unique_names(list(zip(self.names, self._placeholders, strict=True))),
             compression=compression,
-            groups=groups and [[self._placeholders[places[id(parameter)]] for parameter in group] for group in groups],
+            groups=None if groups is None else [[self._placeholders[place] for place in group] for group in groups],
         )
         self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
         self._sent: set[int] = set()
@@ -271,12 +268,12 @@ def _is_absent(mean: Tensor) -> bool:
 
 
 def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter that takes the same gradients and no memory."""
+    """Return a parameter for the same gradients that takes no memory."""
     return nn.Parameter(parameter.detach().new_zeros(1).expand(parameter.shape))
 
 
-def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[Tensor]] | None:
-    """Return the parameters whose gradients are sent together; None sends in each cycle what is ready.
+def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[int]] | None:
+    """Return the places of parameters whose gradients are sent together; None sends in each cycle what is ready.
 
     Ranks on CPUs send buckets: to send each gradient once it is ready, all ranks negotiate again and again, in threads
     that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's own way.
@@ -311,7 +308,7 @@ class _AnyTensor:
         return mean if tensor.is_contiguous() and mean.dtype == tensor.dtype else tensor.copy_(mean)
 
 
-def _with_own_names(parameters: NamedParameters) -> NamedParameters:
+def _with_unique_names(parameters: NamedParameters) -> NamedParameters:
     """Return names that no other prepared model uses, because Horovod sends each tensor under its name."""
     number = next(_NUMBERS)
     return [(f"{name}.{number}", parameter) for name, parameter in parameters]

@@ -16,7 +16,8 @@ from torch import Tensor
 from trainer.cluster.network import address_toward_master, choose_gloo_interface
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
-from trainer.strategies.base import Strategy, in_place
+from trainer.strategies.base import Strategy
+from trainer.strategies.collectives import in_place
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 from trainer.watch.recorder import find_recorder
@@ -26,14 +27,14 @@ _GLOO_SHUTDOWN_S = 0.05
 
 
 class ProcessGroupStrategy(Strategy):
-    """torch.distributed, usually under torchrun; under other launchers with a rendezvous over their own channel.
+    """Base of strategies over torch.distributed. Launchers other than torchrun carry the rendezvous.
 
     Raises:
         ConfigError: there are several ranks, and their launcher provides no rendezvous.
     """
 
     name: str
-    """Stands in the description."""
+    """What the description begins with."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import NamedParameters, Strategy, Synchronizer
+from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.tuning import tune
 
 
@@ -36,9 +37,6 @@ class SingleStrategy(Strategy):
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         return value
-
-    def barrier(self) -> None:
-        return
 
     def close(self) -> None:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.checkpoint.disk.state_files import TensorPath
 from trainer.errors import TrainerError
-from trainer.models.sharded import gather, is_sharded, own_part
+from trainer.models.sharded import gather, is_sharded, local_part
 
 # What torch.load takes with weights_only=True, besides tensors and containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -88,7 +88,7 @@ class Buffers:
         return copied[key]
 
     def _copy_part(self, tensor: Tensor, path: TensorPath) -> Tensor:
-        part, size = own_part(tensor), self.bytes + tensor.nbytes
+        part, size = local_part(tensor), self.bytes + tensor.nbytes
         if part is not None:
             self.parts[path] = {"offset": part.offset, "values": self._copy_whole(part.values, path)}
         self.bytes = size

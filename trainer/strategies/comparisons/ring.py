@@ -9,7 +9,6 @@ sends one chunk of K/N bytes: 2·K·(N - 1)/N in all, and no algorithm sends les
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +20,7 @@ from torch import Tensor
 from trainer.cluster.mpi import import_mpi
 from trainer.cluster.world import World
 from trainer.errors import TrainerError
-from trainer.strategies.buckets import BucketedStrategy
+from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
@@ -45,12 +44,11 @@ class Ring:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._left, self._right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scratch_raw: Any = self._scratch.numpy()
         # For MPI a rank that has ended is still there, so a rank sends a message when it leaves.
         self._goodbye: Any = comm.Irecv([bytearray(1), MPI.BYTE], self._left, _GOODBYE) if self._size > 1 else None
         self._left_is_gone = False
         self.bytes_sent = 0
-        """By this rank so far. Over all ranks an all-reduce of K bytes adds exactly 2·K·(N - 1)."""
+        """Bytes that this rank has sent so far. Over all ranks an all-reduce of K bytes adds exactly 2·K·(N - 1)."""
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum `flat` over all ranks, in place; all ranks end with the same bits.
@@ -79,7 +77,9 @@ class Ring:
         """
         width = flat.element_size()
         length = chunk[1] - chunk[0]
-        target = self._room_for(length * width) if add else raw[chunk[0] * width : chunk[1] * width]
+        if add and self._scratch.numel() < length * width:  # kept, because new memory costs as much as the sum
+            self._scratch = torch.empty(length * width, dtype=torch.uint8)
+        target = self._scratch.numpy() if add else raw[chunk[0] * width : chunk[1] * width]
         # Everything is posted at once; MPI keeps the order of messages between two ranks.
         pieces = list(_segments(0, length, width))
         receiving = [self._comm.Irecv(target[b * width : e * width], self._left, _CHUNK) for b, e in pieces]
@@ -112,13 +112,6 @@ class Ring:
                 self._goodbye.Cancel()
             self._goodbye = None
 
-    def _room_for(self, size: int) -> Any:
-        """Return `size` bytes of the scratch memory."""
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-            self._scratch_raw = self._scratch.numpy()
-        return self._scratch_raw[:size]
-
 
 def _segments(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
     """Divide a range of elements of `width` bytes each into segments."""
@@ -126,7 +119,7 @@ def _segments(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step, end)) for at in range(begin, end, step))
 
 
-class RingStrategy(BucketedStrategy):
+class RingStrategy(SummingStrategy):
     """Bucketed gradients, all-reduced by `Ring`.
 
     Raises:
@@ -137,9 +130,9 @@ class RingStrategy(BucketedStrategy):
         super().__init__(world)
         # Open MPI reads these when it starts, which importing mpi4py makes it do.
         self.tuning = tune(world)
-        self._mpi = import_mpi(world, for_what="strategy 'ring'")
-        comm = self._mpi.COMM_WORLD
-        self._values, self._gradients = Ring(comm.Dup()), Ring(comm.Dup())
+        mpi = import_mpi(world, for_what="strategy 'ring'")
+        self.may_overlap = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self._values, self._gradients = Ring(mpi.COMM_WORLD.Dup()), Ring(mpi.COMM_WORLD.Dup())
         at_exit(self.close)  # before MPI's own end
         self.description = f"ring all-reduce over MPI, {world}"
 
@@ -149,40 +142,12 @@ class RingStrategy(BucketedStrategy):
     def sum_values(self, flat: Tensor) -> None:
         self._values.all_reduce(flat)
 
-    def _may_overlap(self) -> bool:
-        return bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
-
     @property
     def bytes_sent(self) -> int:
-        """By this rank, for gradients, since the strategy was made."""
+        """Bytes of gradients that this rank has sent since the strategy was made."""
         return self._gradients.bytes_sent
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return pickle.loads(self._gather(pickle.dumps(value) if self.world.rank == root else b"")[root])  # noqa: S301
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [pickle.loads(part) for part in self._gather(pickle.dumps(value))]  # noqa: S301 (inside the job only)
-
-    def barrier(self) -> None:
-        self.sum_values(torch.zeros(1))
 
     def close(self) -> None:
         super().close()
         self._values.leave()
         self._gradients.leave()
-
-    def _gather(self, part: bytes) -> list[bytes]:
-        """Gather every rank's bytes as a sum, in which each rank has zeros in the others' places.
-
-        MPI's own collectives would hang on a rank that has ended; the ring notices.
-        """
-        rank, size = self.world.rank, self.world.size
-        lengths = torch.zeros(size, dtype=torch.int64)
-        lengths[rank] = len(part)
-        self.sum_values(lengths)
-        table = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
-        parts = table.split(lengths.tolist())
-        if part:
-            parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
-        self.sum_values(table)
-        return [part.numpy().tobytes() for part in parts]

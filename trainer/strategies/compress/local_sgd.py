@@ -20,18 +20,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.config import RunConfig
-from trainer.strategies.base import NamedParameters, Strategy
+from trainer.strategies.collectives import Collectives
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact_type
+from trainer.strategies.gradients import NamedParameters
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """Weights on their way."""
+    """Weights that were sent, and whose mean has not been taken yet."""
 
     here: list[Tensor]
-    """This rank's."""
+    """This rank's weights, as they were sent."""
     means: Callable[[], list[Tensor]]
-    """Waits for the ranks' means."""
+    """Waits for the exchange; returns the means over all ranks."""
 
 
 class LocalSynchronizer(WholeSynchronizer):
@@ -44,8 +45,8 @@ class LocalSynchronizer(WholeSynchronizer):
         config: `sync_every`, `full_updates`, `sync_overlap`, `outer_lr` and `outer_momentum` are used here.
     """
 
-    def __init__(self, parameters: NamedParameters, strategy: Strategy, config: RunConfig) -> None:
-        super().__init__(parameters, strategy)
+    def __init__(self, parameters: NamedParameters, ranks: Collectives, config: RunConfig) -> None:
+        super().__init__(parameters, ranks)
         self._config = config
         self._in_round = 0
         self._states_differ = self._differs = False
@@ -115,7 +116,7 @@ class LocalSynchronizer(WholeSynchronizer):
         """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
         pairs = zip(self._named.values(), sent.here, strict=True)
         changed = any(not torch.equal(parameter.to(before.dtype), before) for parameter, before in pairs)
-        return bool(self._strategy.all_reduce(torch.tensor(float(changed), device=sent.here[0].device)))
+        return bool(self._ranks.all_reduce(torch.tensor(float(changed), device=sent.here[0].device)))
 
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False

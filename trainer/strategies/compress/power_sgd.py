@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.strategies.base import NamedParameters, Strategy
+from trainer.strategies.collectives import Collectives
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact_type
+from trainer.strategies.gradients import NamedParameters
 
 _LEAST_SAVING = 2.0
 """A gradient whose factors are not smaller by this factor is sent as it is; PyTorch's hook has the same default."""
@@ -32,7 +33,7 @@ class Factors:
         self.shape = (parameter.shape[0], parameter.numel() // parameter.shape[0])
         options = {"dtype": exact_type(parameter.dtype), "device": parameter.device}
         self.error: Tensor = torch.zeros(self.shape, **options)  # type: ignore[call-overload]
-        """What this rank's gradients had and the updates did not, n × m."""
+        """The part of this rank's gradients that no update has had yet, n × m."""
         self.right: Tensor = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
         """The factor that the next update begins with, m × rank; the same on all ranks."""
         self._left = torch.empty(0)
@@ -85,13 +86,13 @@ class PowerSGDSynchronizer(WholeSynchronizer):
     def __init__(
         self,
         parameters: NamedParameters,
-        strategy: Strategy,
+        ranks: Collectives,
         *,
         rank: int,
         full_updates: int = 0,
         least_saving: float = _LEAST_SAVING,
     ) -> None:
-        super().__init__(parameters, strategy)
+        super().__init__(parameters, ranks)
         self._full_updates = full_updates
         widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
         self._factors = {

@@ -17,7 +17,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,63 +38,40 @@ _BOUNDS = (
 )
 
 
-@dataclass
-class Slot:
-    """The n-th chunks of a channel, as far as ranks have sent them."""
+def add_up(messages: Sequence[bytes]) -> bytes:
+    """Return the sum of all ranks' chunks, added up in the order of the ranks, so that runs are reproducible.
 
-    deadline: float
-    missing: set[int]
-    early: dict[int, bytes] = field(default_factory=dict)
-    """Chunks that wait until those of all lower ranks have been added."""
-    added: int = 0
-    kind: str = ""
-    total: Any = None
-    """The sum so far, an array; or the bytes of the only rank that sent any."""
-
-    def take(self, rank: int, message: bytes) -> None:
-        """Store a rank's chunk, and add up in the order of the ranks as far as possible, so that runs are reproducible.
-
-        Raises:
-            ValueError: it does not fit the others'.
-        """
-        self.early[rank] = message
-        while self.added in self.early:
-            self._add(self.added, self.early.pop(self.added))
-            self.added += 1
-        self.missing.discard(rank)
-
-    def _add(self, rank: int, message: bytes) -> None:
-        kind, data = decode(message)
-        first = self.total is None
-        if not first and bool(kind) != bool(self.kind):
-            raise ValueError(f"rank {rank} sends {kind or 'an object'}, where others send {self.kind or 'an object'}")
-        if not kind:
-            self.total = bytes(data) if first or len(data) else self.total
-            return
-        values = np.frombuffer(data, dtype=kind)
-        if first:
-            self.kind, self.total = kind, values.copy()
-        elif (kind, values.shape) != (self.kind, self.total.shape):
-            raise ValueError(
-                f"rank {rank} sends {values.size} × {kind}, where others send {self.total.size} × {self.kind}"
-            )
-        else:
-            self.total += values
-
-    def answer(self) -> bytes:
-        """Return the one message that all ranks get."""
-        message: bytes = encode(self.kind, memoryview(self.total).cast("B") if self.kind else self.total)
-        return message
+    Raises:
+        ValueError: they do not fit each other.
+    """
+    kind, data = decode(messages[0])
+    total: Any = np.frombuffer(data, dtype=kind).copy()
+    for rank, message in enumerate(messages[1:], start=1):
+        other, data = decode(message)
+        values = np.frombuffer(data, dtype=other)
+        if (other, values.shape) != (kind, total.shape):
+            raise ValueError(f"rank {rank} sends {values.size} × {other}, where others send {total.size} × {kind}")
+        total += values
+    result: bytes = encode(kind, memoryview(total).cast("B"))
+    return result
 
 
 @dataclass
 class Channel:
-    """One kind of exchange: its own order of chunks, and a queue of answers per rank."""
+    """One kind of exchange. The n-th chunks of all ranks belong together, and each rank gets their sum."""
 
+    chunks: list[deque[bytes]]
+    """chunks[rank]: what a rank has sent and another has not sent yet."""
     answers: dict[int, asyncio.Queue[bytes | None]] = field(default_factory=dict)
-    slots: dict[int, Slot] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     """Ranks whose stream has ended. That is an error only where a chunk waits for one of them."""
+    timeout: asyncio.TimerHandle | None = None
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that a chunk waits for."""
+        missing = {rank for rank, chunks in enumerate(self.chunks) if not chunks}
+        return missing if len(missing) < len(self.chunks) else set()
 
 
 class Server:
@@ -118,7 +96,7 @@ class Server:
     async def exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Serve one stream; see wire.py."""
         rank, channel, queue = await self._admit(context)
-        reader = asyncio.create_task(self._read(rank, channel, messages, queue))
+        reader = asyncio.create_task(self._read(channel, channel.chunks[rank], messages, queue))
         self._open += 1
         try:
             while (answer := await queue.get()) is not None:
@@ -128,7 +106,7 @@ class Server:
         finally:
             reader.cancel()
             channel.gone.add(rank)
-            self._fail_if_gone(channel)
+            self._answer(channel)
             self._open -= 1
             if not self._open:
                 self.over.set()
@@ -140,7 +118,7 @@ class Server:
         if not is_proof(told.get("proof-bin", b""), self._token, "parameter server", self.endpoint, *facts):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: this is no rank of this job")
         rank = int(told["rank"])
-        channel = self._channels.setdefault(told["channel"], Channel())
+        channel = self._channels.setdefault(told["channel"], Channel([deque() for _ in range(self._ranks)]))
         if rank in channel.answers or not 0 <= rank < self._ranks:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"there is a rank {rank} already, or cannot be one")
         self._hosts[rank] = told["host"]
@@ -148,57 +126,40 @@ class Server:
         return rank, channel, queue
 
     async def _read(
-        self, rank: int, channel: Channel, messages: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]
+        self, channel: Channel, chunks: deque[bytes], messages: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]
     ) -> None:
-        number = 0
         try:
             async for message in messages:
-                self._take(rank, channel, number, message)
-                number += 1
+                chunks.append(message)
+                self._answer(channel)
         except Exception as error:  # whatever it is, no rank may wait for this stream
             self._fail(str(error) or type(error).__name__)
         queue.put_nowait(None)
 
-    def _take(self, rank: int, channel: Channel, number: int, message: bytes) -> None:
-        slot = channel.slots.get(number)
-        if slot is None:
-            deadline = asyncio.get_running_loop().time() + self._timeout_s
-            slot = channel.slots[number] = Slot(deadline, set(range(self._ranks)))
-        slot.take(rank, message)
-        if not slot.missing:
-            del channel.slots[number]
-            answer = slot.answer()
+    def _answer(self, channel: Channel) -> None:
+        """Send the sums of what all ranks have sent. A chunk fails that waits for a rank that has gone, or too long."""
+        if self._failure:
+            return
+        while all(channel.chunks):
+            answer = add_up([chunks.popleft() for chunks in channel.chunks])
             for queue in channel.answers.values():
                 queue.put_nowait(answer)
-        self._fail_if_gone(channel)
-
-    def _fail_if_gone(self, channel: Channel) -> None:
-        """Fail where a chunk waits for a rank whose stream has ended."""
-        waited_for = {rank for slot in channel.slots.values() for rank in slot.missing}
-        if lost := waited_for & channel.gone:
+        if channel.timeout is not None:
+            channel.timeout.cancel()
+        if channel.missing:
+            channel.timeout = asyncio.get_running_loop().call_later(self._timeout_s, self._fail_late, channel)
+        if lost := channel.missing & channel.gone:
             self._fail(f"{self._named(lost)} has gone")
 
+    def _fail_late(self, channel: Channel) -> None:
+        self._fail(f"{self._named(channel.missing)} did not send within {self._timeout_s:g} s")
+
     def _fail(self, reason: str) -> None:
-        """End every stream with the reason; the first reason counts."""
+        """End every stream with an error. The first reason counts, because others follow from it."""
         self._failure = self._failure or reason
         for channel in self._channels.values():
             for queue in channel.answers.values():
                 queue.put_nowait(None)
-
-    async def watch(self) -> None:
-        """End the job when a chunk has waited longer than the timeout."""
-        while True:
-            await asyncio.sleep(min(1.0, self._timeout_s / 4))
-            now = asyncio.get_running_loop().time()
-            late = {
-                rank
-                for channel in self._channels.values()
-                for slot in channel.slots.values()
-                if slot.deadline < now
-                for rank in slot.missing
-            }
-            if late:
-                self._fail(f"{self._named(late)} did not send within {self._timeout_s:g} s")
 
     def _named(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank} on host {self._hosts.get(rank, 'unknown')}" for rank in sorted(ranks))
@@ -216,9 +177,7 @@ async def serve(settings: dict[str, Any]) -> None:
     state.endpoint = f"{settings['address']}:{port}"
     await server.start()
     print(port, flush=True)
-    watching = asyncio.create_task(state.watch())
     await state.over.wait()
-    watching.cancel()
     await server.stop(grace=1.0)
 
 

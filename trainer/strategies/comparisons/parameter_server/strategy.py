@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -30,8 +29,8 @@ from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.buckets import BucketedStrategy
 from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
+from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
@@ -42,7 +41,7 @@ TLS_FOLDER = "TRAINER_TLS"
 TLS_NAME = "parameter-server.trainer"
 
 
-class ParameterServerStrategy(BucketedStrategy):
+class ParameterServerStrategy(SummingStrategy):
     """Bucketed gradients, summed by one or more server processes.
 
     Ranks spread evenly over the job start the servers; the default is one, on rank 0's host.
@@ -63,7 +62,7 @@ class ParameterServerStrategy(BucketedStrategy):
         rendezvous = Rendezvous(world)
         host_ids = rendezvous.all_gather(host_id())
         self._token = job_token(rendezvous, world)
-        self._objects = 0
+        self._gathered = 0
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
             self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s, certificates)
@@ -85,25 +84,22 @@ class ParameterServerStrategy(BucketedStrategy):
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, for gradients, since the strategy was made."""
+        """Bytes of gradients that this rank has sent since the strategy was made."""
         return sum(stream.bytes_sent for stream in self._streams["gradients"])
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        stream = self._streams["values"][0]
-        self._objects += 1
-        facts = ("object", self._objects, root)
-        sealed = seal(self._token, pickle.dumps(value), *facts) if self.world.rank == root else b""
-        stream.push("", memoryview(sealed))
-        data = unseal(self._token, bytes(stream.pull()), *facts)
-        if data is None:
-            raise TrainerError(
-                f"the parameter server's answer is refused: object {self._objects} does not come from rank {root} of "
-                "this job"
-            )
-        return pickle.loads(data)  # noqa: S301 (a rank of this job has sealed it)
-
-    def barrier(self) -> None:
-        self.broadcast_object(None)
+    def gather_bytes(self, part: bytes) -> list[bytes]:
+        self._gathered += 1
+        sealed = super().gather_bytes(seal(self._token, part, "object", self._gathered, self.world.rank))
+        parts = []
+        for rank, data in enumerate(sealed):
+            opened = unseal(self._token, data, "object", self._gathered, rank)
+            if opened is None:
+                raise TrainerError(
+                    f"the parameter server's answer is refused: object {self._gathered} does not come from rank {rank} "
+                    "of this job"
+                )
+            parts.append(opened)
+        return parts
 
     def close(self) -> None:
         super().close()

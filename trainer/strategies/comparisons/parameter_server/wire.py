@@ -34,8 +34,7 @@ def encode(kind: str, data: bytes | memoryview) -> bytes:
     """Return a chunk as a message.
 
     Args:
-        kind: NumPy's name of the elements' type: the answer is the sum over ranks. Or empty: the answer is the chunk of
-            the only rank that sent any bytes.
+        kind: NumPy's name of the elements' type.
         data: the elements' bytes.
     """
     return b"".join((_HEAD.pack(kind.encode()), data))
