@@ -66,7 +66,7 @@ def shared_by_two(*blocks: nn.Module) -> nn.ModuleDict:
         (lambda: shared_by_two(nn.Linear(2, 2)), ("Linear",), ["left.0"]),
         (lambda: shared_by_two(nn.Linear(2, 2), nn.Linear(2, 2)), "auto", ["left.0", "left.1"]),
     ],
-)  # fmt: skip
+)
 def test_blocks_are_found_by_repetition_or_by_name(
     make: Callable[[], nn.Module], blocks: str | tuple[str, ...], expected: list[str]
 ) -> None:
