@@ -33,13 +33,13 @@ class Counted:
         return Counted(self.count, pin(self.batch))
 
 
-def collate(samples: Any, own: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
+def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
     """Collate samples, or convert a ready batch, and count them, which a batch of any kind does not tell.
 
     Args:
-        own: the user's `collate_fn`; None for torch's.
+        function: the user's `collate_fn`; None for torch's.
     """
-    batch = (own or (default_convert if is_ready else default_collate))(samples)
+    batch = (function or (default_convert if is_ready else default_collate))(samples)
     return Counted(count_samples(batch) if is_ready else len(samples), batch)
 
 
