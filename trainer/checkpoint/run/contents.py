@@ -13,7 +13,7 @@ from trainer.checkpoint.run.settings import describe_differences, is_rate, kind_
 from trainer.checkpoint.run.snapshot import check_plain, count_bytes
 from trainer.errors import ConfigError
 from trainer.loop.lr_schedule import LearningRate
-from trainer.loop.updates import Updates
+from trainer.loop.prepared import Prepared
 from trainer.models.memory_format import align_state
 from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
 
@@ -26,7 +26,7 @@ class Contents:
     rank's own, those of the rank that writes are kept.
     """
 
-    prepared: Updates
+    prepared: Prepared
     """Models and optimizers; what is prepared later counts as well."""
     objects: Mapping[str, Any]
     """The user's own: with `state_dict` and `load_state_dict`, or dicts of plain data."""
