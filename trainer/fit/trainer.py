@@ -23,8 +23,9 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.fit.evaluation import evaluate, pair, score_of
 from trainer.fit.fit_state import FitState
 from trainer.loop.consistency import check_consistency, describe_settings
+from trainer.loop.gradients import parameters_of
 from trainer.loop.lr_schedule import LearningRate, UsersSchedule, make_schedule
-from trainer.loop.metrics import Metric, Sums
+from trainer.loop.metrics import Metric
 from trainer.models.memory_format import to_channels_last
 from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
 from trainer.report.progress import Progress
@@ -184,8 +185,9 @@ class Trainer:
     ) -> EpochRecord:
         state, taken = self._state, loader.start
         state.begin_epoch(is_resumed=taken > 0)
-        sums = state.sums
-        self._begin_epoch()
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
+        self.optimizer.zero_grad()
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
         opens_update = True
         for step in loader.steps():
@@ -193,7 +195,7 @@ class Trainer:
                 learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
             loss = self._step(step)
             if step.count:
-                sums.add_mean(loss, step.count)
+                state.add(loss, step.count)
             opens_update, taken = step.closes_update, step.taken
             if opens_update:
                 self._update(learning_rate)
@@ -201,12 +203,12 @@ class Trainer:
             if time.perf_counter() >= next_event:
                 self._report_progress(context, loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        self._finite(sums, epoch, loader.epoch_samples)
-        means, samples = sums.mean(self.strategy.all_reduce)
+        self._finite_loss(epoch, loader.epoch_samples)
+        train_loss, samples = state.mean_loss()
         return EpochRecord(
             epoch=epoch,
             epochs=context.epochs,
-            train_loss=means["loss"],
+            train_loss=train_loss,
             samples=samples,
             seconds=state.seconds,
             learning_rate=state.learning_rate,
@@ -214,11 +216,6 @@ class Trainer:
             updates=state.updates,
             validation=self._evaluate(validator) if validator is not None else None,
         )
-
-    def _begin_epoch(self) -> None:
-        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
-            self.model.train()
-        self.optimizer.zero_grad()
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
@@ -231,8 +228,7 @@ class Trainer:
     def _update(self, learning_rate: LearningRate | UsersSchedule) -> None:
         """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.run.clip_grad_norm_(parameters, self.config.clip_norm)
+            self.run.clip_grad_norm_(parameters_of(self.optimizer), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._state.updates += 1
@@ -250,7 +246,7 @@ class Trainer:
             epochs=context.epochs,
             done=loader.taken,
             samples=loader.epoch_samples,
-            loss=self._finite(self._state.sums, epoch, loader.taken),
+            loss=self._finite_loss(epoch, loader.taken),
             seconds=self._state.seconds,
         )
         self._notify("on_progress", context, event)
@@ -259,17 +255,17 @@ class Trainer:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
-        loss = self._state.sums.mean_since_last()
+        loss = self._state.local_loss_since_last()
         if not math.isfinite(loss):
-            self._finite(self._state.sums, epoch, loader.taken)
+            self._finite_loss(epoch, loader.taken)
         samples = (epoch - 1) * loader.epoch_samples + loader.taken
         rate = self._state.learning_rate
         record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", context, record)
 
-    def _finite(self, sums: Sums, epoch: int, samples: int) -> float:
+    def _finite_loss(self, epoch: int, samples: int) -> float:
         """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
-        loss = sums.local_mean("loss")
+        loss = self._state.local_loss()
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
             raise TrainerError(

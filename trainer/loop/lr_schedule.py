@@ -189,10 +189,10 @@ class UsersSchedule:
         Raises:
             ConfigError: it ends earlier.
         """
-        one, left = self.scheduler, updates if self._per == "update" else epochs
-        if isinstance(one, OneCycleLR) and one.last_epoch + left > one.total_steps:
+        scheduler, left = self.scheduler, updates if self._per == "update" else epochs
+        if isinstance(scheduler, OneCycleLR) and (steps := scheduler.last_epoch + left) > scheduler.total_steps:
             raise ConfigError(
-                f"OneCycleLR was made for {one.total_steps} steps (total_steps), and {one.last_epoch + left} are to be "
+                f"OneCycleLR was made for {scheduler.total_steps} steps (total_steps), and {steps} are to be "
                 f"taken, one per {self._per}; {MORE_STEPS}"
             )
 
