@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.base import NOT_GIVEN, Loader, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
@@ -120,6 +120,8 @@ class ShardedLoader(Loader):
             accumulate=self.accumulate,
         )
         self.plan = self._plan_from(0)
+        self._indices: list[Any] = []
+        """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     def _check_in_memory(self) -> None:
@@ -222,7 +224,7 @@ class ShardedLoader(Loader):
             return
         keys = [epoch.keys[place] for place in places]
         lists = [batch.tolist() if isinstance(batch, Tensor) else batch for batch in keys]
-        self._places.batches = [batch[0] for batch in lists] if self._is_ready else lists
+        self._indices[:] = [batch[0] for batch in lists] if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
             yield Counted(loaded.count, move(loaded.batch, self.world.device))
 
@@ -237,27 +239,10 @@ class ShardedLoader(Loader):
             yield Counted(len(index), ((transform(cut) if transform else cut), targets.index_select(0, index)))
 
     @cached_property
-    def _places(self) -> _Places:
-        return _Places()
-
-    @cached_property
     def _data_loader(self) -> DataLoader[Any]:
-        """One for all epochs, so that persistent workers persist."""
-        batches = {"sampler": self._places, "batch_size": None} if self._is_ready else {"batch_sampler": self._places}
+        """One for all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
+        batches = {"sampler": self._indices, "batch_size": None} if self._is_ready else {"batch_sampler": self._indices}
         return self._make_data_loader(self.dataset, **batches)
-
-
-class _Places(Sampler[Any]):
-    """The indices of each batch of the next epoch; of a dataset of batches, the index of each."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 def _check_order(shuffle: object, sampler: object, batch_sampler: object) -> None:

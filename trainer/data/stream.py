@@ -63,12 +63,18 @@ class StreamLoader(Loader):
         self.samples = 0
         """Units (samples, or batches of a stream of these) that all ranks have drawn in this epoch of a training."""
         self._steps_taken = 0
+        self._epoch_samples: int | None = None
+        self._steps: int | None = None
         self._length = _length(self.dataset)
         lengths = self._group.all_gather(self._length) if self._group else [self._length]
-        if not already_sharded:
-            _check_lengths(dataset, lengths)
-        self._epoch_samples = _sum_if_known(lengths)
-        self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
+        known = [length for length in lengths if length is not None]
+        if len(known) == len(lengths):
+            if not already_sharded:
+                _check_lengths(dataset, known)
+            self._epoch_samples = sum(known)
+            full = [length // size for length, size in zip(known, sizes, strict=True)]
+            begun = [-(-length // size) for length, size in zip(known, sizes, strict=True)]
+            self._steps = min(full) if drop_last else max(begun)
         if hasattr(self.dataset, "set_epoch"):
             self._options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
         self._batches = self._make_data_loader(
@@ -183,11 +189,6 @@ class _Iterable(IterableDataset[Any]):
         return iter(self._samples)
 
 
-def _sum_if_known(lengths: Sequence[int | None]) -> int | None:
-    known = [length for length in lengths if length is not None]
-    return sum(known) if len(known) == len(lengths) else None
-
-
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:
     """Return each rank's units per step."""
     if global_batch_size is None:
@@ -226,20 +227,10 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _check_lengths(dataset: Any, lengths: Sequence[int | None]) -> None:
-    known = [length for length in lengths if length is not None]
+def _check_lengths(dataset: Any, lengths: Sequence[int]) -> None:
     whole = _length(dataset)
-    if whole is not None and len(known) == len(lengths) and sum(known) != whole:
+    if whole is not None and sum(lengths) != whole:
         raise ConfigError(
             f"{type(dataset).__name__} has {whole} samples, and its shard() gives the ranks "
-            f"{' + '.join(map(str, known))} = {sum(known)} of them"
+            f"{' + '.join(map(str, lengths))} = {sum(lengths)} of them"
         )
-
-
-def _count_steps(lengths: Sequence[int | None], sizes: Sequence[int], *, drop_last: bool) -> int | None:
-    steps = []
-    for length, size in zip(lengths, sizes, strict=True):
-        if length is None:
-            return None
-        steps.append(length // size if drop_last else -(-length // size))
-    return min(steps) if drop_last else max(steps)
