@@ -79,7 +79,7 @@ class Run(RankNames):
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
         self._loaders: list[weakref.ref[Loader]] = []
-        """In the order in which they were made; the place is a loader's number, the same on every rank."""
+        """The loaders in the order in which they were made; the place is a loader's number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What every loader is: an epoch of steps, one rank's batches, and what a run asks of them."""
+"""Base of the loaders: an epoch of steps, one rank's batches, and what a run asks of them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Step:
 
 
 NOT_GIVEN: Any = object()
-"""Stands for a batch_size that is left out, because None says that the dataset's items are batches already."""
+"""Default of `batch_size`, because None says that the dataset's items are batches already."""
 
 NO_STEP = Step(None, 1, 1.0, True)
-"""What holds between epochs, for batches that come from elsewhere."""
+"""The step between epochs, for batches that come from elsewhere."""
 
 
 class Group(Protocol):
-    """What a loader asks of all ranks together. `Run` has it."""
+    """The collectives that a loader needs. `Run` has them."""
 
     def all_reduce(self, value: Tensor, reduction: str) -> Tensor: ...
     def all_gather(self, value: Any) -> list[Any]: ...
@@ -55,7 +55,7 @@ class Group(Protocol):
 
 
 class Observer(Protocol):
-    """What is told of a loader's passes. Every rank's is told at the same places."""
+    """Listener to a loader's passes, called at the same places on every rank."""
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
@@ -91,7 +91,7 @@ class Loader(ABC):
     """
 
     kind = "a loader"
-    """What an error calls it."""
+    """How errors name such a loader."""
     takes: tuple[str, ...] = ()
     """Names of the options that only loaders of this class take, for an error."""
 
@@ -129,13 +129,13 @@ class Loader(ABC):
         self.skip = 0
         """Passes that yield nothing, because an interrupted run has made them in this epoch."""
         self.observer: Observer | None = None
-        """Told of the passes of a training."""
+        """Listener to the passes of a training."""
         self.start = 0
         """Units of the next epoch that an interrupted run has taken."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """What the steps of `steps` go through, before they are yielded: where they are timed, say."""
+        """A filter of the steps that `steps` yields, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
@@ -153,7 +153,7 @@ class Loader(ABC):
     @property
     @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
-        """What has to be the same on all ranks, by the words in which it is told."""
+        """The facts that have to be the same on all ranks, by the words for them in an error."""
 
     @property
     def updates(self) -> int:
@@ -208,7 +208,7 @@ class Loader(ABC):
         """Return what a position depends on, one within an epoch or one between two."""
 
     def _begin(self, start: int) -> None:
-        """Tell that a pass begins after `start` units; called before the first batch is drawn."""
+        """Begin a pass after `start` units, and tell the observer. Called before the first batch is drawn."""
         self.start, self.taken = 0, start
         if self.observer is not None:
             self.observer.begun(self, is_resumed=start > 0)
@@ -335,4 +335,4 @@ OPTIONS = (
     "timeout",
     "worker_init_fn",
 )
-"""Those of torch's DataLoader that a loader hands on."""
+"""The options of torch's DataLoader that a loader hands on."""

@@ -240,7 +240,7 @@ class ShardedLoader(Loader):
 
     @cached_property
     def _data_loader(self) -> DataLoader[Any]:
-        """One for all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
+        """The DataLoader of all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
         batches = {"sampler": self._indices, "batch_size": None} if self._is_ready else {"batch_sampler": self._indices}
         return self._make_data_loader(self.dataset, **batches)
 

@@ -180,7 +180,7 @@ class StreamLoader(Loader):
 
 
 class _Iterable(IterableDataset[Any]):
-    """Any iterable, as DataLoader wants it."""
+    """An iterable dataset around any iterable, because DataLoader takes no other."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self._samples = samples

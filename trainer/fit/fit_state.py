@@ -27,9 +27,9 @@ class FitState:
         self.updates = 0
         """Updates since the fit began."""
         self.records: list[EpochRecord] = []
-        """Of the epochs that have ended."""
+        """The records of the epochs that have ended."""
         self.learning_rate = 0.0
-        """Of the last update, first parameter group."""
+        """The learning rate of the last update, in the first parameter group."""
         self._strategy = strategy
         kinds = [type(callback).__name__ for callback in callbacks]
         self._callbacks = {

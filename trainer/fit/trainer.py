@@ -101,7 +101,7 @@ class Trainer:
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
         self.checkpoints: Checkpoints | None = None
-        """Of the fit, once it has begun; None without `checkpoint`."""
+        """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
@@ -189,15 +189,16 @@ class Trainer:
             self.model.train()
         self.optimizer.zero_grad()
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        opens_update = True
+        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(taken)
         for step in loader.steps():
             if opens_update:
-                learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
+                learning_rate.before_update(update)
             loss = self._step(step)
             if step.count:
                 state.add(loss, step.count)
-            opens_update, taken = step.closes_update, step.taken
+            opens_update = step.closes_update
             if opens_update:
+                update += 1
                 self._update(learning_rate)
                 self._report_update(context, loader, epoch)
             if time.perf_counter() >= next_event:

@@ -51,23 +51,23 @@ class Batches:
     def __init__(self, ranks: int, *, is_watching: bool, on_step: Callable[[Step], None]) -> None:
         self._ranks, self.is_watching, self._on_step = ranks, is_watching, on_step
         self.current = NO_STEP
-        """Of the batch that the next backward pass is of, as far as is known."""
+        """The step whose batch the next backward pass is of, as far as is known."""
         self.position: tuple[int, int, int] | None = None
-        """Of the batch of the current pass; see `Batch`."""
+        """The position of that batch, as in `Batch`; None where it is no loader's."""
         self.has_loader = False
         """Whether a loader of the run has yielded a batch."""
         self.first_inputs: object = None
-        """Stands for the first tensor of the first forward pass."""
+        """Digest of the first tensor in the first forward pass; None where there is none that can be read."""
         self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Batch]] = {}
-        """By the id of each tensor of a batch."""
+        """The remembered batches, by the id of each tensor in them."""
         self._most = _REMEMBERED
-        """Of these, after which those that nobody holds any more are left out."""
+        """How many tensors are remembered before those that nobody holds any more are forgotten."""
         self._seen: list[Batch] = []
-        """Those of the forward passes since the last backward pass."""
+        """The batches of the forward passes since the last backward pass."""
         self._thread = threading.get_ident()
         self._drawn: Counter[int] = Counter()
         self._weights: set[float] = set()
-        """Of the batches that were drawn since the last backward pass."""
+        """The weights of the batches that were drawn since the last backward pass."""
         self._epoch = 0
         self.is_in_pass = False
         """Whether a backward pass runs, in which a forward pass computes activations anew."""
@@ -173,7 +173,7 @@ class _Hook:
 
 
 def _digest(tensor: Tensor) -> object:
-    """Return what stands for a tensor's values; None where they cannot be read, as within torch.func or a trace."""
+    """Return a digest of a tensor's values; None where they cannot be read, as within torch.func or a trace."""
     try:
         if tensor.layout is not torch.strided or torch._C._get_tracing_state() is not None:
             return None

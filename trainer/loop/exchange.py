@@ -33,7 +33,7 @@ class Exchange:
         self._batches, self._scaler = weighing.batches, prepared.scaler
         self._periodic = PeriodicCheck(strategy)
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
-        """By id, the optimizers that have stepped since the last exchange of a model's gradients."""
+        """The ids of the optimizers that have stepped since the last exchange of a model's gradients."""
         self._running: set[int] = set()
         """The ids of optimizers within a step."""
         self.completed = UpdateCounter()

@@ -24,9 +24,9 @@ class LossScaler:
     def __init__(self, device_type: str) -> None:
         self._scaler = torch.amp.GradScaler(device_type)
         self._scaled: WeakSet[Optimizer] = WeakSet()
-        """Those whose gradients a backward pass has added to, times the scale."""
+        """Optimizers whose gradients a backward pass has added to, times the scale."""
         self._unscaled: WeakSet[Optimizer] = WeakSet()
-        """Those whose gradients were scaled since the scale was adapted, and are no longer."""
+        """Optimizers whose gradients were scaled since the scale was adapted, and are no longer."""
         self._overflowed: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._before: dict[Optimizer, Marks] = {}

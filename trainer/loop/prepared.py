@@ -54,15 +54,16 @@ class Prepared:
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
         self._strategy, self._config = strategy, config
         self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
-        """None but under precision fp16."""
+        """The loss scale of precision fp16; None under the others."""
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, PreparedOptimizer] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self.active: list[weakref.ref[Synchronizer]] = []
-        """Of models that have something to synchronize, in the order of `prepare`; of the same ones on all ranks."""
+        """What synchronizes the prepared models, in their order. The places are the same on all ranks: a model that is
+        gone on this one keeps its place until no rank holds it."""
         self.norms: WeakSet[_BatchNorm] = WeakSet()
         self.has_models = self.has_optimizers = False
-        """Whether there ever was one."""
+        """Whether any was prepared so far."""
         self.backwards = 0
         """Backward passes so far."""
 
@@ -78,12 +79,12 @@ class Prepared:
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """Those of models that have something to synchronize, and that somebody still holds."""
+        """What synchronizes the models that somebody still holds, where there is something to synchronize."""
         return [synchronizer for held in self.active if (synchronizer := held()) is not None]
 
     @property
     def numbered_models(self) -> dict[int, nn.Module]:
-        """Those that have something to synchronize, by numbers that are the same on all ranks."""
+        """The models that have something to synchronize, by numbers that are the same on all ranks."""
         return {known.number: model for model, known in self._models.items() if known.number is not None}
 
     def has_trained(self) -> bool:
@@ -159,7 +160,7 @@ class Prepared:
         return known
 
     def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Return those of the models whose parameters the optimizer holds."""
+        """Return what synchronizes the models whose parameters the optimizer holds."""
         if not self.active:
             return []
         if known.synchronizers is None:
@@ -262,7 +263,7 @@ class _Model:
 
     synchronizer: weakref.ref[Synchronizer]
     number: int | None
-    """The same on all ranks, which may hold other models; None where there is nothing to synchronize."""
+    """The model's number, the same on all ranks; None where there is nothing to synchronize."""
     frozen: list[nn.Parameter]
 
 
@@ -271,13 +272,13 @@ class PreparedOptimizer:
     """What is known of an optimizer that was prepared."""
 
     number: int
-    """The same on all ranks."""
+    """The optimizer's number, the same on all ranks."""
     groups: int
-    """Its parameter groups when it was checked."""
+    """How many parameter groups it had when it was checked."""
     backwards_at_step: int
-    """Backward passes before its last step."""
+    """How many backward passes of the run came before its last step."""
     synchronizers: list[weakref.ref[Synchronizer]] | None = None
-    """Those of its models; None until they are asked for."""
+    """What synchronizes its models; None until they are asked for."""
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -137,13 +137,13 @@ class Updates:
         return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
 
     def _finish_failed_pass(self) -> None:
-        """Do for a pass that has ended in an error what the other ranks, whose pass has not, wait for."""
+        """Send what the other ranks wait for, in place of a pass that has ended in an error here."""
         self._end_pass()
         if self.prepared.active and not self._is_local:
             self.exchange.run(self._reached(), failed=True)
 
     def _warn_of_others(self) -> None:
-        """Say once that a pass has trained something else than the models that were prepared."""
+        """Warn once of a pass that has trained something else than the models that were prepared."""
         if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
             return
         # Others cannot tell.

@@ -27,7 +27,7 @@ _AHEAD = (
 
 
 class Weighing:
-    """What the backward passes of one `Run` count for.
+    """The weights of one `Run`'s backward passes.
 
     Args:
         accumulate: backward passes of an update, where no loader says when it is complete.
@@ -38,7 +38,7 @@ class Weighing:
         self._has_warned = False
         self._passes = 0
         self._samples = 0.0
-        """Of the running update's earlier passes, on this rank."""
+        """This rank's samples in the earlier passes of the running update."""
         self._before: Marks | None = None
         """The gradients before the first of these passes."""
         self.weight = 1.0
