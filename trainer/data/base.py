@@ -92,6 +92,8 @@ class Loader(ABC):
 
     kind = "a loader"
     """How errors name such a loader."""
+    step_size: int
+    """Units that all ranks together take in one full step."""
     takes: tuple[str, ...] = ()
     """Names of the options that only loaders of this class take, for an error."""
 
@@ -139,11 +141,6 @@ class Loader(ABC):
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
-
-    @property
-    @abstractmethod
-    def step_size(self) -> int:
-        """Units that all ranks together take in one full step."""
 
     @property
     @abstractmethod

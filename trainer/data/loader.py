@@ -73,7 +73,7 @@ class ShardedLoader(Loader):
         batch_sampler: draws each epoch's batches, as lists of indices: instead of a batch size and an order.
         training: False for an evaluation.
         drop_last: leave out the samples that do not fill the last step of all ranks.
-        options: the other arguments of `Loader`, which every loader takes.
+        options: what every loader takes, such as `weigh_by`, `num_workers` and `collate_fn`; see `Loader`.
 
     Raises:
         ConfigError: a number is not valid, the dataset cannot be sharded, or an option is not one of DataLoader's.
@@ -120,6 +120,7 @@ class ShardedLoader(Loader):
             accumulate=self.accumulate,
         )
         self.plan = self._plan_from(0)
+        self.step_size = self.plan.step_size
         self._indices: list[Any] = []
         """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
@@ -132,22 +133,18 @@ class ShardedLoader(Loader):
             raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
 
     @property
-    def step_size(self) -> int:
-        return self.plan.step_size
-
-    @property
     def epoch_samples(self) -> int:
         return self.plan.samples
 
     def samples_after(self, steps: int) -> int:
-        return min(steps * self.plan.step_size, self.plan.samples)
+        return min(steps * self.step_size, self.plan.samples)
 
     @property
     def must_agree(self) -> dict[str, Any]:
         return {
             "samples of the dataset": self.dataset_length,
             f"{self.unit} of an epoch": self.plan.samples,
-            f"{self.unit} per step": self.plan.step_size,
+            f"{self.unit} per step": self.step_size,
         }
 
     def __len__(self) -> int:
@@ -181,7 +178,7 @@ class ShardedLoader(Loader):
 
     def updates_before(self, taken: int) -> int:
         """Return the updates in which an epoch of this plan takes its first `taken` samples."""
-        return -(-taken // (self.plan.step_size * self.plan.accumulate))
+        return -(-taken // (self.step_size * self.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
         start, number, rank = self.start, self.epoch, self.world.rank

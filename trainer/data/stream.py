@@ -34,8 +34,8 @@ class StreamLoader(Loader):
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         already_sharded: take the dataset as it is, because it is this rank's part already.
         drop_last: end the epoch before the first step that the ranks cannot fill.
-        options: the other arguments of `Loader`, which every loader takes. The batches of an update are drawn together.
-            Each of `num_workers` iterates over the dataset, which has to give it a part of its own
+        options: what every loader takes, such as `training` and `weigh_by`; see `Loader`. Each of `num_workers`
+            processes iterates over the dataset, which has to give it a part of its own
             (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
 
     Raises:
@@ -58,7 +58,7 @@ class StreamLoader(Loader):
             check_sizes(batch_size, global_batch_size, drop_last=drop_last), drop_last=drop_last, **options
         )
         sizes = _batch_sizes(1 if self._is_ready else batch_size, global_batch_size, self.world.size)
-        self._step_size = sum(sizes)
+        self.step_size = sum(sizes)
         self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
         self.samples = 0
         """Units (samples, or batches of a stream of these) that all ranks have drawn in this epoch of a training."""
@@ -82,10 +82,6 @@ class StreamLoader(Loader):
             batch_size=None if self._is_ready else sizes[self.world.rank],
             drop_last=drop_last,
         )
-
-    @property
-    def step_size(self) -> int:
-        return self._step_size
 
     @property
     def epoch_samples(self) -> int | None:
