@@ -94,6 +94,16 @@ class Loader(ABC):
     """How errors name such a loader."""
     step_size: int
     """Units that all ranks together take in one full step."""
+    epoch = 0
+    """Number of the next epoch, from 0; set it to continue an interrupted run."""
+    start = 0
+    """Units of the next epoch that an interrupted run has taken."""
+    taken = 0
+    """Units of the running epoch that all ranks together have taken, those of the last batch included."""
+    skip = 0
+    """Passes that yield nothing, because an interrupted run has made them in this epoch."""
+    observer: Observer | None = None
+    """Listener to the passes of a training."""
     takes: tuple[str, ...] = ()
     """Names of the options that only loaders of this class take, for an error."""
 
@@ -122,18 +132,8 @@ class Loader(ABC):
         self.world = world or current_world()
         self.training, self.drop_last, self.seed, self.accumulate = training, drop_last, seed, accumulate
         self._num_workers, self._options = num_workers, options
-        self.epoch = 0
-        """Number of the next epoch, from 0; set it to continue an interrupted run."""
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
-        self.taken = 0
-        """Units of the running epoch that all ranks together have taken, those of the last batch included."""
-        self.skip = 0
-        """Passes that yield nothing, because an interrupted run has made them in this epoch."""
-        self.observer: Observer | None = None
-        """Listener to the passes of a training."""
-        self.start = 0
-        """Units of the next epoch that an interrupted run has taken."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps

@@ -112,18 +112,21 @@ class ShardedLoader(Loader):
             batch_sampler=batch_sampler,
             group=self._group,
         )
-        self._whole_plan = ShardPlan(
+        self._whole_plan = self._make_plan(batch_size, global_batch_size)
+        self.plan = self._plan_from(0)
+        self.step_size = self.plan.step_size
+        self._indices: list[Any] = []
+        """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
+        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
+
+    def _make_plan(self, batch_size: int | None, global_batch_size: int | None) -> ShardPlan:
+        return ShardPlan(
             samples=self._order.units,
             world_size=self.world.size,
             batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
             accumulate=self.accumulate,
         )
-        self.plan = self._plan_from(0)
-        self.step_size = self.plan.step_size
-        self._indices: list[Any] = []
-        """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
-        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     def _check_in_memory(self) -> None:
         if self._options:

@@ -183,13 +183,10 @@ class Trainer:
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        state, taken = self._state, loader.start
-        state.begin_epoch(is_resumed=taken > 0)
-        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
-            self.model.train()
-        self.optimizer.zero_grad()
+        state = self._state
+        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(loader.start)
+        self._begin_epoch(is_resumed=loader.start > 0)
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(taken)
         for step in loader.steps():
             if opens_update:
                 learning_rate.before_update(update)
@@ -217,6 +214,12 @@ class Trainer:
             updates=state.updates,
             validation=self._evaluate(validator) if validator is not None else None,
         )
+
+    def _begin_epoch(self, *, is_resumed: bool) -> None:
+        self._state.begin_epoch(is_resumed=is_resumed)
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
+        self.optimizer.zero_grad()
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
