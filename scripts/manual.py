@@ -39,7 +39,7 @@ def main() -> int:
     (PAGES / "files").mkdir()
     for file in outside:
         (PAGES / _page_of(file)).write_text(_show(file))
-    build = [Path(sys.executable).parent / "zensical", "build", "--clean", "--strict"]
+    build = [str(Path(sys.executable).parent / "zensical"), "build", "--clean", "--strict"]
     built = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(built.stdout, end="")
     # --strict lets pass what is wrong in a docstring: griffe, which reads them, only warns.

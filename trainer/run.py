@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -16,14 +18,13 @@ from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig, RunConfig, settings_from
-from trainer.data.base import NOT_GIVEN, Loader
+from trainer.data.base import NOT_GIVEN, Loader, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
-from trainer.loop.collectives import all_reduce
+from trainer.loop.consistency import check_consistency
 from trainer.loop.joining import join
-from trainer.loop.loaders import Loaders
 from trainer.loop.metrics import Mean
 from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
@@ -33,6 +34,11 @@ from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What not every transport adds, or what a sum of several ranks does not fit in.
+_SENT_AS = {
+    **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16), torch.int64),
+    torch.bfloat16: torch.float32,
+}
 
 
 def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Any) -> Run:
@@ -74,13 +80,14 @@ class Run:
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
-        self._loaders = Loaders(self.strategy, config, self._updates.on_batch, self)
+        self._loaders: list[weakref.ref[Loader]] = []
+        """The loaders in the order in which they were made; the place is a loader's number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the batch that was drawn last ends an update: clip, step and zero the gradients then."""
-        return self._updates.batches.closes_update
+        return self._updates.batches.current.closes_update
 
     @property
     def batch_samples(self) -> int:
@@ -101,43 +108,45 @@ class Run:
         Raises:
             ConfigError: something else was given, an optimizer holds a parameter of no model, or ranks differ.
         """
-        objects = tuple(self.unwrap(one) if isinstance(one, nn.Module) else one for one in objects)
-        models = [one for one in objects if isinstance(one, nn.Module)]
-        optimizers = [one for one in objects if isinstance(one, Optimizer)]
+        objects = tuple(self.unwrap(item) if isinstance(item, nn.Module) else item for item in objects)
+        models = [item for item in objects if isinstance(item, nn.Module)]
+        optimizers = [item for item in objects if isinstance(item, Optimizer)]
         if len(models) + len(optimizers) < len(objects):
-            kinds = ", ".join(type(one).__name__ for one in objects)
+            kinds = ", ".join(type(item).__name__ for item in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
         self.average_weights()  # a model that is prepared again may be within a round of sync_every
         self._updates.prepared.check_parameters(models, optimizers)
-        prepared: dict[int, Any] = {id(one): one for one in optimizers}
-        for model in models:
-            prepared[id(model)] = self._updates.add_model(model)
+        callable_models = {model: self._updates.add_model(model) for model in models}
         for optimizer in optimizers:
-            self._updates.add_optimizer(optimizer)
+            self._updates.exchange.add_optimizer(optimizer)
         self._report.optimizers.update(dict.fromkeys(optimizers))
         draw_apart(self.strategy, self.config.seed)
-        results = tuple(prepared[id(one)] for one in objects)
+        results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
         return results[0] if len(results) == 1 else results
 
     @overload
     def loader(
-        self, dataset: IterableDataset[Any], batch_size: int | None = NOT_GIVEN, *,
-        global_batch_size: int | None = None, training: bool = True, **options: Any,
-    ) -> StreamLoader: ...  # fmt: skip
-    @overload
-    def loader(
-        self, dataset: Dataset[Any] | Sequence[Any], batch_size: int | None = NOT_GIVEN, *,
-        global_batch_size: int | None = None, training: bool = True, **options: Any,
-    ) -> ShardedLoader: ...  # fmt: skip
-
-    def loader(
         self,
-        dataset: Any,
+        dataset: IterableDataset[Any],
         batch_size: int | None = NOT_GIVEN,
         *,
         global_batch_size: int | None = None,
         training: bool = True,
         **options: Any,
+    ) -> StreamLoader: ...
+    @overload
+    def loader(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        batch_size: int | None = NOT_GIVEN,
+        *,
+        global_batch_size: int | None = None,
+        training: bool = True,
+        **options: Any,
+    ) -> ShardedLoader: ...
+
+    def loader(
+        self, dataset: Any, batch_size: int | None = NOT_GIVEN, *, training: bool = True, **options: Any
     ) -> Loader:
         """Return a loader of this rank's batches, on its device.
 
@@ -146,8 +155,31 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
-        options["global_batch_size"] = global_batch_size
-        return self._loaders.make(dataset, batch_size, training=training, **options)
+        if of_run := {"seed", "accumulate"} & set(options):
+            raise ConfigError(f"run.loader takes {min(of_run)} from the run; set it in trainer.init")
+        kind = StreamLoader if is_stream(dataset) else ShardedLoader
+        if self.strategy.shards and kind is StreamLoader and not training:
+            raise ConfigError(
+                "an iterable dataset has another number of evaluation steps on each rank, and under this strategy each "
+                "forward pass is every rank's; give a dataset with a length, or training=True"
+            )
+        loader: Loader = kind(
+            dataset,
+            batch_size,
+            training=training,
+            seed=self.config.seed,
+            accumulate=self.config.accumulate if training else 1,
+            world=self.world,
+            on_step=partial(self._updates.on_batch, len(self._loaders)),
+            group=self,
+            **options,
+        )
+        self.strategy.follow_loader(loader)
+        self._loaders.append(weakref.ref(loader))
+        check_consistency(self.strategy, loader.must_agree)
+        if training and self._checkpoints is not None:
+            self._checkpoints.watch(loader)
+        return loader
 
     def backward(
         self,
@@ -218,7 +250,7 @@ class Run:
 
         The end of a loader's epoch does so itself, and so do checkpoints and `Trainer.evaluate`.
         """
-        for synchronizer in self._updates.models.values():
+        for synchronizer in self._updates.prepared.models.values():
             synchronizer.settle()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
@@ -229,7 +261,16 @@ class Run:
         Raises:
             ConfigError: `reduction` is neither "mean" nor "sum".
         """
-        return all_reduce(self.strategy, value, reduction)
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
+        dtype = torch.float64 if isinstance(value, float) else None
+        local = torch.as_tensor(value, dtype=dtype, device=self.device).detach()
+        if local.is_complex():
+            return torch.view_as_complex(self.all_reduce(torch.view_as_real(local), reduction))
+        sent = local.to(_SENT_AS.get(local.dtype, local.dtype)).clone(memory_format=torch.contiguous_format)
+        total = self.strategy.all_reduce(sent)
+        total = total if reduction == "sum" else total / self.world.size
+        return total.to(local.dtype) if local.dtype == torch.bfloat16 else total
 
     def mean(self) -> Mean:
         """Return a running mean over the samples of all ranks, of a loss say, which is all-reduced when it is read."""
@@ -254,7 +295,7 @@ class Run:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model that was given to `prepare`, for what `prepare` has returned."""
-        if isinstance(model, nn.DataParallel) and model.module in self._updates.models:
+        if isinstance(model, nn.DataParallel) and model.module in self._updates.prepared.models:
             return cast(nn.Module, model.module)
         return model
 
@@ -286,7 +327,8 @@ class Run:
         if not 0 <= start <= count:
             raise ConfigError(f"start is {start}; it must be from 0 to the number of epochs, {count}")
         if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
-            self._loaders.begin_at(start)
+            for loader in self._held_loaders():
+                loader.epoch = start
         return self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter)
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
@@ -308,15 +350,18 @@ class Run:
         config = settings_from(CheckpointConfig, "run.checkpoints", folder=folder, **options)
         if self._checkpoints is not None:
             self._checkpoints.close()
-        own = self._updates
-        contents = Contents(own, state or {})
+        contents = Contents(self._updates.prepared, state or {})
         facts = {"config": self.config.as_dict(), **describe_run(self.world)}
         self._checkpoints = Checkpoints(config, self.strategy, contents, facts)
-        own.completed.count = self._checkpoints.updates
-        for loader in self._loaders.training:
-            self._checkpoints.watch(loader)
-        self._loaders.on_made = self._checkpoints.watch
+        self._updates.exchange.completed.count = self._checkpoints.updates
+        for loader in self._held_loaders():
+            if loader.training:
+                self._checkpoints.watch(loader)
         return self._checkpoints
+
+    def _held_loaders(self) -> list[Loader]:
+        """Return the loaders that are still in use, in the order in which they were made."""
+        return [loader for made in self._loaders if (loader := made()) is not None]
 
     def progress(self, loader: Loader) -> Iterator[Any]:
         """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""

@@ -66,7 +66,7 @@ def main() -> None:
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     saved = json.loads(_SAVED.read_text()) if _SAVED.exists() else {"update": 0, "starts": 0}
     run.barrier()
-    run._updates.completed.count = update = saved["update"]
+    run._updates.exchange.completed.count = update = saved["update"]
     state = {**saved, "starts": saved["starts"] + 1}
     asked: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: asked.append(number))

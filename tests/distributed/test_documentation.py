@@ -19,7 +19,7 @@ from tests.distributed.harness import ROOT
 from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from trainer import FsdpConfig, ShardedLoader, StreamLoader, TrainerConfig
-from trainer.data.base import OPTIONS
+from trainer.data.base import OPTIONS, Loader
 from trainer.strategies import NAMES
 
 _FOLDERS = "trainer|scripts|tests|examples|benchmarks|third_party|docs|ssh|requirements"
@@ -114,8 +114,8 @@ def test_strategies_are_all_in_the_table() -> None:
 def test_a_loaders_arguments_are_all_in_the_table() -> None:
     section = (ROOT / "docs/own-loop.md").read_text().split("## Loaders")[1].split("###")[0]
     rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
-    takes = {name for kind in (ShardedLoader, StreamLoader) for name in inspect.signature(kind).parameters}
-    by_run = {"dataset", "seed", "accumulate", "world", "on_step", "group", "options"}
+    takes = {name for kind in (Loader, ShardedLoader, StreamLoader) for name in inspect.signature(kind).parameters}
+    by_run = {"is_ready", "dataset", "seed", "accumulate", "world", "on_step", "group", "options"}
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted((takes - by_run) | {*OPTIONS})
 
 

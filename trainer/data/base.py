@@ -1,10 +1,10 @@
-"""What every loader is: an epoch of steps, one rank's batches, and what a run asks of them."""
+"""Base of the loaders: an epoch of steps, one rank's batches, and what a run asks of them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.batches import Counted
+from trainer.data.batches import Counted, collate
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
 
@@ -39,14 +39,14 @@ class Step:
 
 
 NOT_GIVEN: Any = object()
-"""Stands for a batch_size that is left out, because None says that the dataset's items are batches already."""
+"""Default of `batch_size`, because None says that the dataset's items are batches already."""
 
 NO_STEP = Step(None, 1, 1.0, True)
-"""What holds between epochs, for batches that come from elsewhere."""
+"""The step between epochs, for batches that come from elsewhere."""
 
 
 class Group(Protocol):
-    """What a loader asks of all ranks together. `Run` has it."""
+    """The collectives that a loader needs. `Run` has them."""
 
     def all_reduce(self, value: Tensor, reduction: str) -> Tensor: ...
     def all_gather(self, value: Any) -> list[Any]: ...
@@ -55,7 +55,7 @@ class Group(Protocol):
 
 
 class Observer(Protocol):
-    """What is told of a loader's passes. Every rank's is told at the same places."""
+    """Listener to a loader's passes, called at the same places on every rank."""
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
@@ -71,62 +71,76 @@ class Observer(Protocol):
 
 
 class Loader(ABC):
-    """Iterating yields an epoch of batches on the rank's device.
+    """Base of all loaders. Iterating yields an epoch of batches on the rank's device.
 
     Args:
-        world: the ranks that share the dataset; by default the world that this process was launched into.
+        is_ready: whether the dataset's items are batches already.
         training: False for an evaluation.
+        drop_last: leave out what does not fill the last step of all ranks.
+        weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
+        seed: seeds the order, and with the epoch and the rank the workers' random numbers.
         accumulate: steps whose gradients form one update.
-        weigh_by: returns what a batch counts for in the mean of an update: its tokens, say, instead of its samples.
-        is_ready: the dataset's items are batches already.
+        world: the ranks that share the dataset; by default the world that this process was launched into.
         on_step: called with each training step before its batch is yielded, and after the last one.
         group: the ranks' collectives; not needed on a single rank.
+        num_workers: processes per rank that load samples, for a dataset that is not in memory.
+        options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
+
+    Raises:
+        ConfigError: `weigh_by` is given in an evaluation, or an option is none of DataLoader's.
     """
+
+    kind = "a loader"
+    """How errors name such a loader."""
+    step_size: int
+    """Units that all ranks together take in one full step."""
+    epoch = 0
+    """Number of the next epoch, from 0; set it to continue an interrupted run."""
+    start = 0
+    """Units of the next epoch that an interrupted run has taken."""
+    taken = 0
+    """Units of the running epoch that all ranks together have taken, those of the last batch included."""
+    skip = 0
+    """Passes that yield nothing, because an interrupted run has made them in this epoch."""
+    observer: Observer | None = None
+    """Listener to the passes of a training."""
+    takes: tuple[str, ...] = ()
+    """Names of the options that only loaders of this class take, for an error."""
 
     def __init__(
         self,
-        world: World | None,
-        *,
-        training: bool,
-        accumulate: int,
-        weigh_by: Callable[[Any], Tensor | float] | None,
         is_ready: bool,
-        on_step: Callable[[Step], None] | None,
-        group: Group | None,
+        /,
+        *,
+        training: bool = True,
+        drop_last: bool = False,
+        weigh_by: Callable[[Any], Tensor | float] | None = None,
+        seed: int = 0,
+        accumulate: int = 1,
+        world: World | None = None,
+        on_step: Callable[[Step], None] | None = None,
+        group: Group | None = None,
+        num_workers: int = 0,
+        **options: Any,
     ) -> None:
+        for name in options:
+            if name not in OPTIONS:
+                valid = ", ".join((*self.takes, "drop_last", "weigh_by", "num_workers", *OPTIONS))
+                raise ConfigError(f"{self.kind} has no option {name!r}; valid are {valid}")
         if weigh_by is not None and not training:
             raise ConfigError("weigh_by is for training; in an evaluation, add up what you need of each batch")
         self.world = world or current_world()
-        self.training, self.accumulate = training, accumulate
-        self.epoch = 0
-        """Number of the next epoch, from 0; set it to continue an interrupted run."""
+        self.training, self.drop_last, self.seed, self.accumulate = training, drop_last, seed, accumulate
+        self._num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
-        self.taken = 0
-        """Units of the running epoch that all ranks together have taken, those of the last batch included."""
-        self.skip = 0
-        """Passes that yield nothing, because an interrupted run has made them in this epoch."""
-        self.observer: Observer | None = None
-        """Told of the passes of a training."""
-        self.start = 0
-        """Units of the next epoch that an interrupted run has taken."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """What the steps of `steps` go through, before they are yielded: where they are timed, say."""
+        """A filter of the steps that `steps` yields, which may time them."""
+        # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
-        self._weigh: Callable[[Step], float] | None = None
-        """Returns what a step of this rank's counts for; None where all ranks know the weights beforehand."""
-        if weigh_by is not None:
-            self._weigh = partial(_weigh_batch, weigh_by)
-        elif self._must_count:  # how many samples a rank has loaded is not known to the others
-            self._weigh = _weigh_samples
-        self._on_step, self._group = on_step, group
-
-    @property
-    @abstractmethod
-    def step_size(self) -> int:
-        """Units that all ranks together take in one full step."""
+        self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
 
     @property
     @abstractmethod
@@ -136,7 +150,7 @@ class Loader(ABC):
     @property
     @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
-        """What has to be the same on all ranks, by the words in which it is told."""
+        """The facts that have to be the same on all ranks, by the words for them in an error."""
 
     @property
     def updates(self) -> int:
@@ -191,10 +205,18 @@ class Loader(ABC):
         """Return what a position depends on, one within an epoch or one between two."""
 
     def _begin(self, start: int) -> None:
-        """Tell that a pass begins after `start` units; called before the first batch is drawn."""
+        """Begin a pass after `start` units, and tell the observer. Called before the first batch is drawn."""
         self.start, self.taken = 0, start
         if self.observer is not None:
             self.observer.begun(self, is_resumed=start > 0)
+
+    def _make_data_loader(self, dataset: Any, **batches: Any) -> DataLoader[Any]:
+        """Return torch's DataLoader with the options that were given; `batches` says which batches it makes."""
+        options = {"pin_memory": self.world.device.type == "cuda", **self._options}
+        options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
+        # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
+        generator = torch.Generator()
+        return DataLoader(dataset, num_workers=self._num_workers, generator=generator, **batches, **options)
 
     def _count_of(self, loaded: Counted) -> int:
         """Return the samples of a batch; 1 where they are neither known nor needed."""
@@ -211,7 +233,8 @@ class Loader(ABC):
             return
         on_step, observer, was_left = self._on_step, self.observer, False
         try:
-            for step in self._all_steps() if self._weigh is None else self._weighed(self._weigh):
+            is_known = self._weigh_by is None and not self._must_count
+            for step in self._all_steps() if is_known else self._weighed():
                 if on_step is not None:
                     on_step(step)
                 self.taken, was_left = step.taken, step.closes_update
@@ -231,14 +254,14 @@ class Loader(ABC):
                 on_step(NO_STEP)
             report_phase("between epochs")
 
-    def _weighed(self, weigh: Callable[[Step], float]) -> Iterator[Step]:
+    def _weighed(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""
         update: list[Step] = []
         for step in self._all_steps():
             update.append(step)
             if not step.closes_update:
                 continue
-            counts = [weigh(step) if step.count else 0.0 for step in update]
+            counts = [self._count_for(step) if step.count else 0.0 for step in update]
             total = torch.tensor(sum(counts), dtype=torch.float64)
             if self._group is not None:
                 total = self._group.all_reduce(total, "sum")
@@ -248,20 +271,18 @@ class Loader(ABC):
                 weighed.weight = count * self.world.size / whole
                 yield weighed
 
-
-def _weigh_batch(weigh_by: Callable[[Any], Tensor | float], step: Step) -> float:
-    weight = weigh_by(step.batch)
-    try:
-        count = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        count = math.nan
-    if not 0 <= count < math.inf:
-        raise TrainerError(f"weigh_by has returned {weight!r} for a batch; it takes a number that is at least 0")
-    return count
-
-
-def _weigh_samples(step: Step) -> float:
-    return float(step.count)
+    def _count_for(self, step: Step) -> float:
+        """Return what a batch counts for in the mean of its update."""
+        if self._weigh_by is None:
+            return float(step.count)
+        weight = self._weigh_by(step.batch)
+        try:
+            count = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            count = math.nan
+        if not 0 <= count < math.inf:
+            raise TrainerError(f"weigh_by has returned {weight!r} for a batch; it takes a number that is at least 0")
+        return count
 
 
 def is_stream(dataset: Any) -> bool:
@@ -311,11 +332,4 @@ OPTIONS = (
     "timeout",
     "worker_init_fn",
 )
-"""Those of torch's DataLoader that a loader hands on."""
-
-
-def check_options(options: Mapping[str, Any], own: Sequence[str], loader: str = "a loader") -> None:
-    """Raise `ConfigError` for an option that is neither one of DataLoader's nor one of the loader's `own`."""
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigError(f"{loader} has no option {name!r}; valid are {', '.join((*own, *OPTIONS))}")
+"""The options of torch's DataLoader that a loader hands on."""

@@ -1,4 +1,4 @@
-"""Batches of any kind, as torch's DataLoader makes them: counted, pinned and moved; and the workers that make them."""
+"""Batches of any kind, as torch's DataLoader makes them: counting, pinning and moving them; starting its workers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Counted:
     batch: Any
 
     def pin_memory(self) -> Counted:
-        """What DataLoader calls; its own pinning fails at classes that it cannot make anew."""
+        """Pin the batch, as DataLoader asks. Its own pinning fails at classes that it cannot make anew."""
         return Counted(self.count, pin(self.batch))
 
 
-def collate(samples: Any, own: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
+def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
     """Collate samples, or convert a ready batch, and count them, which a batch of any kind does not tell.
 
     Args:
-        own: the user's `collate_fn`; None for torch's.
+        function: the user's `collate_fn`; None for torch's.
     """
-    batch = (own or (default_convert if is_ready else default_collate))(samples)
+    batch = (function or (default_convert if is_ready else default_collate))(samples)
     return Counted(count_samples(batch) if is_ready else len(samples), batch)
 
 
@@ -53,7 +53,7 @@ def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
 
 @contextmanager
 def usr2_blocked() -> Iterator[None]:
-    """Context in which this thread starts processes that SIGUSR2 does not reach, however they are started.
+    """Give a context in which this thread starts processes that SIGUSR2 does not reach, however they are started.
 
     Slurm sends it to all processes of a rank, and the rank would fail without its workers before it has saved. A
     process that is forked could ignore it from its first line on. One that is spawned begins with the default action,
@@ -115,7 +115,7 @@ def count_samples(value: Any) -> int | None:
 
 
 class _Change:
-    """Puts something else in the place of parts of a value.
+    """Copies a value with something else in the place of some of its parts.
 
     Args:
         part: returns what takes a part's place; None to go through it.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from trainer.cluster.world import World
-from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes, is_stream
-from trainer.data.batches import Counted, batches_of, collate, move
+from trainer.data.base import NOT_GIVEN, Loader, Step, check_sizes, is_stream
+from trainer.data.batches import Counted, batches_of, move
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
@@ -70,20 +69,17 @@ class ShardedLoader(Loader):
         batch_size: samples per rank and step; None (given, not left out) for a dataset whose items are batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         shuffle: a new order in every epoch, from `seed`; without it the dataset's own order. By default in training.
-        training: False for an evaluation.
         sampler: draws the order of each epoch's samples, instead of `shuffle`: torch's WeightedRandomSampler, say.
         batch_sampler: draws each epoch's batches, as lists of indices: instead of a batch size and an order.
+        training: False for an evaluation.
         drop_last: leave out the samples that do not fill the last step of all ranks.
-        weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
-        world: the ranks that share the dataset; by default the world that this process was launched into.
-        on_step: called with each training step before its batch is yielded, and after the last one.
-        group: the ranks' collectives, so that all ranks take what rank 0's sampler has drawn.
-        num_workers: processes per rank that load samples, for a dataset that is not in memory.
-        options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
+        options: what every loader takes, such as `weigh_by`, `num_workers` and `collate_fn`; see `Loader`.
 
     Raises:
         ConfigError: a number is not valid, the dataset cannot be sharded, or an option is not one of DataLoader's.
     """
+
+    takes = ("shuffle", "sampler", "batch_sampler")
 
     def __init__(
         self,
@@ -92,72 +88,66 @@ class ShardedLoader(Loader):
         *,
         global_batch_size: int | None = None,
         shuffle: bool | None = None,
-        training: bool = True,
         sampler: Drawn | None = None,
         batch_sampler: DrawnBatches | None = None,
+        training: bool = True,
         drop_last: bool = False,
-        weigh_by: Callable[[Any], Tensor | float] | None = None,
-        seed: int = 0,
-        accumulate: int = 1,
-        world: World | None = None,
-        on_step: Callable[[Step], None] | None = None,
-        group: Group | None = None,
-        num_workers: int = 0,
         **options: Any,
     ) -> None:
         is_ready = check_sizes(batch_size, global_batch_size, batch_sampler, drop_last=drop_last)
-        _check_options(dataset, options)
+        super().__init__(is_ready, training=training, drop_last=drop_last, **options)
+        if isinstance(dataset, InMemory):
+            self._check_in_memory()
         _check_order(shuffle, sampler, batch_sampler)
-        super().__init__(
-            world,
-            training=training,
-            accumulate=accumulate,
-            weigh_by=weigh_by,
-            is_ready=is_ready,
-            on_step=on_step,
-            group=group,
-        )
         if batch_sampler is not None:
             self.unit = "batches"
         self.dataset_length = _length(dataset)
         """Samples in the dataset, or batches of one that has these; an epoch may take others."""
         shuffle = training if shuffle is None else shuffle
         self._order = EpochOrder(
-            self.dataset_length, shuffle=shuffle, seed=seed, sampler=sampler, batch_sampler=batch_sampler, group=group
+            self.dataset_length,
+            shuffle=shuffle,
+            seed=self.seed,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            group=self._group,
         )
-        self._whole_plan = self._make_plan(batch_size, global_batch_size, accumulate)
-        self._drop_last, self.seed, self.num_workers, self._options = drop_last, seed, num_workers, options
+        self._whole_plan = self._make_plan(batch_size, global_batch_size)
         self.plan = self._plan_from(0)
-        if is_ready and isinstance(dataset, InMemory):
-            raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
+        self.step_size = self.plan.step_size
+        self._indices: list[Any] = []
+        """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
-    def _make_plan(self, batch_size: int | None, global_batch_size: int | None, accumulate: int) -> ShardPlan:
+    def _make_plan(self, batch_size: int | None, global_batch_size: int | None) -> ShardPlan:
         return ShardPlan(
             samples=self._order.units,
             world_size=self.world.size,
             batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
-            accumulate=accumulate,
+            accumulate=self.accumulate,
         )
 
-    @property
-    def step_size(self) -> int:
-        return self.plan.step_size
+    def _check_in_memory(self) -> None:
+        if self._options:
+            name = next(iter(self._options))
+            raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
+        if self._is_ready:
+            raise ConfigError("batch_size=None is for a dataset whose items are batches, and those of InMemory are not")
 
     @property
     def epoch_samples(self) -> int:
         return self.plan.samples
 
     def samples_after(self, steps: int) -> int:
-        return min(steps * self.plan.step_size, self.plan.samples)
+        return min(steps * self.step_size, self.plan.samples)
 
     @property
     def must_agree(self) -> dict[str, Any]:
         return {
             "samples of the dataset": self.dataset_length,
             f"{self.unit} of an epoch": self.plan.samples,
-            f"{self.unit} per step": self.plan.step_size,
+            f"{self.unit} per step": self.step_size,
         }
 
     def __len__(self) -> int:
@@ -181,7 +171,7 @@ class ShardedLoader(Loader):
 
     def _plan_from(self, start: int) -> ShardPlan:
         plan = replace(self._whole_plan, start=start)
-        return plan.full_steps() if self._drop_last else plan
+        return plan.full_steps() if self.drop_last else plan
 
     def _plan_for(self, units: int) -> None:
         """Plan for an epoch that has other units than the one before: a batch sampler may draw more, or fewer."""
@@ -191,7 +181,7 @@ class ShardedLoader(Loader):
 
     def updates_before(self, taken: int) -> int:
         """Return the updates in which an epoch of this plan takes its first `taken` samples."""
-        return -(-taken // (self.plan.step_size * self.plan.accumulate))
+        return -(-taken // (self.step_size * self.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
         start, number, rank = self.start, self.epoch, self.world.rank
@@ -234,7 +224,7 @@ class ShardedLoader(Loader):
             return
         keys = [epoch.keys[place] for place in places]
         lists = [batch.tolist() if isinstance(batch, Tensor) else batch for batch in keys]
-        self._places.batches = [batch[0] for batch in lists] if self._is_ready else lists
+        self._indices[:] = [batch[0] for batch in lists] if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
             yield Counted(loaded.count, move(loaded.batch, self.world.device))
 
@@ -249,43 +239,10 @@ class ShardedLoader(Loader):
             yield Counted(len(index), ((transform(cut) if transform else cut), targets.index_select(0, index)))
 
     @cached_property
-    def _places(self) -> _Places:
-        return _Places()
-
-    @cached_property
     def _data_loader(self) -> DataLoader[Any]:
-        """One for all epochs, so that persistent workers persist."""
-        options = {"pin_memory": self.world.device.type == "cuda", **self._options}
-        options["collate_fn"] = partial(collate, own=options.get("collate_fn"), is_ready=self._is_ready)
-        which = {"sampler": self._places, "batch_size": None} if self._is_ready else {"batch_sampler": self._places}
-        # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
-        return DataLoader(
-            self.dataset,  # type: ignore[arg-type]  # a list will do as well
-            num_workers=self.num_workers,
-            generator=torch.Generator(),
-            **which,
-            **options,
-        )
-
-
-class _Places(Sampler[Any]):
-    """The indices of each batch of the next epoch; of a dataset of batches, the index of each."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
-    check_options(options, ("shuffle", "sampler", "batch_sampler", "drop_last", "weigh_by", "num_workers"))
-    if options and isinstance(dataset, InMemory):
-        name = next(iter(options))
-        raise ConfigError(f"option {name!r} is for datasets that are loaded sample by sample; InMemory is not")
+        """The DataLoader of all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
+        batches = {"sampler": self._indices, "batch_size": None} if self._is_ready else {"batch_sampler": self._indices}
+        return self._make_data_loader(self.dataset, **batches)
 
 
 def _check_order(shuffle: object, sampler: object, batch_sampler: object) -> None:

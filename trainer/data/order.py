@@ -29,7 +29,7 @@ DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a dataset is asked for in an epoch, in this order. Ranks take units of it: items, or whole batches."""
+    """The indices of one epoch, in its order. Ranks take units of it: items, or whole batches."""
 
     keys: Tensor | list[Any]
     """The dataset's indices."""
@@ -57,7 +57,7 @@ class Epoch:
 
 
 class EpochOrder:
-    """Shuffled, as the dataset lies, drawn by a sampler, or drawn in whole batches by a batch sampler.
+    """The order of each epoch: shuffled, as the dataset lies, or drawn by a sampler or a batch sampler.
 
     Args:
         dataset_length: items in the dataset.

@@ -104,7 +104,7 @@ class ShardPlan:
         if self.accumulate == 1 and divided and self.start + (step + 1) * self.step_size <= self.samples:
             return 1.0
         update, shard = self.update(step), self.shard(step, rank)
-        count, whole = (int(one.stop - one.start) for one in (shard, update))
+        count, whole = (int(places.stop - places.start) for places in (shard, update))
         return count * self.world_size / whole
 
 

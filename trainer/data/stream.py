@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainer.cluster.world import World
-from trainer.data.base import NOT_GIVEN, Group, Loader, Step, check_options, check_sizes
-from trainer.data.batches import batches_of, collate, move
+from trainer.data.base import NOT_GIVEN, Loader, Step, check_sizes
+from trainer.data.batches import batches_of, move
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
 
@@ -35,21 +33,16 @@ class StreamLoader(Loader):
         batch_size: samples per rank and step; None (given, not left out) for a stream of batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         already_sharded: take the dataset as it is, because it is this rank's part already.
-        training: False for an evaluation.
         drop_last: end the epoch before the first step that the ranks cannot fill.
-        weigh_by: returns what a batch counts for in the mean of an update, such as its tokens; by default its samples.
-        seed: seeds the workers' random numbers, together with the epoch and the rank.
-        accumulate: steps whose gradients form one update. Their batches are drawn together.
-        world: the ranks that share the stream; by default the world that this process was launched into.
-        on_step: called with each training step before its batch is yielded, and after the last one.
-        group: the ranks' collectives; not needed on a single rank.
-        num_workers: processes per rank that load samples. Each iterates over the dataset, which has to give it a part
-            of its own (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
-        options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
+        options: what every loader takes, such as `training` and `weigh_by`; see `Loader`. Each of `num_workers`
+            processes iterates over the dataset, which has to give it a part of its own
+            (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
 
     Raises:
         ConfigError: a number is not valid, the stream cannot be sharded, or an option is not valid.
     """
+
+    kind, takes = "the loader of a stream", ("already_sharded",)
 
     def __init__(
         self,
@@ -58,57 +51,37 @@ class StreamLoader(Loader):
         *,
         global_batch_size: int | None = None,
         already_sharded: bool = False,
-        training: bool = True,
         drop_last: bool = False,
-        weigh_by: Callable[[Any], Tensor | float] | None = None,
-        seed: int = 0,
-        accumulate: int = 1,
-        world: World | None = None,
-        on_step: Callable[[Step], None] | None = None,
-        group: Group | None = None,
-        num_workers: int = 0,
         **options: Any,
     ) -> None:
-        check_options(options, ("already_sharded", "drop_last", "weigh_by", "num_workers"), "the loader of a stream")
         super().__init__(
-            world,
-            training=training,
-            accumulate=accumulate,
-            weigh_by=weigh_by,
-            is_ready=check_sizes(batch_size, global_batch_size, drop_last=drop_last),
-            on_step=on_step,
-            group=group,
+            check_sizes(batch_size, global_batch_size, drop_last=drop_last), drop_last=drop_last, **options
         )
         sizes = _batch_sizes(1 if self._is_ready else batch_size, global_batch_size, self.world.size)
-        self._step_size = sum(sizes)
+        self.step_size = sum(sizes)
         self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
-        self.drop_last = drop_last
         self.samples = 0
         """Units (samples, or batches of a stream of these) that all ranks have drawn in this epoch of a training."""
-        self._seed, self._steps_taken = seed, 0
+        self._steps_taken = 0
+        self._epoch_samples: int | None = None
+        self._steps: int | None = None
         self._length = _length(self.dataset)
-        lengths = group.all_gather(self._length) if group else [self._length]
-        if not already_sharded:
-            _check_lengths(dataset, lengths)
-        self._epoch_samples = _sum_if_known(lengths)
-        self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
-        self._batches = self._make_batches(sizes[self.world.rank], {"num_workers": num_workers, **options})
-
-    def _make_batches(self, batch_size: int, options: dict[str, Any]) -> DataLoader[Any]:
+        lengths = self._group.all_gather(self._length) if self._group else [self._length]
+        known = [length for length in lengths if length is not None]
+        if len(known) == len(lengths):
+            if not already_sharded:
+                _check_lengths(dataset, known)
+            self._epoch_samples = sum(known)
+            full = [length // size for length, size in zip(known, sizes, strict=True)]
+            begun = [-(-length // size) for length, size in zip(known, sizes, strict=True)]
+            self._steps = min(full) if drop_last else max(begun)
         if hasattr(self.dataset, "set_epoch"):
-            options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
-        options["collate_fn"] = partial(collate, own=options.get("collate_fn"), is_ready=self._is_ready)
-        return DataLoader(
+            self._options.pop("persistent_workers", None)  # they would keep the dataset of the first epoch
+        self._batches = self._make_data_loader(
             self.dataset if isinstance(self.dataset, IterableDataset) else _Iterable(self.dataset),
-            batch_size=None if self._is_ready else batch_size,
-            drop_last=self.drop_last,
-            generator=torch.Generator(),  # its own: DataLoader would draw from torch's, and change what dropout draws
-            **{"pin_memory": self.world.device.type == "cuda"} | options,
+            batch_size=None if self._is_ready else sizes[self.world.rank],
+            drop_last=drop_last,
         )
-
-    @property
-    def step_size(self) -> int:
-        return self._step_size
 
     @property
     def epoch_samples(self) -> int | None:
@@ -187,7 +160,7 @@ class StreamLoader(Loader):
     def _draw(self) -> Iterator[tuple[int, Any]]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        batches = batches_of(self._batches, self._seed, self.epoch, self.world.rank)
+        batches = batches_of(self._batches, self.seed, self.epoch, self.world.rank)
         self.epoch += 1
         drawn = 0
         for loaded in batches:
@@ -203,18 +176,13 @@ class StreamLoader(Loader):
 
 
 class _Iterable(IterableDataset[Any]):
-    """Any iterable, as DataLoader wants it."""
+    """An iterable dataset around any iterable, because DataLoader takes no other."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self._samples = samples
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples)
-
-
-def _sum_if_known(lengths: Sequence[int | None]) -> int | None:
-    known = [length for length in lengths if length is not None]
-    return sum(known) if len(known) == len(lengths) else None
 
 
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:
@@ -255,20 +223,10 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _check_lengths(dataset: Any, lengths: Sequence[int | None]) -> None:
-    known = [length for length in lengths if length is not None]
+def _check_lengths(dataset: Any, lengths: Sequence[int]) -> None:
     whole = _length(dataset)
-    if whole is not None and len(known) == len(lengths) and sum(known) != whole:
+    if whole is not None and sum(lengths) != whole:
         raise ConfigError(
             f"{type(dataset).__name__} has {whole} samples, and its shard() gives the ranks "
-            f"{' + '.join(map(str, known))} = {sum(known)} of them"
+            f"{' + '.join(map(str, lengths))} = {sum(lengths)} of them"
         )
-
-
-def _count_steps(lengths: Sequence[int | None], sizes: Sequence[int], *, drop_last: bool) -> int | None:
-    steps = []
-    for length, size in zip(lengths, sizes, strict=True):
-        if length is None:
-            return None
-        steps.append(length // size if drop_last else -(-length // size))
-    return min(steps) if drop_last else max(steps)

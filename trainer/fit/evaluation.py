@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.data.base import Step
 from trainer.data.loader import ShardedLoader
 from trainer.errors import ConfigError
-from trainer.loop.metrics import Metric, Sums
+from trainer.loop.metrics import Metric
 from trainer.report.callback import EpochRecord, Evaluation
 from trainer.run import Run
 
@@ -32,7 +32,8 @@ def evaluate(
     """
     run.average_weights()
     run.strategy.broadcast_buffers(model)
-    sums = Sums(("loss", *metrics), run.device)
+    sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device=run.device)
+    samples = 0
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad(), run.autocast():
@@ -41,11 +42,15 @@ def evaluate(
             outputs = model(layout(inputs))
             values = [loss(outputs, targets).double() * step.count]
             values += [metric(outputs, targets) for metric in metrics.values()]
-            sums.add(tuple(values), step.count)
+            for total, value in zip(sums, values, strict=True):
+                total += value  # a view: each batch is added on the device, which nothing waits for
+            samples += step.count
     for module, training in modes:  # as before: the user may have set some to eval
         module.training = training
-    means, counted = sums.mean(run.strategy.all_reduce)
-    return Evaluation(metrics=means, evaluated=counted, samples=loader.plan.samples)
+    counts = torch.tensor([samples], dtype=torch.float64, device=run.device)
+    *totals, count = run.strategy.all_reduce(torch.cat([sums, counts])).tolist()
+    means = {name: total / max(count, 1) for name, total in zip(("loss", *metrics), totals, strict=True)}
+    return Evaluation(metrics=means, evaluated=round(count), samples=loader.plan.samples)
 
 
 def pair(step: Step) -> tuple[Any, Any]:

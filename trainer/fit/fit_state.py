@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.loop.metrics import Sums
+import torch
+from torch import Tensor
+
 from trainer.report.callback import Callback, EpochRecord, Evaluation
 from trainer.strategies.base import Strategy
 
 
 class FitState:
-    """Updates, epochs and the running sums of one fit, and the callbacks' own states.
+    """Updates, epochs and the running loss of one fit, and the callbacks' own states.
+
+    The loss is summed up on the device, in float64, so that no batch waits for the device.
 
     Args:
         callbacks: their states are kept by class, and by place among those of a class.
@@ -23,21 +27,22 @@ class FitState:
         self.updates = 0
         """Updates since the fit began."""
         self.records: list[EpochRecord] = []
-        """Of the epochs that have ended."""
+        """The records of the epochs that have ended."""
         self.learning_rate = 0.0
-        """Of the last update, first parameter group."""
+        """The learning rate of the last update, in the first parameter group."""
         self._strategy = strategy
-        kinds = [type(one).__name__ for one in callbacks]
+        kinds = [type(callback).__name__ for callback in callbacks]
         self._callbacks = {
-            f"{kind}.{kinds[:number].count(kind)}": one
-            for number, (kind, one) in enumerate(zip(kinds, callbacks, strict=True))
+            f"{kind}.{kinds[:number].count(kind)}": callback
+            for number, (kind, callback) in enumerate(zip(kinds, callbacks, strict=True))
         }
         self.begin_epoch()
 
     def begin_epoch(self, *, is_resumed: bool = False) -> None:
         """Begin the sums anew, or go on with those of an epoch that was interrupted."""
         if not is_resumed:
-            self.sums, self._seconds = Sums(("loss",), self._strategy.world.device), 0.0
+            self._loss = torch.zeros((), dtype=torch.float64, device=self._strategy.world.device)
+            self._samples, self._seconds, self._last = 0, 0.0, (0.0, 0)
         self._started = time.perf_counter()
 
     @property
@@ -45,30 +50,52 @@ class FitState:
         """Return the seconds of training in this epoch, those before an interruption included."""
         return self._seconds + time.perf_counter() - self._started
 
+    def add(self, loss: Tensor, samples: int) -> None:
+        """Add the mean loss of a batch of this rank."""
+        self._loss.add_(loss.detach(), alpha=samples)
+        self._samples += samples
+
+    def local_loss(self) -> float:
+        """Return the mean loss over this rank's samples of this epoch; 0.0 without any. Waits for the device."""
+        return float(self._loss) / max(self._samples, 1)
+
+    def local_loss_since_last(self) -> float:
+        """Return the mean loss over this rank's samples since the last call. Waits for the device."""
+        loss, samples = self._last
+        self._last = (float(self._loss), self._samples)
+        return (self._last[0] - loss) / max(self._samples - samples, 1)
+
+    def mean_loss(self) -> tuple[float, int]:
+        """Return the mean loss over all ranks' samples of this epoch, and how many these are. Collective."""
+        samples = torch.tensor(float(self._samples), dtype=torch.float64, device=self._loss.device)
+        total, count = self._strategy.all_reduce(torch.stack([self._loss, samples])).tolist()
+        return total / max(count, 1), round(count)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the sums of all ranks. Collective."""
-        means, samples = self.sums.mean(self._strategy.all_reduce)
+        loss, samples = self.mean_loss()
         return {
             "updates": self.updates,
             "records": [asdict(record) for record in self.records],
-            "loss": means["loss"],
+            "loss": loss,
             "samples": samples,
             "seconds": self.seconds,
             "learning_rate": self.learning_rate,
-            "callbacks": {name: dict(one.state_dict()) for name, one in self._callbacks.items()},
+            "callbacks": {name: dict(callback.state_dict()) for name, callback in self._callbacks.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a state. Rank 0 takes the sums of all ranks, which may have been another number of them."""
         self.updates, self.learning_rate = state["updates"], state.get("learning_rate", 0.0)
-        self.records = [_record(one) for one in state["records"]]
+        self.records = [_record(values) for values in state["records"]]
         self.begin_epoch()
         self._seconds = state["seconds"]
         if self._strategy.world.is_root:
-            self.sums.add((state["loss"] * state["samples"],), state["samples"])
-        for name, one in self._callbacks.items():
+            self._loss += state["loss"] * state["samples"]
+            self._samples = state["samples"]
+        for name, callback in self._callbacks.items():
             if name in state["callbacks"]:
-                one.load_state_dict(state["callbacks"][name])
+                callback.load_state_dict(state["callbacks"][name])
 
 
 def _record(values: Mapping[str, Any]) -> EpochRecord:

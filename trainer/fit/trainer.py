@@ -23,8 +23,9 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.fit.evaluation import evaluate, pair, score_of
 from trainer.fit.fit_state import FitState
 from trainer.loop.consistency import check_consistency, describe_settings
+from trainer.loop.gradients import parameters_of
 from trainer.loop.lr_schedule import LearningRate, UsersSchedule, make_schedule
-from trainer.loop.metrics import Metric, Sums
+from trainer.loop.metrics import Metric
 from trainer.models.memory_format import to_channels_last
 from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
 from trainer.report.progress import Progress
@@ -100,7 +101,7 @@ class Trainer:
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
         self.checkpoints: Checkpoints | None = None
-        """Of the fit, once it has begun; None without `checkpoint`."""
+        """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
 
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
@@ -182,31 +183,30 @@ class Trainer:
         context: FitContext,
         validator: ShardedLoader | None,
     ) -> EpochRecord:
-        state, taken = self._state, loader.start
-        state.begin_epoch(is_resumed=taken > 0)
-        sums = state.sums
-        self._begin_epoch()
+        state = self._state
+        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(loader.start)
+        self._begin_epoch(is_resumed=loader.start > 0)
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        opens_update = True
         for step in loader.steps():
             if opens_update:
-                learning_rate.before_update((epoch - 1) * loader.plan.updates + loader.updates_before(taken))
+                learning_rate.before_update(update)
             loss = self._step(step)
             if step.count:
-                sums.add_mean(loss, step.count)
-            opens_update, taken = step.closes_update, step.taken
+                state.add(loss, step.count)
+            opens_update = step.closes_update
             if opens_update:
+                update += 1
                 self._update(learning_rate)
                 self._report_update(context, loader, epoch)
             if time.perf_counter() >= next_event:
                 self._report_progress(context, loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        self._finite(sums, epoch, loader.epoch_samples)
-        means, samples = sums.mean(self.strategy.all_reduce)
+        self._finite_loss(epoch, loader.epoch_samples)
+        train_loss, samples = state.mean_loss()
         return EpochRecord(
             epoch=epoch,
             epochs=context.epochs,
-            train_loss=means["loss"],
+            train_loss=train_loss,
             samples=samples,
             seconds=state.seconds,
             learning_rate=state.learning_rate,
@@ -215,7 +215,8 @@ class Trainer:
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *, is_resumed: bool) -> None:
+        self._state.begin_epoch(is_resumed=is_resumed)
         if not self.model.training:  # else each module stays in the mode that the user has chosen for it
             self.model.train()
         self.optimizer.zero_grad()
@@ -231,8 +232,7 @@ class Trainer:
     def _update(self, learning_rate: LearningRate | UsersSchedule) -> None:
         """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.run.clip_grad_norm_(parameters, self.config.clip_norm)
+            self.run.clip_grad_norm_(parameters_of(self.optimizer), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._state.updates += 1
@@ -250,7 +250,7 @@ class Trainer:
             epochs=context.epochs,
             done=loader.taken,
             samples=loader.epoch_samples,
-            loss=self._finite(self._state.sums, epoch, loader.taken),
+            loss=self._finite_loss(epoch, loader.taken),
             seconds=self._state.seconds,
         )
         self._notify("on_progress", context, event)
@@ -259,17 +259,17 @@ class Trainer:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
-        loss = self._state.sums.mean_since_last()
+        loss = self._state.local_loss_since_last()
         if not math.isfinite(loss):
-            self._finite(self._state.sums, epoch, loader.taken)
+            self._finite_loss(epoch, loader.taken)
         samples = (epoch - 1) * loader.epoch_samples + loader.taken
         rate = self._state.learning_rate
         record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", context, record)
 
-    def _finite(self, sums: Sums, epoch: int, samples: int) -> float:
+    def _finite_loss(self, epoch: int, samples: int) -> float:
         """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
-        loss = sums.local_mean("loss")
+        loss = self._state.local_loss()
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
             raise TrainerError(

@@ -12,27 +12,30 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data.base import NO_STEP, Step
+from trainer.loop.prepared import at_end
 
 _REMEMBERED = 64
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch that a loader has yielded."""
+class Batch(NamedTuple):
+    """What is remembered of a batch that a loader has yielded."""
 
     step: Step
-    """Without the batch itself: what is remembered keeps no batch alive."""
-    loader: int
-    """The loader's number."""
+    """Without the batch itself, which would be kept alive."""
     position: tuple[int, int, int]
     """The loader's number, its epoch, and the batch's number among all of this loader."""
+
+    @property
+    def loader(self) -> int:
+        """The loader's number."""
+        return self.position[0]
 
 
 class Batches:
@@ -48,47 +51,41 @@ class Batches:
     def __init__(self, ranks: int, *, is_watching: bool, on_step: Callable[[Step], None]) -> None:
         self._ranks, self.is_watching, self._on_step = ranks, is_watching, on_step
         self.current = NO_STEP
-        """Of the batch that the next backward pass is of, as far as one knows."""
+        """The step whose batch the next backward pass is of, as far as is known."""
         self.position: tuple[int, int, int] | None = None
-        """Of the batch of the current pass; see `Batch`."""
+        """The position of that batch, as in `Batch`; None where it is no loader's."""
         self.has_loader = False
         """Whether a loader of the run has yielded a batch."""
         self.first_inputs: object = None
-        """Stands for the first tensor of the first forward pass."""
+        """Digest of the first tensor in the first forward pass; None where there is none that can be read."""
         self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Batch]] = {}
-        """By the id of each tensor of a batch."""
+        """The remembered batches, by the id of each tensor in them."""
         self._most = _REMEMBERED
-        """Of these, after which those that nobody holds any more are left out."""
+        """How many tensors are remembered before those that nobody holds any more are forgotten."""
         self._seen: list[Batch] = []
-        """Those of the forward passes since the last backward pass."""
+        """The batches of the forward passes since the last backward pass."""
         self._thread = threading.get_ident()
         self._drawn: Counter[int] = Counter()
         self._weights: set[float] = set()
-        """Of the batches that were drawn since the last backward pass."""
+        """The weights of the batches that were drawn since the last backward pass."""
         self._epoch = 0
-        self._is_uneven = self._is_in_pass = self._has_looked = False
-
-    @property
-    def closes_update(self) -> bool:
-        """Whether the current batch ends an update."""
-        return self.current.closes_update
+        self.is_in_pass = False
+        """Whether a backward pass runs, in which a forward pass computes activations anew."""
+        self._is_uneven = self._has_looked = False
 
     @property
     def is_unclear(self) -> bool:
         """Whether a pass whose inputs are none of the loaders' tensors may be of a batch that counts differently."""
         return len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
 
-    def on_batch(self, step: Step, loader: int) -> None:
+    def on_batch(self, loader: int, step: Step) -> None:
         """Note a batch that a loader is about to yield, or the end of its epoch."""
-        if step.batch is None:
-            self.activate(step)
-            return
-        self.has_loader = True
-        if not self.is_watching:
+        self.has_loader |= step.batch is not None
+        if step.batch is None or not self.is_watching:
             self.activate(step)
             return
         self._drawn[loader] += 1
-        batch = Batch(replace(step, batch=()), loader, (loader, step.epoch, self._drawn[loader]))
+        batch = Batch(replace(step, batch=()), (loader, step.epoch, self._drawn[loader]))
         if self._drawn[loader] == 1 or step.epoch != self._epoch:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
@@ -108,15 +105,13 @@ class Batches:
 
     def watch(self, model: nn.Module) -> None:
         """Look at the inputs of a model's forward passes."""
-        if not self.is_watching:
-            return
-        for handle in _WATCHED.pop(model, ()):
-            handle.remove()
-        _WATCHED[model] = [model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)]
+        if self.is_watching:
+            hook = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
+            at_end(model, hook.remove)
 
     def on_forward(self, inputs: Iterable[Any]) -> None:
         """Note which batch a forward pass is of."""
-        if self._is_in_pass:  # activations that are computed anew
+        if self.is_in_pass:
             return
         if not self._has_looked and self._ranks > 1:
             self._has_looked = True
@@ -150,13 +145,9 @@ class Batches:
         seen, self._seen = self._seen, []
         return seen
 
-    def begin_pass(self) -> None:
-        """Note that a backward pass begins."""
-        self._is_in_pass = True
-
     def end_pass(self) -> None:
         """Note that the backward pass is over, or has ended in an error."""
-        self._is_in_pass = False
+        self.is_in_pass = False
         self._weights.clear()
 
 
@@ -182,7 +173,7 @@ class _Hook:
 
 
 def _digest(tensor: Tensor) -> object:
-    """Return what stands for a tensor's values; None where they cannot be read, as within torch.func or a trace."""
+    """Return a digest of a tensor's values; None where they cannot be read, as within torch.func or a trace."""
     try:
         if tensor.layout is not torch.strided or torch._C._get_tracing_state() is not None:
             return None
@@ -190,9 +181,6 @@ def _digest(tensor: Tensor) -> object:
     except (RuntimeError, TypeError):
         return None
     return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()
-
-
-_WATCHED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

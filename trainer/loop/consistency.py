@@ -27,12 +27,12 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
         return
     by_rank = strategy.all_gather_object((socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
     root_host, expected = by_rank[0]
-    for rank, (host, found) in enumerate(by_rank):
-        for name in [*expected, *(name for name in found if name not in expected)]:
-            if expected.get(name) != found.get(name):
+    for rank, (host, theirs) in enumerate(by_rank):
+        for name in {**expected, **theirs}:
+            if expected.get(name) != theirs.get(name):
                 raise ConfigError(
                     f"ranks disagree about {name}: rank 0 on host {root_host} has {expected.get(name, 'none')}, "
-                    f"rank {rank} on host {host} has {found.get(name, 'none')}; they must be the same everywhere"
+                    f"rank {rank} on host {host} has {theirs.get(name, 'none')}; they must be the same everywhere"
                 )
 
 
@@ -82,8 +82,9 @@ class PeriodicCheck:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        own = (socket.gethostname(), position, set(optimizers), set(models))
-        hosts, positions, held_optimizers, held_models = zip(*self._strategy.all_gather_object(own), strict=True)
+        facts_here = (socket.gethostname(), position, set(optimizers), set(models))
+        by_rank = self._strategy.all_gather_object(facts_here)
+        hosts, positions, held_optimizers, held_models = zip(*by_rank, strict=True)
         self._compare_positions(hosts, positions)
         facts: dict[str, object] = {}
         for place, number in enumerate(sorted(set.intersection(*held_optimizers))):
@@ -93,10 +94,9 @@ class PeriodicCheck:
         self._compare_weights(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
 
     def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
-        other = _odd_one(positions)
-        if other is None:
+        if (ranks := _differing_ranks(positions)) is None:
             return
-        same = next(rank for rank, found in enumerate(positions) if found != positions[other])
+        other, same = ranks
         raise TrainerError(
             f"ranks have drawn different batches for {self._passes} backward passes: rank {other} on host "
             f"{hosts[other]} {_describe_position(positions[other])}, rank {same} "
@@ -109,12 +109,11 @@ class PeriodicCheck:
         if not named:
             return
         sums = _sums_of_bits([parameter for _, parameter in named])
-        together = self._strategy.all_gather_object(hashlib.sha256(repr(sums).encode()).hexdigest())
-        other = _odd_one(together)
-        if other is None:
+        digests = self._strategy.all_gather_object(hashlib.sha256(repr(sums).encode()).hexdigest())
+        if (ranks := _differing_ranks(digests)) is None:
             return
+        other, same = ranks
         by_rank = self._strategy.all_gather_object(sums)
-        same = next(rank for rank, total in enumerate(together) if total != together[other])
         pairs = zip(named, by_rank[other], by_rank[same], strict=False)
         differing = (name for (name, _), theirs, usual in pairs if theirs != usual)
         raise TrainerError(
@@ -135,10 +134,14 @@ def _describe_position(position: tuple[int, int, int] | None) -> str:
     return f"is at batch {drawn} of loader {loader}, in its epoch {epoch} (from 0)"
 
 
-def _odd_one(values: Sequence[object]) -> int | None:
-    """Return the first rank whose value is not the most common one, which is rank 0's in a tie; None without one."""
+def _differing_ranks(values: Sequence[object]) -> tuple[int, int] | None:
+    """Return two ranks that differ: the first without the most common value, and the first with another than that.
+
+    In a tie rank 0's value counts as the most common one. None where all are equal.
+    """
     usual = max(values, key=values.count)
-    return next((rank for rank, value in enumerate(values) if value != usual), None)
+    other = next((rank for rank, value in enumerate(values) if value != usual), None)
+    return None if other is None else (other, next(r for r, value in enumerate(values) if value != values[other]))
 
 
 @torch.no_grad()
@@ -146,7 +149,7 @@ def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
     """Return the sum of each tensor's numbers, read as integers, modulo 2^64."""
     if not tensors:
         return []
-    totals = [_sum_of_bits(torch.view_as_real(one) if one.is_complex() else one) for one in tensors]
+    totals = [_sum_of_bits(torch.view_as_real(tensor) if tensor.is_complex() else tensor) for tensor in tensors]
     sums: list[int] = torch.stack([total.to(totals[0].device) for total in totals]).tolist()
     return sums
 
@@ -170,9 +173,9 @@ def check_devices(strategy: Strategy) -> None:
     Raises:
         ConfigError: two ranks share a GPU.
     """
-    own = (socket.gethostname(), gpu_id(strategy.world.device), sharing_is_on())
+    device = (socket.gethostname(), gpu_id(strategy.world.device), sharing_is_on())
     owners: dict[str, tuple[int, bool]] = {}
-    for rank, (host, gpu, may_share) in enumerate(strategy.all_gather_object(own)):
+    for rank, (host, gpu, may_share) in enumerate(strategy.all_gather_object(device)):
         if gpu is None:
             continue
         other, other_may = owners.setdefault(gpu, (rank, may_share))
@@ -181,21 +184,6 @@ def check_devices(strategy: Strategy) -> None:
                 f"ranks {other} and {rank} share one GPU of host {host}; start at most as many ranks there as it has "
                 f"GPUs; {SHARING_HINT}"
             )
-
-
-def check_initialized(model: nn.Module) -> None:
-    """Check that all parameters and buffers have a shape, which those of a lazy module get in its first forward pass.
-
-    Raises:
-        ConfigError: one has none yet.
-    """
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            if is_lazy(tensor):
-                raise ConfigError(
-                    f"{kind} {name} is of a lazy module and has no shape yet; run one forward pass on a sample input "
-                    "before the model is prepared"
-                )
 
 
 def describe_settings(config: RunConfig) -> dict[str, object]:
@@ -208,18 +196,21 @@ def describe_model(model: nn.Module) -> dict[str, object]:
     """Describe every parameter and buffer by its type and shape, and parameters by their order of memory.
 
     Raises:
-        ConfigError: one of them has no shape yet.
+        ConfigError: one of them has no shape yet, which those of a lazy module get in its first forward pass.
     """
-    check_initialized(model)
     facts: dict[str, object] = {}
-    for name, parameter in model.named_parameters():
-        frozen = "" if parameter.requires_grad else ", frozen"
-        facts[f"parameter {name}"] = _describe(parameter) + _describe_order(parameter) + frozen
-    return facts | {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{kind} {name} is of a lazy module and has no shape yet; run one forward pass on a sample input "
+                    "before the model is prepared"
+                )
+            fact = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            if kind == "parameter":
+                fact += _describe_order(tensor) + ("" if tensor.requires_grad else ", frozen")
+            facts[f"{kind} {name}"] = fact
+    return facts
 
 
 def _describe_order(tensor: Tensor) -> str:
@@ -246,5 +237,5 @@ def _described(value: object) -> object:
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [_described(one) for one in value]
+        return [_described(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

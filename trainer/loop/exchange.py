@@ -1,34 +1,56 @@
-"""Exchange: makes the gradients of backward passes the mean over all ranks, and tells ranks that have parted."""
+"""Exchange: makes gradients the mean over all ranks, after a backward pass or before a step that lacks it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.loop.batches import Batches
+from trainer.config import RunConfig
+from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import PeriodicCheck
-from trainer.loop.loss_scaler import LossScaler
-from trainer.loop.prepared import Prepared, PreparedOptimizer
+from trainer.loop.gradients import gradients_of
+from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
+from trainer.loop.weighing import Weighing
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import UpdateCounter
 
 
 class Exchange:
-    """The exchanges of one `Run`'s prepared models, and what follows each of them."""
+    """The exchanges of one `Run`, and the steps of its optimizers that follow them.
 
-    def __init__(self, strategy: Strategy, prepared: Prepared, batches: Batches, scaler: LossScaler | None) -> None:
-        self._strategy, self._prepared, self._batches, self._scaler = strategy, prepared, batches, scaler
+    An optimizer is not wrapped: its gradients are complete before its step. Its hooks are left for what combines steps,
+    for the loss scale, and for checks.
+    """
+
+    def __init__(self, strategy: Strategy, config: RunConfig, prepared: Prepared, weighing: Weighing) -> None:
+        self._strategy, self._config, self._prepared, self._weighing = strategy, config, prepared, weighing
+        self._batches, self._scaler = weighing.batches, prepared.scaler
         self._periodic = PeriodicCheck(strategy)
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
-        """By id, the optimizers that have stepped since the last exchange of a model's gradients."""
+        """The ids of the optimizers that have stepped since the last exchange of a model's gradients."""
+        self._running: set[int] = set()
+        """The ids of optimizers within a step."""
         self.completed = UpdateCounter()
         self.had_no_sync = False
         """Whether a pass since the last exchange was one within `no_sync`."""
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Prepare an optimizer, and follow its steps. Collective; see `Prepared.add_optimizer`."""
+        known = self._prepared.add_optimizer(optimizer)
+        # `known` is handed to each step: a lookup in a weak dictionary takes as long as all the checks of a step.
+        at_end(optimizer, optimizer.register_step_pre_hook(partial(self._before_step, known)).remove)
+        at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
+
+    def begin_pass(self) -> None:
+        """Forget steps that an error has ended: a backward pass begins."""
+        self._running.clear()
 
     def run(self, wanted: Collection[Synchronizer], *, failed: bool = False) -> None:
         """Make the gradients of the models that a pass has reached the mean over all ranks. Collective.
@@ -39,8 +61,9 @@ class Exchange:
             wanted: what synchronizes the models that were reached on this rank.
             failed: whether the pass has ended in an error, so that this rank's gradients are of no use.
         """
-        alive = [held() for held in self._prepared.active]
-        together = alive
+        prepared = self._prepared
+        # The same models on every rank, each at its place: those that this rank no longer holds count as None.
+        together = alive = [held() for held in prepared.active]
         if len(alive) > 1 and not self._strategy.shards:
             is_wanted = [float(synchronizer in wanted) for synchronizer in alive]
             mask = torch.tensor(is_wanted, device=self._strategy.world.device)
@@ -51,44 +74,101 @@ class Exchange:
                 synchronizer.discard() if failed else synchronizer.complete()
                 self._stepped[synchronizer] = set()
         if self._scaler is not None:
-            self._scaler.unscale(self._prepared.optimizers)
-        if not self._prepared.has_optimizers:
+            self._scaler.unscale(prepared.optimizers)
+        if not prepared.has_optimizers:
             self.completed.on_step(self._batches.has_loader)
-        if self._prepared.active and self._periodic.is_due():
+        if prepared.active and self._periodic.is_due():
             self._compare()
         self.had_no_sync = False
 
-    def run_before_step(self, known: PreparedOptimizer, optimizer: Optimizer, *, is_repeated: bool) -> None:
-        """Exchange what a step needs and has not got. Collective where that is so on any rank.
+    def _compare(self) -> None:
+        prepared = self._prepared
+        if self._periodic.is_first:
+            warn_of_twins(self._strategy, self._batches.first_inputs)
+        prepared.check_known()
+        # Passes within no_sync may be of weights that are each rank's own for as long, as sharpness-aware steps have.
+        equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self.had_no_sync
+        self._periodic.compare(
+            self._batches.position,
+            {known.number: optimizer for optimizer, known in prepared.optimizers.items()},
+            prepared.numbered_models if equal and not self._strategy.shards else {},
+        )
 
-        This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
+    def _before_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if id(optimizer) in self._running:  # the step of a class that calls its parent's
+            return None
+        self._running.add(id(optimizer))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            for synchronizer in self._complete(known, optimizer):
+                synchronizer.before_step()
+            if self._scaler is not None:
+                self._scaler.before_step(optimizer)
+            return None
+        if self._scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
+            raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
+        averaging = partial(self._mean_of, closure, known, optimizer)
+        if len(args) > 1:
+            return (args[0], averaging, *args[2:]), kwargs
+        return args, {**kwargs, "closure": averaging}
 
-        Args:
-            is_repeated: whether no backward pass of this rank came since the optimizer's last step.
+    def _mean_of(self, closure: Callable[[], Any], known: PreparedOptimizer, optimizer: Optimizer) -> Any:
+        """Return a closure's mean loss over all ranks, on which the optimizer's decisions depend. Collective."""
+        loss = closure()
+        self._complete(known, optimizer)
+        self._running.add(id(optimizer))  # still within the step, which the closure's backward pass has forgotten
+        if loss is None:
+            return None
+        world, weight = self._strategy.world, self._weighing.weight
+        mean = torch.as_tensor(loss, device=world.device).detach().double()
+        mean = mean * weight if weight else torch.zeros_like(mean)
+        return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
+
+    def _complete(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
+        """Check that a step has complete gradients, and all-reduce what was left on this rank.
+
+        Returns:
+            What synchronizes the models that the optimizer steps on.
         """
-        synchronizers = self._prepared.synchronizers_of(known, optimizer)
-        wanted = [
+        prepared = self._prepared
+        prepared.check_groups(known, optimizer)
+        is_repeated = prepared.backwards == known.backwards_at_step
+        if not self._batches.current.closes_update:
+            raise TrainerError(
+                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
+                "where run.sync_gradients is true"
+            )
+        if is_repeated and gradients_of(optimizer):
+            raise TrainerError(
+                "optimizer.step() found gradients, but run.backward has not run since its last step; call "
+                "run.backward(loss) before each step, and zero the gradients after it"
+            )
+        known.backwards_at_step = prepared.backwards
+        synchronizers = prepared.synchronizers_of(known, optimizer)
+        # This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
+        if wanted := [
             synchronizer
             for synchronizer in synchronizers
             if synchronizer.has_local_gradients or (is_repeated and self._was_missed(synchronizer, optimizer))
-        ]
-        if wanted:
+        ]:
             self.run(wanted)
         for synchronizer in synchronizers:
             self._stepped.setdefault(synchronizer, set()).add(id(optimizer))
+        return synchronizers
 
     def _was_missed(self, synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
+        """Return whether this rank had no part in the exchange that a step needs: none came since the last step."""
         stepped = self._stepped.get(synchronizer)
         return stepped is None or id(optimizer) in stepped
 
-    def _compare(self) -> None:
-        if self._periodic.is_first:
-            warn_of_twins(self._strategy, self._batches.first_inputs)
-        self._prepared.check_known()
-        # Passes within no_sync may be of weights that are each rank's own for as long, as sharpness-aware steps have.
-        equal = all(each.weights_are_equal for each in self._prepared.synchronizers) and not self.had_no_sync
-        self._periodic.compare(
-            self._batches.position,
-            {known.number: optimizer for optimizer, known in self._prepared.optimizers.items()},
-            self._prepared.numbered_models if equal and not self._strategy.shards else {},
-        )
+    def _after_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._running.discard(id(optimizer))
+        self.completed.on_step(self._batches.has_loader)
+        for synchronizer in self._prepared.synchronizers_of(known, optimizer):
+            synchronizer.after_step()
+        if self._scaler is not None:
+            self._scaler.after_step(optimizer)

@@ -1,4 +1,4 @@
-"""Joins the job: on which device, by which strategy, watched by whom."""
+"""Joining the job: on which device, by which strategy, watched by whom."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.watch.failure import end_process, report_failures
 from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
 
 _UNCONNECTED_S = 20.0
-"""After this long without a connection between the ranks, rank 0 says that it waits."""
+"""Seconds without a connection between the ranks, after which rank 0 says that it waits."""
 _UNCONNECTED = (
     "the ranks have not connected so far: one of them has not come to trainer.init, or a host cannot reach another; "
     "`trainer doctor`, with -H as the job has it, says why"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.loop.gradients import Marks, gradients_of, has_changed, mark, parameters_of
+
 
 class LossScaler:
     """Scales losses, unscales gradients, and keeps a step whose gradients overflowed from changing anything."""
@@ -22,13 +24,14 @@ class LossScaler:
     def __init__(self, device_type: str) -> None:
         self._scaler = torch.amp.GradScaler(device_type)
         self._scaled: WeakSet[Optimizer] = WeakSet()
-        """Those whose gradients a backward pass has added to, times the scale."""
+        """Optimizers whose gradients a backward pass has added to, times the scale."""
         self._unscaled: WeakSet[Optimizer] = WeakSet()
-        """Those whose gradients were scaled since the scale was adapted, and are no longer."""
+        """Optimizers whose gradients were scaled since the scale was adapted, and are no longer."""
         self._overflowed: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._before: dict[Optimizer, list[Any]] = {}
-        self._hidden: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+        self._before: dict[Optimizer, Marks] = {}
+        """The gradients that the running backward pass adds to."""
+        self._hidden: dict[Optimizer, Marks] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, and the steps since it last changed."""
@@ -39,29 +42,33 @@ class LossScaler:
         self._scaler.load_state_dict(state)
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
         """Adapt the scale to the steps since the last backward pass, and scale the gradients that this one adds to."""
-        self._update()
+        self.update()
         for optimizer in self._unscaled:  # which has not stepped since: another pass of the same step
             scale = self._scaler.get_scale()
             for gradient in gradients_of(optimizer):
                 gradient.detach().mul_(scale)
         self._scaled.update(self._unscaled)
         self._unscaled.clear()
-        self._before = {one: _versions(one) for one in optimizers}
+        self._before = {optimizer: mark(parameters_of(optimizer)) for optimizer in optimizers}
 
     def after_backward(self) -> None:
         """Note which optimizers' gradients the backward pass has added to."""
-        self._scaled.update(one for one, before in self._before.items() if _versions(one) != before)
+        for optimizer, before in self._before.items():
+            if any(has_changed(parameter, before) for parameter in parameters_of(optimizer)):
+                self._scaled.add(optimizer)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide gradients that are scaled by the scale, and note whether they are finite."""
         for optimizer in optimizers:
             gradients = gradients_of(optimizer)
-            came_from_others = not any(self._before.get(optimizer, (None,)))
+            # The mean of ranks whose passes have reached it, and this rank's has not.
+            came_from_others = not self._before.get(optimizer)
             if not gradients or not (optimizer in self._scaled or came_from_others):
                 continue
             self._scaled.discard(optimizer)
@@ -78,21 +85,20 @@ class LossScaler:
         """Hide gradients that overflowed: an optimizer leaves parameters without a gradient alone."""
         if optimizer in self._overflowed:
             self._overflowed.discard(optimizer)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._hidden[optimizer] = [(one, one.grad) for one in parameters if one.grad is not None]
+            self._hidden[optimizer] = mark(parameters_of(optimizer))
             optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        """Note a step, and give back the gradients that were hidden from it."""
         self._stepped.add(optimizer)
-        for parameter, gradient in self._hidden.pop(optimizer, ()):
+        for parameter, (gradient, _) in self._hidden.pop(optimizer, {}).items():
             parameter.grad = gradient
 
-    def finish_step(self) -> None:
+    def update(self) -> None:
         """Adapt the scale to the steps since the last backward pass."""
-        self._update()
-
-    def _update(self) -> None:
-        finished = {one for one in self._unscaled if one in self._stepped or not gradients_of(one)}
+        finished = {
+            optimizer for optimizer in self._unscaled if optimizer in self._stepped or not gradients_of(optimizer)
+        }
         if not finished:
             return
         before = self._scaler.get_scale()
@@ -104,26 +110,3 @@ class LossScaler:
         self._unscaled.difference_update(finished)
         self._overflowed.difference_update(finished)
         self._stepped.clear()
-
-
-def _versions(optimizer: Optimizer) -> list[tuple[_Same, int] | None]:
-    """Return each parameter's gradient with PyTorch's count of its changes, which compare by identity."""
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return [(_Same(one), one._version) if one is not None else None for one in gradients]
-
-
-class _Same:
-    """A tensor that compares by identity."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._tensor is self._tensor
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients that the optimizer's parameters have."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -115,16 +115,16 @@ class LearningRate:
             self._set(self._schedule.factor(update))
 
     def after_update(self) -> None:
-        """Nothing is left to do; a scheduler of the user's counts its steps here."""
+        """Do nothing; a scheduler of the user's counts its steps here."""
 
     def after_epoch(self, loss: float) -> None:
-        """Nothing is left to do; a scheduler of the user's may count epochs."""
+        """Do nothing; a scheduler of the user's may count epochs."""
 
     def check_steps(self, *, updates: int, epochs: int) -> None:
-        """Nothing: the schedule is that of the training's length. A scheduler of the user's may have an end."""
+        """Do nothing: the schedule is as long as the training. A scheduler of the user's may have an end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the script's learning rates, where they are left alone; else the schedule has no state."""
+        """Return the script's learning rates, where they are left alone. A schedule has no state."""
         return {"left alone": self._base if self._schedule.is_constant else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class UsersSchedule:
         return f"learning rate by {type(self.scheduler).__name__}, one step per {self._per}; not scaled{now}"
 
     def before_update(self, update: int) -> None:
-        """Nothing: the scheduler has set the learning rate."""
+        """Do nothing: the scheduler has set the learning rate."""
 
     def after_update(self) -> None:
         if self._per == "update":
@@ -189,12 +189,12 @@ class UsersSchedule:
         Raises:
             ConfigError: it ends earlier.
         """
-        one, left = self.scheduler, updates if self._per == "update" else epochs
-        if isinstance(one, OneCycleLR) and one.last_epoch + left > one.total_steps:
+        scheduler, left = self.scheduler, updates if self._per == "update" else epochs
+        if isinstance(scheduler, OneCycleLR) and (steps := scheduler.last_epoch + left) > scheduler.total_steps:
             raise ConfigError(
-                f"OneCycleLR was made for {one.total_steps} steps (total_steps), and {one.last_epoch + left} are to be "
+                f"OneCycleLR was made for {scheduler.total_steps} steps (total_steps), and {steps} are to be "
                 f"taken, one per {self._per}; {MORE_STEPS}"
             )
 
     def restore(self) -> None:
-        """Nothing: the schedule goes on in the next fit."""
+        """Do nothing: the schedule goes on in the next fit."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from trainer.config import FsdpConfig, RunConfig
 from trainer.errors import ConfigError, TrainerError
@@ -25,60 +23,82 @@ from trainer.loop.consistency import (
     describe_optimizer,
     describe_settings,
 )
+from trainer.loop.gradients import parameters_of
+from trainer.loop.loss_scaler import LossScaler
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
-StepHook = Callable[[Optimizer, Any, Any], Any]
+_ENDS: WeakKeyDictionary[nn.Module | Optimizer, list[Callable[[], object]]] = WeakKeyDictionary()
 
-# A model or an optimizer that is prepared again, by another Run or Trainer, leaves the first one.
-_SYNCHRONIZED: MutableMapping[nn.Module, weakref.WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
-_HOOKS: MutableMapping[Optimizer, Sequence[RemovableHandle]] = WeakKeyDictionary()
+
+def at_end(prepared: nn.Module | Optimizer, end: Callable[[], object]) -> None:
+    """Have `end` called when this model or optimizer is prepared again, by the same run or by another."""
+    _ENDS.setdefault(prepared, []).append(end)
+
+
+def _end_earlier(prepared: nn.Module | Optimizer) -> None:
+    """Have a model or an optimizer leave the run that has prepared it before."""
+    for end in _ENDS.pop(prepared, ()):
+        end()
 
 
 class Prepared:
-    """The prepared models and optimizers of one `Run`.
+    """The prepared models and optimizers of one `Run`, with the loss scale that they are trained with.
 
-    They are held weakly: a sweep over many of them keeps none that nobody else holds.
+    They are held weakly: a sweep over many of them keeps none that nobody else holds. So are the synchronizers, which
+    the hooks on a model's parameters own; one that has nothing to do is owned by nobody, and is made when asked for.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
         self._strategy, self._config = strategy, config
+        self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
+        """The loss scale of precision fp16; None under the others."""
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, PreparedOptimizer] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self.active: list[weakref.ref[Synchronizer]] = []
-        """Of models that have something to synchronize, in the order of `prepare`; of the same ones on all ranks."""
+        """What synchronizes the prepared models, in their order. The places are the same on all ranks: a model that is
+        gone on this one keeps its place until no rank holds it."""
         self.norms: WeakSet[_BatchNorm] = WeakSet()
         self.has_models = self.has_optimizers = False
-        """Whether there ever was one."""
+        """Whether any was prepared so far."""
         self.backwards = 0
         """Backward passes so far."""
 
     @property
     def models(self) -> dict[nn.Module, Synchronizer]:
         """The models that somebody still holds, in the order of `prepare`."""
-        held = [(model, known.synchronizer()) for model, known in self._models.items()]
-        return {model: synchronizer or Synchronizer() for model, synchronizer in held}
-
-    def count_models(self) -> int:
-        """Return how many models somebody still holds."""
-        return len(self._models)
+        return {model: known.synchronizer() or Synchronizer() for model, known in self._models.items()}
 
     @property
     def optimizers(self) -> dict[Optimizer, PreparedOptimizer]:
-        """Those that somebody still holds."""
+        """The optimizers that somebody still holds, in the order of `prepare`."""
         return dict(self._optimizers)
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """Those of models that have something to synchronize, and that somebody still holds."""
+        """What synchronizes the models that somebody still holds, where there is something to synchronize."""
         return [synchronizer for held in self.active if (synchronizer := held()) is not None]
 
     @property
     def numbered_models(self) -> dict[int, nn.Module]:
-        """Those that have something to synchronize, by numbers that are the same on all ranks."""
+        """The models that have something to synchronize, by numbers that are the same on all ranks."""
         return {known.number: model for model, known in self._models.items() if known.number is not None}
+
+    def has_trained(self) -> bool:
+        """Return whether there was a backward pass."""
+        return self.backwards > 0
+
+    def is_between_updates(self) -> bool:
+        """Return whether an optimizer has stepped on what the last backward pass has left, as far as is known."""
+        steps = [known.backwards_at_step for known in self._optimizers.values()]
+        return not steps or self.backwards in (0, *steps)
+
+    def finish_step(self) -> None:
+        """Complete what a step leaves for the next backward pass."""
+        if self.scaler is not None:
+            self.scaler.update()
 
     def trained(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are trained."""
@@ -90,10 +110,10 @@ class Prepared:
         Raises:
             ConfigError: ranks disagree about the model or a setting.
         """
-        synchronizer = _prepare_model(self._strategy, model, self._config)
+        synchronizer = self._synchronize(model)
         is_active = type(synchronizer) is not Synchronizer
         self._models[model] = _Model(
-            synchronizer=weakref.ref(synchronizer) if is_active else lambda: synchronizer,
+            synchronizer=weakref.ref(synchronizer),
             number=next(self._numbers) if is_active else None,
             frozen=[parameter for parameter in model.parameters() if not parameter.requires_grad],
         )
@@ -122,7 +142,7 @@ class Prepared:
             ConfigError: ranks disagree about the optimizer.
         """
         self.has_optimizers = True
-        held = parameters_of(optimizer)
+        held = _ids(optimizer)
         self.check_known(held)
         known = PreparedOptimizer(next(self._numbers), len(optimizer.param_groups), self.backwards)
         self._optimizers[optimizer] = known
@@ -135,14 +155,15 @@ class Prepared:
         optimizer.__dict__["_trainer_models"] = [
             model for model in self._models if held & set(map(id, model.parameters()))
         ]
+        _end_earlier(optimizer)
         return known
 
     def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Return those of the models whose parameters the optimizer holds."""
+        """Return what synchronizes the models whose parameters the optimizer holds."""
         if not self.active:
             return []
         if known.synchronizers is None:
-            held = parameters_of(optimizer)
+            held = _ids(optimizer)
             known.synchronizers = [
                 weakref.ref(synchronizer)
                 for model, synchronizer in self.models.items()
@@ -158,7 +179,7 @@ class Prepared:
         """
         if len(optimizer.param_groups) != known.groups:
             self.check_parameters((), [optimizer])
-            self.check_known(parameters_of(optimizer))
+            self.check_known(_ids(optimizer))
             known.groups, known.synchronizers = len(optimizer.param_groups), None
 
     def check_known(self, held: set[int] | None = None) -> None:
@@ -204,8 +225,8 @@ class Prepared:
                         "each gradient is all-reduced once; prepare one model that contains both"
                     )
         for optimizer in optimizers:
-            held = {id(self._strategy.current(held)) for group in optimizer.param_groups for held in group["params"]}
-            strangers = len(held - set(owners))
+            current = {id(self._strategy.current(parameter)) for parameter in parameters_of(optimizer)}
+            strangers = len(current - set(owners))
             if strangers:
                 raise ConfigError(
                     f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
@@ -213,14 +234,35 @@ class Prepared:
                     "ones, as learnable weights of losses are, go into an nn.ParameterList, which is a model"
                 )
 
+    def _synchronize(self, model: nn.Module) -> Synchronizer:
+        """Compare a model and the settings over the ranks, then move it and have the strategy synchronize it."""
+        strategy, config = self._strategy, self._config
+        if config.fsdp != FsdpConfig() and not strategy.shards:
+            raise ConfigError("fsdp is given, and the strategy is another one; take strategy 'fsdp', or leave fsdp out")
+        check_devices(strategy)
+        facts = {"PyTorch's version": torch.__version__, "the kind of device": strategy.world.device.type}
+        check_consistency(strategy, {**describe_model(model), **facts, **describe_settings(config)})
+        _end_earlier(model)
+        if not strategy.shards:
+            model.to(strategy.world.device)
+        if config.sync_batch_norm:
+            convert_sync_batch_norm(model, strategy.sum_statistics)
+        if config.compile and not strategy.shards:
+            model.compile()
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        synchronizer = strategy.prepare(model, named, config)
+        retire = weakref.WeakMethod(synchronizer.retire)
+        at_end(model, lambda: (method := retire()) and method())
+        return synchronizer
+
 
 @dataclass(frozen=True)
 class _Model:
     """What is known of a model that was prepared."""
 
-    synchronizer: Callable[[], Synchronizer | None]
+    synchronizer: weakref.ref[Synchronizer]
     number: int | None
-    """The same on all ranks, which may hold other models; None where there is nothing to synchronize."""
+    """The model's number, the same on all ranks; None where there is nothing to synchronize."""
     frozen: list[nn.Parameter]
 
 
@@ -229,47 +271,15 @@ class PreparedOptimizer:
     """What is known of an optimizer that was prepared."""
 
     number: int
-    """The same on all ranks."""
+    """The optimizer's number, the same on all ranks."""
     groups: int
-    """Its parameter groups when it was checked."""
+    """How many parameter groups it had when it was checked."""
     backwards_at_step: int
-    """Backward passes before its last step."""
+    """How many backward passes of the run came before its last step."""
     synchronizers: list[weakref.ref[Synchronizer]] | None = None
-    """Those of its models; None until they are asked for."""
+    """What synchronizes its models; None until they are asked for."""
 
 
-def _prepare_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> Synchronizer:
-    """Run the consistency checks, then move the model and have the strategy synchronize its gradients. Collective."""
-    if config.fsdp != FsdpConfig() and not strategy.shards:
-        raise ConfigError("fsdp is given, and the strategy is another one; take strategy 'fsdp', or leave fsdp out")
-    check_devices(strategy)
-    facts: dict[str, object] = {
-        "PyTorch's version": torch.__version__,
-        "the kind of device": strategy.world.device.type,
-    }
-    check_consistency(strategy, {**describe_model(model), **facts, **describe_settings(config)})
-    earlier = _SYNCHRONIZED.pop(model, None)
-    if earlier is not None and (retire := earlier()) is not None:
-        retire()
-    if not strategy.shards:
-        model.to(strategy.world.device)
-    if config.sync_batch_norm:
-        convert_sync_batch_norm(model, strategy.sum_statistics)
-    if config.compile and not strategy.shards:
-        model.compile()
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    synchronizer = strategy.prepare(model, named, config)
-    _SYNCHRONIZED[model] = weakref.WeakMethod(synchronizer.retire)
-    return synchronizer
-
-
-def parameters_of(optimizer: Optimizer) -> set[int]:
+def _ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of the optimizer's parameters."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def hook_steps(optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
-    """Give an optimizer the hooks of its steps, which replace those of an earlier call."""
-    for hook in _HOOKS.pop(optimizer, ()):
-        hook.remove()
-    _HOOKS[optimizer] = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+    return set(map(id, parameters_of(optimizer)))

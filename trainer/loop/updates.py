@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,7 @@ from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.batches import Batches
 from trainer.loop.exchange import Exchange
-from trainer.loop.loss_scaler import LossScaler
 from trainer.loop.prepared import Prepared
-from trainer.loop.steps import Steps
 from trainer.loop.weighing import Weighing
 from trainer.models.sync_batch_norm import leave_out
 from trainer.strategies.base import Strategy
@@ -31,48 +29,21 @@ class Updates:
     """The backward passes of one `Run`. One that closes an update returns when the gradients are the mean of all ranks.
 
     `prepared` knows the models and optimizers, `batches` which batch a pass is of, and `Weighing` what that counts for;
-    `Exchange` makes the gradients the mean, and `Steps` follows the optimizers' steps. Any other code may read and
-    change the gradients in between, as in one process.
+    `exchange` makes the gradients the mean, and follows the optimizers' steps. Any other code may read and change the
+    gradients in between, as in one process.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
         self._strategy, self._config = strategy, config
-        self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
         self.prepared = Prepared(strategy, config)
         is_watching = strategy.world.size > 1 or config.accumulate > 1
         self.batches = Batches(strategy.world.size, is_watching=is_watching, on_step=self._on_step)
-        self._weighing = Weighing(strategy, config.accumulate, self.batches)
-        self._exchange = Exchange(strategy, self.prepared, self.batches, self.scaler)
-        self._steps = Steps(strategy, config, self.prepared, self._exchange, self._weighing, self.scaler)
-        self.completed = self._exchange.completed
+        self._weighing = Weighing(strategy, config.accumulate, self.prepared, self.batches)
+        self.exchange = Exchange(strategy, config, self.prepared, self._weighing)
         self._is_local = self._is_padding = self._is_in_pass = self._has_warned = False
         self._in_no_sync = 0
-        self._kept: Callable[[], nn.Parameter | None] = _none
+        self._kept: weakref.ref[nn.Parameter] | None = None
         """A parameter that has a gradient since the update's first batch, unless zero_grad came."""
-
-    @property
-    def models(self) -> dict[nn.Module, Synchronizer]:
-        """The models that somebody still holds, in the order of `prepare`."""
-        return self.prepared.models
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that somebody still holds, in the order of `prepare`."""
-        return [*self.prepared.optimizers]
-
-    def has_trained(self) -> bool:
-        """Return whether there was a backward pass."""
-        return self.prepared.backwards > 0
-
-    def is_between_updates(self) -> bool:
-        """Return whether an optimizer has stepped on what the last backward pass has left, as far as one tells."""
-        optimizers = self.prepared.optimizers.values()
-        return not optimizers or self.prepared.backwards in (0, *(known.backwards_at_step for known in optimizers))
-
-    def finish_step(self) -> None:
-        """Complete what a step leaves for the next backward pass."""
-        if self.scaler is not None:
-            self.scaler.finish_step()
 
     def add_model(self, model: nn.Module) -> nn.Module:
         """Prepare a model, and return the module to call for it. Collective; see `Prepared.add_model`."""
@@ -82,20 +53,12 @@ class Updates:
         self.batches.watch(forward)
         return forward
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer, and have its steps checked. Collective; see `Prepared.add_optimizer`."""
-        self._steps.add(optimizer)
-
-    def on_batch(self, step: Step, loader: int) -> None:
-        """Note what a loader knows of the batch that it is about to yield.
-
-        Args:
-            loader: its number.
-        """
-        if self.batches.closes_update or step.batch is None:  # another update begins, or the loop was left
-            self._kept = _none
-        self.completed.on_batch()
-        self.batches.on_batch(step, loader)
+    def on_batch(self, loader: int, step: Step) -> None:
+        """Note what the loader of this number knows of the batch that it is about to yield."""
+        if self.batches.current.closes_update or step.batch is None:  # another update begins, or the loop was left
+            self._kept = None
+        self.exchange.completed.on_batch()
+        self.batches.on_batch(loader, step)
 
     def _on_step(self, step: Step) -> None:
         """Prepare for a step's forward and backward pass."""
@@ -105,7 +68,7 @@ class Updates:
             leave_out(self.prepared.norms, self._is_padding)
 
     def _keep_local(self) -> None:
-        local = self._in_no_sync > 0 or not self.batches.closes_update
+        local = self._in_no_sync > 0 or not self.batches.current.closes_update
         if local is not self._is_local:
             self._is_local = local
             for synchronizer in self.prepared.synchronizers:
@@ -124,26 +87,27 @@ class Updates:
 
     def backward(self, loss: Tensor, samples: float | None, **options: Any) -> None:
         """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
+        prepared, scaler = self.prepared, self.prepared.scaler
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
-        self._weighing.before_pass(self.prepared.count_models())
-        weight = self._weighing.begin_pass(samples, self._is_local, self.prepared.trained)
-        for synchronizer in self.prepared.synchronizers:
+        self._weighing.before_pass()
+        weight = self._weighing.begin_pass(samples, self._is_local)
+        for synchronizer in prepared.synchronizers:
             synchronizer.is_weightless = weight == 0.0
             synchronizer.before_backward()
-        if self.scaler is not None:
-            self.scaler.before_backward(self.optimizers)
+        if scaler is not None:
+            scaler.before_backward(prepared.optimizers)
         self._run_pass(loss, weight, options)
-        if self.scaler is not None:
-            self.scaler.after_backward()
-        self.prepared.backwards += 1
-        self._exchange.had_no_sync |= self._in_no_sync > 0
-        if self._is_local:
-            kept = next((parameter for parameter in self.prepared.trained() if parameter.grad is not None), None)
-            self._kept = weakref.ref(kept) if kept is not None and not self.batches.closes_update else _none
-        else:
-            self._exchange.run(self._reached())
+        if scaler is not None:
+            scaler.after_backward()
+        prepared.backwards += 1
+        self.exchange.had_no_sync |= self._in_no_sync > 0
+        if not self._is_local:
+            self.exchange.run(self._reached())
+        elif not self.batches.current.closes_update:
+            kept = next((parameter for parameter in prepared.trained() if parameter.grad is not None), None)
+            self._kept = weakref.ref(kept) if kept is not None else None
 
     def _run_pass(self, loss: Tensor, weight: float, options: dict[str, Any]) -> None:
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
@@ -152,15 +116,16 @@ class Updates:
         hooks = (
             [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
         )
-        self._is_in_pass = True
+        scaler = self.prepared.scaler
+        self._is_in_pass = self.batches.is_in_pass = True
         try:
-            (self.scaler.scale(weighted) if self.scaler else weighted).backward(**options)
+            (scaler.scale(weighted) if scaler else weighted).backward(**options)
         finally:
             self.batches.end_pass()
             for hook in hooks:
                 hook.remove()
         self._end_pass()
-        if weight != 0.0:
+        if weight:
             self._warn_of_others()
 
     def _end_pass(self) -> None:
@@ -172,13 +137,13 @@ class Updates:
         return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
 
     def _finish_failed_pass(self) -> None:
-        """Do for a pass that has ended in an error what the other ranks, whose pass has not, wait for."""
+        """Send what the other ranks wait for, in place of a pass that has ended in an error here."""
         self._end_pass()
         if self.prepared.active and not self._is_local:
-            self._exchange.run(self._reached(), failed=True)
+            self.exchange.run(self._reached(), failed=True)
 
     def _warn_of_others(self) -> None:
-        """Say once that a pass has trained something else than the models that were prepared."""
+        """Warn once of a pass that has trained something else than the models that were prepared."""
         if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
             return
         # Others cannot tell.
@@ -192,18 +157,18 @@ class Updates:
             )
 
     def _check_backward(self) -> None:
-        self._steps.begin_pass()
+        self.exchange.begin_pass()
         if not self.prepared.has_models:
             raise TrainerError(
                 "run.backward came before run.prepare: the ranks would train models of their own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
-        if self.scaler is not None and not self.optimizers:
+        if self.prepared.scaler is not None and not self.prepared.optimizers:
             raise TrainerError(
                 "precision is 'fp16', whose loss scale leaves out steps with gradients that overflow, and no optimizer "
                 "was prepared: call run.prepare(model, optimizer), or keep torch.amp.GradScaler under precision 'fp32'"
             )
-        kept, self._kept = self._kept(), _none
+        kept, self._kept = self._kept() if self._kept is not None else None, None
         if kept is not None and kept.grad is None:
             raise TrainerError(
                 "the gradients of this update's earlier batches are gone, and accumulate is "
@@ -221,8 +186,4 @@ class Updates:
             if optimizer not in self.prepared.optimizers:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
         if kept := [each for each in self.prepared.synchronizers if each.has_local_gradients]:
-            self._exchange.run(kept)
-
-
-def _none() -> None:
-    return None
+            self.exchange.run(kept)

@@ -7,15 +7,15 @@ batch has. A loader knows these weights, which travel with the batch; or the scr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
 
 from trainer.cluster.output import print_line
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.batches import Batch, Batches
+from trainer.loop.gradients import Marks, has_changed, mark
+from trainer.loop.prepared import Prepared
 from trainer.strategies.base import Strategy
 
 _AHEAD = (
@@ -27,34 +27,31 @@ _AHEAD = (
 
 
 class Weighing:
-    """What the backward passes of one `Run` count for.
+    """The weights of one `Run`'s backward passes.
 
     Args:
         accumulate: backward passes of an update, where no loader says when it is complete.
     """
 
-    def __init__(self, strategy: Strategy, accumulate: int, batches: Batches) -> None:
-        self._strategy, self._accumulate, self.batches = strategy, accumulate, batches
+    def __init__(self, strategy: Strategy, accumulate: int, prepared: Prepared, batches: Batches) -> None:
+        self._strategy, self._accumulate, self._prepared, self.batches = strategy, accumulate, prepared, batches
         self._has_warned = False
         self._passes = 0
         self._samples = 0.0
-        """Of the running update's earlier passes, on this rank."""
-        self._before: dict[nn.Parameter, tuple[Tensor, int]] | None = None
-        """The gradients before the first of these passes, with PyTorch's count of their changes."""
+        """This rank's samples in the earlier passes of the running update."""
+        self._before: Marks | None = None
+        """The gradients before the first of these passes."""
         self.weight = 1.0
         """What the last backward pass has counted for."""
 
-    def before_pass(self, models: int) -> None:
+    def before_pass(self) -> None:
         """Count a backward pass where no loader does: it closes the update that `accumulate` of them form.
 
-        Args:
-            models: that were prepared, and may have passes of their own.
-
         Raises:
-            TrainerError: it cannot be told which passes form an update.
+            TrainerError: it cannot be told which passes form an update, because several models have their own.
         """
         if not self.batches.has_loader and self._accumulate > 1:
-            if models > 1:
+            if (models := len(self._prepared.models)) > 1:
                 raise TrainerError(
                     f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader: it "
                     "cannot be told which backward passes form an update; use run.no_sync and run.backward's samples"
@@ -63,15 +60,12 @@ class Weighing:
             closes = self._passes % self._accumulate == 0
             self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
 
-    def begin_pass(
-        self, samples: float | None, is_local: bool, parameters: Callable[[], Iterator[nn.Parameter]]
-    ) -> float:
+    def begin_pass(self, samples: float | None, is_local: bool) -> float:
         """Return the factor on the loss of the backward pass that begins now. Collective where `samples` are given.
 
         Args:
             samples: what this rank's loss is a mean over; None asks the loader.
             is_local: whether another pass of the same update follows.
-            parameters: those that are trained.
 
         Raises:
             TrainerError: the loss is of batches with different weights.
@@ -83,12 +77,11 @@ class Weighing:
             return self.weight
         seen = batches.take_seen()
         if samples is not None:
-            self.weight = self._weight_of_samples(samples, is_local, parameters)
+            self.weight = self._weight_of_samples(samples, is_local)
         elif batches.has_loader:
             self.weight = self._weight_of_batches(seen)
         else:
             self.weight = 1 / self._accumulate
-        batches.begin_pass()
         return self.weight
 
     def _weight_of_batches(self, seen: list[Batch]) -> float:
@@ -104,34 +97,29 @@ class Weighing:
             print_line(_AHEAD, sys.stderr)
         return weights.pop() if weights else self.batches.current.weight
 
-    def _weight_of_samples(
-        self, samples: float, is_local: bool, parameters: Callable[[], Iterator[nn.Parameter]]
-    ) -> float:
+    def _weight_of_samples(self, samples: float, is_local: bool) -> float:
         if not 0 <= samples < float("inf"):
             raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
         self._samples += samples
         if is_local:  # how many samples the update has is known with its last pass
             if self._before is None:
-                held = ((parameter, parameter.grad) for parameter in parameters())
-                self._before = {parameter: (grad, grad._version) for parameter, grad in held if grad is not None}
+                self._before = mark(self._prepared.trained())
             return samples
         world = self._strategy.world
         of_rank = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
         total = float(self._strategy.all_reduce(of_rank)) if world.size > 1 else self._samples
         each = world.size / total if total else 0.0
         if self._before is not None:
-            self._scale_earlier_passes(each, self._before, parameters())
+            self._scale_earlier_passes(each, self._before)
         self._samples, self._before = 0.0, None
         return samples * each
 
-    def _scale_earlier_passes(
-        self, each: float, before: dict[nn.Parameter, tuple[Tensor, int]], parameters: Iterator[nn.Parameter]
-    ) -> None:
-        for parameter in parameters:
-            gradient, (earlier, version) = parameter.grad, before.get(parameter, (None, 0))
-            if gradient is None or (earlier is gradient and version == gradient._version):
+    def _scale_earlier_passes(self, each: float, before: Marks) -> None:
+        for parameter in self._prepared.trained():
+            gradient = parameter.grad
+            if gradient is None or not has_changed(parameter, before):
                 continue  # no pass of this update has reached it
-            if earlier is gradient:
+            if parameter in before and before[parameter][0] is gradient:
                 raise TrainerError(
                     "an update of several passes with samples was begun on gradients of an earlier one; call zero_grad "
                     "before its first pass"

@@ -26,7 +26,7 @@ from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
 from trainer.loop.lr_schedule import LearningRate
-from trainer.loop.updates import Updates
+from trainer.loop.prepared import Prepared
 from trainer.models.memory_format import align_state
 from trainer.models.sharded import shard_as, shard_optimizer_state
 from trainer.strategies.base import Strategy
@@ -64,7 +64,7 @@ class Contents:
         objects: the user's: with `state_dict` and `load_state_dict`, or dicts of plain data.
     """
 
-    def __init__(self, prepared: Updates, objects: Mapping[str, Any]) -> None:
+    def __init__(self, prepared: Prepared, objects: Mapping[str, Any]) -> None:
         self.prepared, self.objects = prepared, objects
         if not self.prepared.models:
             raise ConfigError("nothing was prepared yet; call run.prepare before run.checkpoints")
