@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, waiting
+from tests.unit.hang_watchers import Ranks, both, endpoint, listener, make, spoke_of, waiting
+from trainer.ops.watch import hub as hub_module
+from trainer.ops.watch.hub import Hub
+from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.spoke import Spoke
 from trainer.watch import failure
-from trainer.watch import hub as hub_module
 from trainer.watch.heartbeat import State
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host, View
-from trainer.watch.spoke import Spoke
 
 __all__ = ["listener"]
 
 
 def connected(listener: socket.socket, here: Ranks, there: Ranks, hosts: Sequence[Host] = ()) -> tuple[Hub, Spoke]:
     """The watchers of two hosts, of which the hub has heard the other."""
-    hub, spoke = make(listener, here, 60.0, hosts), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
+    hub, spoke = make(listener, here, 60.0, hosts), spoke_of(both(), 1, there, endpoint(listener), 60.0)
     deadline = time.monotonic() + 3
     while not hub._hosts[1].is_connected and time.monotonic() < deadline:
         hub.tick()

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, waiting
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host, View
-from trainer.watch.wire import Link, RefusedError
+from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, waiting
+from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.wire import Link, RefusedError
 
 
 class Job:
@@ -22,7 +21,7 @@ class Job:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.hosts, self.ranks = both(), Ranks(waiting(0))
-        self.hub = Hub(self.hosts, self.ranks, None, TOKEN, 20.0, "job")
+        self.hub = hub_of(self.hosts, self.ranks, None, 20.0)
         self.sockets: list[socket.socket] = []
 
     @property
@@ -178,7 +177,7 @@ class Compiling(Ranks):
 
 def test_what_a_stack_excuses_holds_until_the_next_look_which_is_not_at_once(job: Job) -> None:
     ranks = Compiling(waiting(0), View(rank=1, steps=9))
-    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 20.0, "job")
+    hub = hub_of([Host("a", (0, 1))], ranks, None, 20.0)
     hub.tick()
     looks = []
     for seconds in (21.0, 1.0, 10.0, 6.0, 1.0):

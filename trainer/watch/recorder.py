@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from trainer.cluster.environment import FLIGHT_RECORDER
+from trainer.cluster.output import warn
 from trainer.watch.heartbeat import Recorded, note_recorded, steps_before
-from trainer.watch.report import warn
 
 _READ_S = 0.25
 _SETTLED_S = 2.0

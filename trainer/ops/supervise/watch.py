@@ -15,7 +15,7 @@ from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
 from trainer.ops.supervise.signals import open_process
-from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
+from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
 from trainer.watch.job_folder import folder_name, is_own
 
 _POLL_S = 5.0
@@ -93,7 +93,7 @@ class Ranks:
         if self._here:
             with suppress(OSError):
                 for path in self._folder.glob("rank-*") if is_own(self._folder) else ():
-                    if (heartbeat := read_heartbeat(Heartbeat, path.read_bytes)) is not None:
+                    if (heartbeat := Heartbeat.from_reader(path.read_bytes)) is not None:
                         self.note(self._here, heartbeat)
             self._look_for_dead()
         is_idle = bool(self.all) and time.monotonic() - self.progress_at > _SUSPICIOUS_S

@@ -6,15 +6,13 @@ import math
 from collections import deque
 from collections.abc import Collection
 
+from trainer.ops.watch.job import View
 from trainer.watch.heartbeat import TRAINING
-from trainer.watch.judge import View
 
 LEAST_S, LONGEST_S = 30.0, 540.0
 """The longest is below the 600 s after which torch.distributed ends a job by itself."""
 NOTICE_S = 30.0
 """Where the limit is much longer, what is waited for is said after this long."""
-START_S = 1800.0
-"""Until the first step: rank 0 may prepare the data, and the model is broadcast."""
 FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
@@ -26,10 +24,11 @@ class Limit:
 
     Args:
         given_s: what the user has set; None measures.
+        start_s: the limit until the first step.
     """
 
-    def __init__(self, given_s: float | None, now: float) -> None:
-        self._given_s = given_s
+    def __init__(self, given_s: float | None, start_s: float, now: float) -> None:
+        self._given_s, self._start_s = given_s, start_s
         self.progress_at = now
         """When a rank did something last."""
         self.stage = "start"
@@ -57,14 +56,14 @@ class Limit:
 
     @property
     def longest(self) -> float:
-        """For what may go on by itself."""
+        """The limit for what may go on by itself, such as a slow network or work on one rank."""
         return max(LONGEST_S, self.seconds)
 
     @property
     def seconds(self) -> float:
-        """Of this stage."""
+        """The limit in the stage that the job is in."""
         if self.stage == "start":
-            return max(self._given_s or 0.0, START_S)
+            return self._start_s
         if self._given_s is not None:
             return self._given_s
         # What an evaluation or a checkpoint takes is known once the job has come through one.

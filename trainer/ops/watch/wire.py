@@ -21,7 +21,7 @@ from typing import Any
 from trainer.cluster.identity import PROOF_BYTES, is_proof, prove, seal, unseal
 
 TIMEOUT_S = 10.0
-"""For the hello; and for the other side to acknowledge what it was sent."""
+"""Time for the other side to prove itself, and to acknowledge what it was sent."""
 _NONCE = 32
 _HELLO = _NONCE + PROOF_BYTES
 _HEAD = struct.Struct("!I")
@@ -46,14 +46,14 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TIMEOUT_S * 1000))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self._token, self._is_hub = connection, token, is_hub
-        self._key, self._own = b"", secrets.token_bytes(_NONCE)
+        self._key, self._nonce = b"", secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
         self._sent = self._received = 0
         self.opened_at = self.heard_at = time.monotonic()
         self.host = -1
         """Which host the other side is, once it has said so."""
         if is_hub:
-            self._out += self._own
+            self._out += self._nonce
 
     @property
     def is_proven(self) -> bool:
@@ -133,11 +133,11 @@ class Link:
         if len(self._in) < (_HELLO if self._is_hub else _NONCE):
             return
         other = bytes(self._in[:_NONCE])
-        hub, spoke = (self._own, other) if self._is_hub else (other, self._own)
+        hub, spoke = (self._nonce, other) if self._is_hub else (other, self._nonce)
         if self._is_hub and not is_proof(bytes(self._in[_NONCE:_HELLO]), self._token, "watcher", hub, spoke):
             raise RefusedError("it does not know the job's token")
         if not self._is_hub:
-            self._out += self._own + prove(self._token, "watcher", hub, spoke)
+            self._out += self._nonce + prove(self._token, "watcher", hub, spoke)
         del self._in[: _HELLO if self._is_hub else _NONCE]
         self._key = prove(self._token, "messages", hub, spoke)
         self.flush()
@@ -161,15 +161,6 @@ class Link:
                 yield message
 
 
-def serve(address: str) -> socket.socket:
-    """Return a listening socket on this address.
-
-    Raises:
-        OSError: it cannot listen there.
-    """
-    return socket.create_server((address, 0), backlog=128)
-
-
 def connect(endpoint: str, token: str) -> Link:
     """Return a link that connects to the hub. What keeps it from connecting is raised by `receive`, and nothing blocks.
 
@@ -188,8 +179,3 @@ def connect(endpoint: str, token: str) -> Link:
 def is_timeout(error: Exception) -> bool:
     """Return whether the other side has stopped to answer, in contrast to one that has ended."""
     return isinstance(error, OSError) and error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Return whether the other side's host has answered that nobody listens there: it can be reached."""
-    return isinstance(error, ConnectionRefusedError)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer.watch.judge import Host, Verdict, View, is_paused, judge, notice, view_from
-from trainer.watch.limits import Limit, Notices
-from trainer.watch.mismatch import explain, has_failed
-from trainer.watch.ranks import LocalRanks
-from trainer.watch.report import announce, say, say_why, warn, write_stacks
-from trainer.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.cluster.output import say, warn
+from trainer.ops.watch.job import Host, Job, View, views_of
+from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
+from trainer.ops.watch.limits import Notices
+from trainer.ops.watch.mismatch import explain, has_failed
+from trainer.ops.watch.ranks import LocalRanks
+from trainer.ops.watch.report import WHY
+from trainer.ops.watch.watcher import SILENT_S, Watcher
+from trainer.ops.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 
-SILENT_S = 15.0
-"""A host that has not been heard for so long is lost; one that never was is named."""
 _BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
 _ANSWER_S = 4.0
 """Four times as long as between two reports of a watcher."""
@@ -27,30 +27,22 @@ _SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
 """How long after a failure it may be explained, and how long the other hosts are heard for that."""
 
 
-class Hub:
+class Hub(Watcher):
     """Watches a whole job.
 
     Args:
-        hosts: all of the job; the first is this one.
-        listener: for the watchers of the others; None without others.
-        given_s: the user's limit; None measures one.
+        listener: for the watchers of the other hosts; None without others.
     """
 
-    def __init__(
-        self, hosts: Sequence[Host], ranks: LocalRanks, listener: socket.socket | None, token: str,
-        given_s: float | None, script: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, ranks: LocalRanks, listener: socket.socket | None) -> None:
+        super().__init__(job, ranks)
         now = time.monotonic()
-        self._hosts, self._ranks, self._listener = hosts, ranks, listener
-        self._token, self._script = token, script
-        self._links: list[Link] = []
-        self._limit, self._notices = Limit(given_s, now), Notices()
+        self._listener, self._notices = listener, Notices()
         self._started = self._beat_at = now
         self._has_warned = self._has_explained = self._is_paused = False
         self._look_until = self._next_look = self._failed_at = 0.0
         self._looked: set[int] = set()
-        self.verdict: Verdict | None = None
-        hosts[0].is_connected, hosts[0].heard_at = True, now
+        self._here.is_connected, self._here.heard_at = True, now
         if listener is not None:
             listener.setblocking(False)
 
@@ -58,17 +50,9 @@ class Hub:
     def readers(self) -> list[Any]:
         return [*self._links, *([self._listener] if self._listener else [])]
 
-    @property
-    def writers(self) -> list[Link]:
-        return [link for link in self._links if link.wants_to_write]
-
     def postpone(self) -> None:
-        """Begin to count anew: this host has slept."""
-        now = time.monotonic()
-        self._limit.postpone(now)
+        super().postpone()
         self._look_until = 0.0
-        for link in self._links:
-            link.heard_at = now
 
     def tick(self) -> None:
         """Hear the others, and judge."""
@@ -76,7 +60,7 @@ class Hub:
         self._accept()
         for link in list(self._links):
             self._serve(link, now)
-        self._note(self._hosts[0], self._ranks.views(), now)
+        self._take_views(self._here, self._ranks.views(), now)
         self._beat(now)
         self._check_hosts(now)
         self._explain(now)
@@ -103,18 +87,11 @@ class Hub:
             link.flush_for(0.2)
             link.close()
 
-    def end(self) -> None:
-        """Print the verdict, and end the job on every host."""
-        verdict = self.verdict
-        if verdict is None:
-            return
-        announce(verdict)
-        self._tell({"do": "end", "said": verdict.first, "culprits": list(verdict.culprits)})
+    def _tell_verdict(self, verdict: Verdict) -> None:
+        self._tell({"do": "end", "said": verdict.first, "culprits": verdict.culprits})
         deadline = time.monotonic() + _SENT_S
         for link in self._links:
             link.flush_for(max(0.0, deadline - time.monotonic()))
-        write_stacks(verdict, self._hosts, self._script)
-        self._ranks.end(verdict.first, verdict.culprits)
 
     @property
     def _must_ask(self) -> bool:
@@ -122,7 +99,7 @@ class Hub:
         return not self._has_explained and any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
 
     def _explain(self, now: float, *, is_last: bool = False) -> None:
-        if self._has_explained or not has_failed([view for host in self._hosts for view in host.views.values()]):
+        if self._has_explained or not has_failed(views_of(self._hosts).values()):
             return
         if not self._failed_at:
             self._failed_at = now
@@ -132,11 +109,11 @@ class Hub:
         is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
         if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
-            say_why(lines)
+            say(lines, WHY)
             self._ranks.note_why("; ".join(lines))
 
     def _judge(self, now: float) -> None:
-        idle_s = now - self._limit.progress_at
+        idle_s = self._idle_s(now)
         if self._look_until:
             here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
             if here - self._looked and now < self._look_until:
@@ -148,7 +125,7 @@ class Hub:
         elif self._is_look_due(now, idle_s):
             self._look_until, self._looked = now + _LOOK_S, {0}
             self._tell({"do": "look"})
-            self._note(self._hosts[0], self._ranks.views_with_stacks(), time.monotonic())
+            self._take_views(self._here, self._ranks.views_with_stacks(), time.monotonic())
 
     def _is_look_due(self, now: float, idle_s: float) -> bool:
         if idle_s > self._limit.seconds:
@@ -157,7 +134,7 @@ class Hub:
 
     def _conclude(self, now: float, idle_s: float) -> None:
         """Judge by what was seen at a look, or say before the limit what is waited for."""
-        excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+        excuses = {view.excuse for view in views_of(self._hosts).values()}
         if "debugger" in excuses:
             self._limit.postpone(now)
         elif idle_s > self._limit.seconds:
@@ -169,22 +146,18 @@ class Hub:
                 self.verdict = verdict
         elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
             self._notices.on_said()
-            say([f"trainer: {text}"])
+            say([text])
         else:
             self._notices.put_off(idle_s)
 
-    def _note(self, host: Host, views: dict[int, View], now: float) -> None:
-        moved = False
-        for rank, view in views.items():
-            before = host.views.get(rank)
-            if before is None or view.changed_since(before):
-                moved = True
-            elif not view.stacks and self._look_until:
-                # What was seen of its stack holds until it goes on.
-                view = before.replaced(process=view.process, cpu=view.cpu)
-            host.views[rank] = view
-        if moved:
-            self._limit.on_progress([view for known in self._hosts for view in known.views.values()], now)
+    def _take_views(self, host: Host, views: dict[int, View], now: float) -> None:
+        if self._look_until:
+            # What was seen of its stack holds until it goes on.
+            for rank, view in views.items():
+                before = host.views.get(rank)
+                if before is not None and not view.stacks and not view.changed_since(before):
+                    views[rank] = before.replaced(process=view.process, cpu=view.cpu)
+        if self._note(host, views, now):
             self._notices.on_progress()
             self._look_until = 0.0
 
@@ -194,7 +167,7 @@ class Hub:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self._links.append(Link(connection, self._token, is_hub=True))
+                self._links.append(Link(connection, self._job.token, is_hub=True))
                 unproven = [link for link in self._links if not link.is_proven]
                 if len(unproven) > _MOST_UNPROVEN:
                     self._drop(unproven[0])
@@ -221,7 +194,8 @@ class Hub:
         host = self._hosts[link.host]
         host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
         host.has_left = bool(message.get("bye"))
-        self._note(host, {view.rank: view for view in map(view_from, message.get("views", ()))}, now)
+        views = map(View.from_dict, message.get("views", ()))
+        self._take_views(host, {view.rank: view for view in views}, now)
         if message.get("looked"):
             self._looked.add(link.host)
 
