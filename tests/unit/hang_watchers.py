@@ -24,16 +24,12 @@ class Ranks(LocalRanks):
         super().__init__({})
         self.seen = {view.rank: view for view in views}
         self.ended: tuple[str, Sequence[int]] | None = None
-        self.noted = ""
 
     def views(self) -> dict[int, View]:
         return dict(self.seen)
 
     def views_with_stacks(self) -> dict[int, View]:
         return dict(self.seen)
-
-    def note_why(self, said: str) -> None:
-        self.noted = said
 
     def end(self, said: str, culprits: Sequence[int]) -> None:
         self.ended = (said, culprits)

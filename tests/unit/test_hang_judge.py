@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.watch.job import WORKS, Host, View
+from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, WORKS, Host, View
 from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
 from trainer.ops.watch.limits import LEAST_S, LONGEST_S, Limit, stage_of
 from trainer.watch.heartbeat import State
@@ -25,7 +25,7 @@ def absent(rank: int, **facts: Any) -> View:
 
 def host(name: str, *views: View, **facts: Any) -> Host:
     by_rank = {view.rank: view for view in views}
-    return Host(name, tuple(by_rank), by_rank, **{"heard_at": 1.0, "is_connected": True, **facts})
+    return Host(name, tuple(by_rank), by_rank, **{"heard_at": 1.0, "problem": "", **facts})
 
 
 def judged(*hosts: Host) -> Verdict:
@@ -199,20 +199,19 @@ def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
     assert judge([host("a", absent(0), absent(1))], 31.4) is None
 
 
-@pytest.mark.parametrize("facts", [{"is_connected": False, "is_lost": True}, {"is_silent": True}])
-def test_a_host_that_cannot_be_reached_is_named(facts: dict[str, Any]) -> None:
-    told = judged(host("a", waiting(0)), host("b", waiting(1), **facts))
+def test_a_host_that_cannot_be_reached_is_named() -> None:
+    told = judged(host("a", waiting(0)), host("b", waiting(1), problem=UNREACHABLE))
     assert (told.culprits, told.is_sure) == ((1,), True)
     assert "rank 1 on b cannot be asked: host unreachable" in told.lines
 
 
 def test_a_host_that_is_merely_not_watched_is_blamed_last() -> None:
-    unwatched = host("b", waiting(1), is_connected=False)
+    unwatched = host("b", waiting(1), problem=UNWATCHED)
     assert not judged(host("a", waiting(0)), unwatched).is_sure
     assert not judged(host("a", waiting(0)), Host("b", (1,))).is_sure  # its watcher has never connected
     assert judged(host("a", waiting(0)), unwatched).culprits == (1,)
     assert judged(host("a", waiting(0), absent(2)), unwatched).culprits == (2,)
-    assert judged(Host("a", (0, 1), {0: waiting(0)}, 1.0, True)).culprits == (1,)
+    assert judged(Host("a", (0, 1), {0: waiting(0)}, 1.0, "")).culprits == (1,)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +322,7 @@ def test_a_given_limit_holds_from_the_first_step_on() -> None:
 
 def test_a_pause_is_no_step() -> None:
     limit = limit_after(1.0)
-    limit.postpone(500.0)
+    limit.progress_at = 500.0
     limit.on_progress([View(rank=0, steps=9, phase="training")], 500.5)
     assert limit.seconds == LEAST_S
 

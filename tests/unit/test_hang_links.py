@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, waiting
-from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.job import UNREACHABLE, Host, View
 from trainer.ops.watch.wire import Link, RefusedError
 
 
@@ -69,7 +69,7 @@ def test_a_host_that_connects_again_has_one_connection(job: Job) -> None:
     job.hear(first)
     job.hear(second)
     assert len(job.hub._links) == 1
-    assert job.other.is_connected
+    assert job.other.problem == ""
     with pytest.raises(RefusedError):
         list(first.receive())
     assert list(second.receive()) == []
@@ -79,12 +79,11 @@ def test_a_host_that_is_silent_is_lost_until_it_is_heard(job: Job) -> None:
     link = job.connect()
     job.hear(link)
     job.after(14.0)
-    assert (job.other.is_connected, job.other.is_lost) == (True, False)
+    assert job.other.problem == ""
     job.after(2.0)
-    assert (job.other.is_connected, job.other.is_lost) == (False, True)
-    job.other.is_silent = True
+    assert job.other.problem == UNREACHABLE
     job.hear(job.connect())
-    assert (job.other.is_connected, job.other.is_lost, job.other.is_silent) == (True, False, False)
+    assert job.other.problem == ""
 
 
 def test_no_host_is_lost_while_the_hub_slept_or_after_it_said_goodbye(job: Job) -> None:
@@ -93,10 +92,10 @@ def test_no_host_is_lost_while_the_hub_slept_or_after_it_said_goodbye(job: Job) 
     job.now += 100.0
     job.hub.postpone()
     job.hub.tick()
-    assert job.other.is_connected
+    assert job.other.problem == ""
     job.hear(link, bye=True)
     job.after(16.0)
-    assert (job.other.is_connected, job.other.is_lost) == (False, False)
+    assert (job.other.has_left, job.other.problem) == (True, "")
 
 
 def test_the_hub_is_heard_every_two_seconds(job: Job) -> None:
@@ -123,7 +122,7 @@ def test_a_message_that_cannot_be_read_ends_its_connection_and_not_the_watch(job
     job.connect().send(message)
     job.hub.tick()
     assert job.hub._links == []
-    assert job.hosts[0].is_connected
+    assert job.hosts[0].problem == ""
 
 
 def test_nobody_is_blamed_before_the_other_host_has_looked(job: Job) -> None:

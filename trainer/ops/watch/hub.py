@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.cluster.output import say, warn
-from trainer.ops.watch.job import Host, Job, View, views_of
+from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
 from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
 from trainer.ops.watch.limits import Notices
 from trainer.ops.watch.mismatch import explain, has_failed
@@ -16,6 +16,7 @@ from trainer.ops.watch.ranks import LocalRanks
 from trainer.ops.watch.report import WHY
 from trainer.ops.watch.watcher import SILENT_S, Watcher
 from trainer.ops.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.watch.job_folder import DIFFERENT, write_verdict
 
 _BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
 _ANSWER_S = 4.0
@@ -42,7 +43,7 @@ class Hub(Watcher):
         self._has_warned = self._has_explained = self._is_paused = False
         self._look_until = self._next_look = self._failed_at = 0.0
         self._looked: set[int] = set()
-        self._here.is_connected, self._here.heard_at = True, now
+        self._here.problem, self._here.heard_at = "", now
         if listener is not None:
             listener.setblocking(False)
 
@@ -61,14 +62,13 @@ class Hub(Watcher):
         for link in list(self._links):
             self._serve(link, now)
         self._take_views(self._here, self._ranks.views(), now)
-        self._beat(now)
-        self._check_hosts(now)
+        self._keep_in_touch(now)
         self._explain(now)
         if is_paused(self._hosts):
             if not self._is_paused:
                 warn("the job's ranks are stopped; hangs are watched for when they go on")
             self._is_paused = True
-            self._limit.postpone(now)
+            self._limit.progress_at = now
             self._look_until = 0.0
             return
         self._is_paused = False
@@ -96,7 +96,8 @@ class Hub(Watcher):
     @property
     def _must_ask(self) -> bool:
         """Whether another host may know why the job has failed, also where the ranks of this one have just ended."""
-        return not self._has_explained and any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
+        may_know = [host for host in self._hosts[1:] if not host.has_left and host.problem != UNREACHABLE]
+        return bool(may_know) and not self._has_explained
 
     def _explain(self, now: float, *, is_last: bool = False) -> None:
         if self._has_explained or not has_failed(views_of(self._hosts).values()):
@@ -105,27 +106,33 @@ class Hub(Watcher):
             self._failed_at = now
             self._tell({"do": "report"})
         # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
-        is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.is_connected)
+        is_known = all(self._hosts[number].heard_at > self._failed_at for number in self._connected - {0})
         is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
         if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
             say(lines, WHY)
-            self._ranks.note_why("; ".join(lines))
+            write_verdict(DIFFERENT, "; ".join(lines))
 
     def _judge(self, now: float) -> None:
         idle_s = self._idle_s(now)
         if self._look_until:
-            here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
-            if here - self._looked and now < self._look_until:
+            unanswered = [self._hosts[number] for number in self._connected - self._looked]
+            if unanswered and now < self._look_until:
                 return
             self._look_until = 0.0
-            for number in here - self._looked:
-                self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
+            for host in unanswered:
+                if now - host.heard_at > _ANSWER_S:
+                    host.problem = UNREACHABLE
             self._conclude(now, idle_s)
         elif self._is_look_due(now, idle_s):
             self._look_until, self._looked = now + _LOOK_S, {0}
             self._tell({"do": "look"})
             self._take_views(self._here, self._ranks.views_with_stacks(), time.monotonic())
+
+    @property
+    def _connected(self) -> set[int]:
+        """Hosts whose watchers can be asked, with this one."""
+        return {number for number, host in enumerate(self._hosts) if not (host.problem or host.has_left)}
 
     def _is_look_due(self, now: float, idle_s: float) -> bool:
         if idle_s > self._limit.seconds:
@@ -136,12 +143,12 @@ class Hub(Watcher):
         """Judge by what was seen at a look, or say before the limit what is waited for."""
         excuses = {view.excuse for view in views_of(self._hosts).values()}
         if "debugger" in excuses:
-            self._limit.postpone(now)
+            self._limit.progress_at = now
         elif idle_s > self._limit.seconds:
             self._next_look = now + _AGAIN_S
             verdict = judge(self._hosts, idle_s)
             # Whoever sets the limit knows how long a rank may work by itself.
-            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
+            is_certain = verdict is not None and (verdict.is_sure or self._job.given_s is not None)
             if (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
                 self.verdict = verdict
         elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
@@ -177,7 +184,6 @@ class Hub(Watcher):
             # What a watcher says last is there, also where it takes no more.
             for message in link.receive():
                 self._take(link, message, now)
-            link.flush()
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
                 raise RefusedError("it has not proven anything in time")
         except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
@@ -192,8 +198,7 @@ class Hub(Watcher):
             for earlier in [other for other in self._links if other.host == link.host and other is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]
-        host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
-        host.has_left = bool(message.get("bye"))
+        host.problem, host.has_left, host.heard_at = "", bool(message.get("bye")), now
         views = map(View.from_dict, message.get("views", ()))
         self._take_views(host, {view.rank: view for view in views}, now)
         if message.get("looked"):
@@ -205,22 +210,17 @@ class Hub(Watcher):
         link.close()
         if link.host >= 0 and not any(other.host == link.host for other in self._links):
             host = self._hosts[link.host]
-            host.is_connected, host.is_lost = False, is_lost and not host.has_left
+            if not host.has_left:
+                host.problem = UNREACHABLE if is_lost or host.problem == UNREACHABLE else UNWATCHED
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for link in list(self._links):
-            try:
-                link.send(message)
-            except (RefusedError, OSError) as error:
-                self._serve(link, time.monotonic())
-                self._drop(link, is_lost=is_timeout(error))
+        for link in self._links:
+            link.send(message)
 
-    def _beat(self, now: float) -> None:
+    def _keep_in_touch(self, now: float) -> None:
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
             self._tell({"do": "go on"})
-
-    def _check_hosts(self, now: float) -> None:
         for link in list(self._links):
             if link.host >= 0 and now - link.heard_at > SILENT_S:
                 self._drop(link, is_lost=True)

@@ -13,6 +13,10 @@ from trainer.watch.heartbeat import SIZE, Heartbeat, State
 
 WORKS = "works"
 """Excuse of a rank that may be at work outside all collectives, as where rank 0 alone evaluates or saves."""
+UNREACHABLE = "unreachable"
+"""Problem of a host whose connection has timed out, or whose watcher does not answer a question."""
+UNWATCHED = "unwatched"
+"""Problem of a host whose watcher has not connected, or has ended by itself."""
 
 
 class View(Heartbeat):
@@ -95,13 +99,10 @@ class Host:
     views: dict[int, View] = field(default_factory=dict)
     heard_at: float = 0.0
     """When its watcher was heard last; 0 before."""
-    is_connected: bool = False
+    problem: str = UNWATCHED
+    """Why its ranks cannot be asked: `UNREACHABLE` or `UNWATCHED`; empty where they can, or its watcher has left."""
     has_left: bool = False
     """Its watcher has said goodbye: its ranks have ended."""
-    is_lost: bool = False
-    """Its connection has timed out, which that of a watcher that ends does not do."""
-    is_silent: bool = False
-    """Its watcher has not answered a question, and nothing else has come from it since."""
 
 
 @dataclass

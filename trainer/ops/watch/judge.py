@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.cluster.processes import GONE
-from trainer.ops.watch.job import WORKS, Host, View, names_of, views_of
+from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, WORKS, Host, View, names_of, views_of
 from trainer.ops.watch.probe import STOPPED, TRACED, UNINTERRUPTIBLE, is_users
 from trainer.ops.watch.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, place, same_collectives
 from trainer.watch.heartbeat import TRAINING, State
 
 _MOST_FRAMES, _MOST_PLACES, _INNERMOST = 6, 4, 2
-# What keeps a rank away that does not run, beside the kernel's letters for its process.
-_UNREACHABLE, _UNWATCHED, _ENDED = "unreachable", "unwatched", "ended"
+_ENDED = "ended"
 _ASK_DOCTOR = "look whether the host runs and can be reached (`trainer doctor`)"
 _KNOWN = {
-    _UNREACHABLE: ("cannot be asked: host unreachable", _ASK_DOCTOR),
-    _UNWATCHED: ("cannot be asked: not watched", _ASK_DOCTOR),
+    UNREACHABLE: ("cannot be asked: host unreachable", _ASK_DOCTOR),
+    UNWATCHED: ("cannot be asked: not watched", _ASK_DOCTOR),
     _ENDED: (HAS_ENDED, EARLY_END),
     GONE: ("is gone: its process has ended", "see why it has ended before the others"),
     STOPPED: ("is stopped (by SIGSTOP or Ctrl-Z)", "kill -CONT lets it go on, if you have stopped it"),
@@ -32,7 +31,8 @@ _KNOWN = {
         "look at the disks and network file systems of its host (dmesg)",
     ),
 }
-"""What such a rank does, and what to do about it."""
+"""What a rank does that need not be asked, and what to do about it: by its host's problem or the state of its process.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     lines = [f"no progress for {idle_s:.0f} s: {_in_short(blamed, names, waiting, others)}"]
     for rank, why in list(blamed.items())[:MOST_NAMED]:
         lines.append(f"{names[rank]} {_what_it_does(views.get(rank), why, bool(others))}")
-        if rank in views and why not in (_UNREACHABLE, _UNWATCHED):
+        if rank in views and why not in (UNREACHABLE, UNWATCHED):
             lines += [f"    {frame}" for frame in _shown(views[rank].frames)]
     if len(blamed) > MOST_NAMED:
         lines.append(f"and {len(blamed) - MOST_NAMED} more ranks that did not come")
@@ -109,24 +109,17 @@ def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
     """Return the ranks that wait, and of the others those that are the surest to keep them waiting, with the reason."""
     waiting, absent = {}, {}
     for host in hosts:
-        problem = _problem(host)
         for rank in host.ranks:
             view = host.views.get(rank)
-            if view is not None and not problem and view.waits and view.process not in _KNOWN:
+            if view is not None and not host.problem and view.waits and view.process not in _KNOWN:
                 waiting[rank] = view
             else:
-                absent[rank] = problem or (_UNWATCHED if view is None else _reason(view))
+                absent[rank] = host.problem or (UNWATCHED if view is None else _reason(view))
     # Others may fail because one has ended or is gone. A host that is merely not watched is blamed last.
-    for surest in ({_ENDED}, {GONE}, {*absent.values()} - {_UNWATCHED}):
+    for surest in ({_ENDED}, {GONE}, {*absent.values()} - {UNWATCHED}):
         if some := {rank: why for rank, why in absent.items() if why in surest}:
             return dict(sorted(waiting.items())), some
     return dict(sorted(waiting.items())), absent
-
-
-def _problem(host: Host) -> str:
-    if host.is_lost or host.is_silent:
-        return _UNREACHABLE
-    return _UNWATCHED if not host.is_connected and not host.has_left else ""
 
 
 def _reason(view: View) -> str:
@@ -153,8 +146,8 @@ def _different(waiting: Mapping[int, View]) -> list[int]:
 
 
 def _may_go_on(view: View | None, why: str) -> bool:
-    if view is None or why in (_UNREACHABLE, _UNWATCHED):
-        return why == _UNWATCHED
+    if view is None or why in (UNREACHABLE, UNWATCHED):
+        return why == UNWATCHED
     return view.excuse == WORKS or view.process == UNINTERRUPTIBLE
 
 

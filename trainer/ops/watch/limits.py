@@ -30,14 +30,10 @@ class Limit:
     def __init__(self, given_s: float | None, start_s: float, now: float) -> None:
         self._given_s, self._start_s = given_s, start_s
         self.progress_at = now
-        """When a rank did something last."""
+        """When a rank did something last. Set it to begin anew, where the time since then is not the job's."""
         self.stage = "start"
         self._gaps: dict[str, deque[float]] = {}
         self._left: set[str] = set()
-
-    def postpone(self, now: float) -> None:
-        """Begin anew, without taking the time since the last progress for one of the job's."""
-        self.progress_at = now
 
     def on_progress(self, views: Collection[View], now: float) -> None:
         """Note that a rank has done something."""
@@ -48,11 +44,6 @@ class Limit:
         if stage != self.stage:
             self._left.add(self.stage)
             self.stage = stage
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user has set it."""
-        return self._given_s is not None
 
     @property
     def longest(self) -> float:

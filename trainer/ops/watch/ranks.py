@@ -25,7 +25,7 @@ from trainer.ops.watch.probe import (
     wait_for_stacks,
 )
 from trainer.watch.heartbeat import SAVING, SIGNAL, SIZE, State
-from trainer.watch.job_folder import DIFFERENT, HANG, write_verdict
+from trainer.watch.job_folder import HANG, write_verdict
 from trainer.watch.stack import Frame, collective_of, is_in_backward
 
 _LOOK_S = 1.0
@@ -185,10 +185,6 @@ class LocalRanks:
             number: rank.with_stacks(asked[number], children_work=children_cpu_s(rank.pid) - computed[number] > enough)
             for number, rank in self.by_rank.items()
         }
-
-    def note_why(self, said: str) -> None:
-        """Note why the job has failed where `trainer run` finds it."""
-        write_verdict(DIFFERENT, said)
 
     def end(self, said: str, culprits: Sequence[int]) -> None:
         """End all ranks, and note why where `trainer run` finds it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from contextlib import suppress
 from typing import Any
 
 from trainer.ops.watch.job import Job, View
@@ -44,7 +43,7 @@ class Spoke(Watcher):
         except (RefusedError, OSError, ValueError) as error:
             self._lose(error)
         if is_paused([self._here]):
-            self._limit.postpone(now)
+            self._limit.progress_at = now
         elif self._is_lost and now >= self._next_look and self._idle_s(now) > self._limit.seconds + SILENT_S:
             self._next_look = now + SILENT_S
             self._judge(now)
@@ -52,9 +51,8 @@ class Spoke(Watcher):
     def leave(self) -> None:
         """Tell the hub that the ranks of this host have ended."""
         for link in self._links:
-            with suppress(RefusedError, OSError):
-                self._send(link, self._ranks.views(), bye=True)
-                link.flush_for(0.5)
+            self._send(link, self._ranks.views(), bye=True)
+            link.flush_for(0.5)
             link.close()
 
     def end(self) -> None:
@@ -83,7 +81,6 @@ class Spoke(Watcher):
             self._next_try = now + _AGAIN_S
             self._links.append(connect(self._job.endpoint, self._job.token))
         (link,) = self._links
-        link.flush()
         for message in link.receive():
             self._obey(message)
         if now - link.heard_at > SILENT_S:

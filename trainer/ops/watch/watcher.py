@@ -49,7 +49,7 @@ class Watcher:
     def postpone(self) -> None:
         """Begin to count anew: this host has slept."""
         now = time.monotonic()
-        self._limit.postpone(now)
+        self._limit.progress_at = now
         for link in self._links:
             link.heard_at = now
 

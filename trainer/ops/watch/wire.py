@@ -49,6 +49,7 @@ class Link:
         self._key, self._nonce = b"", secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
         self._sent = self._received = 0
+        self._broken: Exception | None = None
         self.opened_at = self.heard_at = time.monotonic()
         self.host = -1
         """Which host the other side is, once it has said so."""
@@ -70,64 +71,56 @@ class Link:
         self.socket.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and send what can be sent now.
-
-        Raises:
-            RefusedError: the other side does not take any more.
-            OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
-        """
+        """Queue a message, and send what can be sent now; before the other side has proven itself, do nothing."""
         if not self.is_proven:
             return
         sealed = seal(self._key, json.dumps(message).encode(), "message", self._is_hub, self._sent)
         self._out += _HEAD.pack(len(sealed)) + sealed
         self._sent += 1
-        if len(self._out) > _MOST_WAITING:
-            raise RefusedError("it takes no more messages")
         self.flush()
+        if len(self._out) > _MOST_WAITING:
+            self._broken = RefusedError("it takes no more messages")
 
     def flush(self) -> None:
-        """Send what can be sent now.
-
-        Raises:
-            OSError: as for `send`.
-        """
-        with suppress(BlockingIOError):
+        """Send what can be sent now. What keeps it from being sent, `receive` raises."""
+        try:
             while self._out:
                 del self._out[: self.socket.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._broken = self._broken or error
 
     def flush_for(self, seconds: float) -> None:
         """Wait up to this long until everything is sent."""
         deadline = time.monotonic() + seconds
-        with suppress(OSError):
-            while self._out and (left := deadline - time.monotonic()) > 0:
-                select.select([], [self.socket], [], left)
-                self.flush()
+        while self._out and not self._broken and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self.socket], [], left)
+            self.flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come.
+        """Send what can be sent now, and yield the messages that have come.
 
         Raises:
-            RefusedError: the other side has ended the connection, or proves nothing.
-            OSError: as for `send`.
+            RefusedError: the other side has ended the connection, proves nothing, or takes no more messages.
+            OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
         """
-        is_over = False
-        broken: OSError | None = None
+        self.flush()
         try:
-            while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _HELLO):
+            while len(self._in) < (_MOST_BYTES if self.is_proven else _HELLO):
                 chunk = self.socket.recv(65536 if self.is_proven else _HELLO - len(self._in))
+                if not chunk:
+                    raise RefusedError("it has ended the connection")
                 self._in += chunk
-                is_over = not chunk
         except BlockingIOError:
             pass
-        except OSError as error:
-            broken = error  # after what has come before it
+        except (OSError, RefusedError) as error:
+            self._broken = self._broken or error
         if not self.is_proven:
             self._read_hello()
         yield from self._messages()
-        if broken is not None:
-            raise broken
-        if is_over:
-            raise RefusedError("it has ended the connection")
+        if self._broken is not None:  # after what has come before it
+            raise self._broken
 
     def _read_hello(self) -> None:
         if len(self._in) < (_HELLO if self._is_hub else _NONCE):
