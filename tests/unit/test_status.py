@@ -149,7 +149,7 @@ def test_a_verdict_is_not_noted_in_a_folder_that_another_user_could_have_made(
     if job is None:
         monkeypatch.delenv("TRAINER_JOB")
     else:
-        monkeypatch.setattr(job_folder, "is_own", lambda _: False)
+        monkeypatch.setattr(job_folder, "is_ours", lambda _: False)
     write_verdict(HANG, "rank 1 did not come", (1,))
     assert not list(tmp_path.glob("*/verdict.json"))
 

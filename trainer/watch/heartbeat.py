@@ -26,7 +26,7 @@ from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from trainer.watch.job_folder import is_own, own_folder
+from trainer.watch.job_folder import is_ours, job_folder
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work: to be started again, or not."""
@@ -233,12 +233,12 @@ _record: _Record | None = None
 def report_join(rank: int) -> None:
     """Make the record of this rank, which is about to join the others, where `trainer run` has started it."""
     global _record
-    folder = own_folder()
+    folder = job_folder()
     if folder is None or _record is not None:
         return
     with suppress(OSError):  # a full disk ends no training that does not need the disk
         folder.mkdir(mode=0o700, exist_ok=True)
-        if is_own(folder):
+        if is_ours(folder):
             # One that is there belongs to the rank: this process is a child of it that has inherited its environment.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)

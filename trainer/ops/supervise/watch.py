@@ -16,7 +16,7 @@ from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
 from trainer.ops.supervise.signals import open_process
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
-from trainer.watch.job_folder import folder_name, is_own
+from trainer.watch.job_folder import folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
@@ -92,7 +92,7 @@ class Ranks:
         """Look at the ranks."""
         if self._here:
             with suppress(OSError):
-                for path in self._folder.glob("rank-*") if is_own(self._folder) else ():
+                for path in self._folder.glob("rank-*") if is_ours(self._folder) else ():
                     if (heartbeat := Heartbeat.from_reader(path.read_bytes)) is not None:
                         self.note(self._here, heartbeat)
             self._look_for_dead()
