@@ -118,17 +118,27 @@ def test_of_different_collectives_each_is_told_with_its_line_and_no_network_is_b
 
 
 NOTICES = [
-    ([waiting(0, at="a.py:4"), absent(1, at="a.py:3"), waiting(2, at="a.py:4")],
-     "ranks 0, 2 have waited 31 s for the gradients of step 8 at a.py:4; rank 1 on a is in user code at a.py:3"),
-    ([waiting(0), absent(1, at="a.py:3", state=State.LOADER)],
-     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a waits for its data at a.py:3"),
-    ([waiting(0), absent(1, phase="saving")],
-     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is in user code (saving)"),
-    ([waiting(0), absent(1, process="T")],
-     "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is stopped (by SIGSTOP or Ctrl-Z)"),
-    ([waiting(0), waiting(1, "barrier")],
-     "rank 0 has waited 31 s for the gradients of step 8; rank 1 has waited 31 s for barrier (after step 7)"),
-]  # fmt: skip
+    (
+        [waiting(0, at="a.py:4"), absent(1, at="a.py:3"), waiting(2, at="a.py:4")],
+        "ranks 0, 2 have waited 31 s for the gradients of step 8 at a.py:4; rank 1 on a is in user code at a.py:3",
+    ),
+    (
+        [waiting(0), absent(1, at="a.py:3", state=State.LOADER)],
+        "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a waits for its data at a.py:3",
+    ),
+    (
+        [waiting(0), absent(1, phase="saving")],
+        "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is in user code (saving)",
+    ),
+    (
+        [waiting(0), absent(1, process="T")],
+        "rank 0 has waited 31 s for the gradients of step 8; rank 1 on a is stopped (by SIGSTOP or Ctrl-Z)",
+    ),
+    (
+        [waiting(0), waiting(1, "barrier")],
+        "rank 0 has waited 31 s for the gradients of step 8; rank 1 has waited 31 s for barrier (after step 7)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("views", "text"), NOTICES)

@@ -155,18 +155,22 @@ FUNCTIONS = "torch/nn/modules/_functions.py"
             [(C10D, "all_gather"), (LOGGER, "wrapper"), (C10D, "all_gather_object"), (LOGGER, "wrapper")],
             "torch.distributed.all_gather_object",
         ),
-        ([(C10D, "all_reduce"), ("train.py", "backward"), (FUNCTION, "apply"), (BACKWARD, "x")],
-         "torch.distributed.all_reduce"),
+        (
+            [(C10D, "all_reduce"), ("train.py", "backward"), (FUNCTION, "apply"), (BACKWARD, "x")],
+            "torch.distributed.all_reduce",
+        ),
         ([(DDP, "_pre_forward"), (DDP, "forward"), ("trainer/strategies/ddp.py", "forward")], "DDP's forward pass"),
         ([(DDP, "backward"), (FUNCTION, "apply"), (BACKWARD, "x")], "gradients"),
         ([(C10D, "all_gather"), (FULLY_SHARD, "_pre_forward")], "fully_shard's forward pass"),
         ([(C10D, "reduce_scatter"), (FULLY_SHARD, "post_backward"), (BACKWARD, "x")], "gradients"),
-        ([(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
-         "horovod.torch.allreduce"),
+        (
+            [(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
+            "horovod.torch.allreduce",
+        ),
         ([(C10D, "all_gather"), (LOGGER, "wrapper"), (FUNCTIONS, "forward")], "SyncBatchNorm's forward pass"),
         ([(MPI_OPS, "synchronize"), ("horovod/torch/sync_batch_norm.py", "backward")], "SyncBatchNorm's backward pass"),
     ],
-)  # fmt: skip
+)
 def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple[str, str]], what: str) -> None:
     frames = [frame(f"{SITE}/{path}", name) for path, name in [*calls, ("../../train.py", "train")]]
     assert collective_of(frames) == what

@@ -69,8 +69,12 @@ def noted(record: int) -> Recorded:
 def test_the_first_collective_that_is_not_completed_is_found() -> None:
     assert counts_of(SAMPLE) == {"0": (7, 5)}
     assert first_that_waits(SAMPLE) == {
-        "number": 6, "pending_elements": 7, "steps_before": 0, "pending": "all_reduce", "group": "Gloo 0",
-    }  # fmt: skip
+        "number": 6,
+        "pending_elements": 7,
+        "steps_before": 0,
+        "pending": "all_reduce",
+        "group": "Gloo 0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_the_entries_are_read_once_nothing_has_changed_for_a_while(record: int) 
     assert told.asked.count(True) == 1
     waits = Recorded(
         read_at=103.0, enqueued=7, completed=5, number=6, pending_elements=7, pending="all_reduce", group="Gloo 0"
-    )  # fmt: skip
+    )
     assert bytes(noted(record)) == bytes(waits)
     told.complete()
     reader.read(104.0)

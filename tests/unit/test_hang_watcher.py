@@ -41,10 +41,6 @@ class Watched:
         self.verdict = verdict
         self.calls: list[str] = []
 
-    @property
-    def must_end(self) -> bool:
-        return self.verdict is not None
-
     def __getattr__(self, name: str) -> Any:
         return lambda: self.calls.append(name)
 
@@ -168,7 +164,8 @@ def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, m
 def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.1)
     hub = make(listener, Ranks(waiting(0)), 60.0)
-    spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.1)
+    there = Ranks(waiting(1))
+    spoke = spoke_of(both(), 1, there, endpoint(listener), 0.1)
     deadline = time.monotonic() + 2
     while not hub._links and time.monotonic() < deadline:
         hub.tick()
@@ -176,7 +173,7 @@ def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket, monk
     hub.leave()
     run(spoke, seconds=0.5)
     assert spoke.verdict is None
-    assert not spoke.must_end
+    assert there.ended is None
 
 
 def test_a_hub_that_was_never_there_is_looked_for_six_times(monkeypatch: pytest.MonkeyPatch) -> None:

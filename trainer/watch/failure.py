@@ -58,13 +58,13 @@ def report_failures() -> None:
 
 
 def explain_failures(explain: Callable[[BaseException], str]) -> None:
-    """Have errors of other libraries told as a user's mistake, in one line, where `explain` returns one."""
+    """Report an error of another library as a mistake of the user's if `explain` returns a line about it."""
     if explain not in _explanations:
         _explanations.append(explain)
 
 
 def at_exit(handler: Callable[[], object]) -> None:
-    """Register an exit handler that waits for other ranks, and is therefore left out where this rank fails."""
+    """Register an exit handler that waits for other ranks, and is therefore not called if this rank fails."""
     _collective_handlers.append(handler)
     atexit.register(handler)
 
@@ -125,7 +125,7 @@ def _end(launch: Launch, message: str, code: int) -> None:
 
 
 def end_process(message: str, code: int) -> None:
-    """End this process without what waits for other ranks, which Python's own end would call."""
+    """End this process without the exit handlers that wait for other ranks, which Python would call."""
     # The reader of our output may be gone already; that must not keep this rank alive.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -146,7 +146,7 @@ def _print_line(text: str) -> None:
 
 
 def _flush() -> None:
-    """Do what Python's own end does for files and other libraries, without what waits for other ranks."""
+    """Flush files and call exit handlers as Python does at its end, without those that wait for other ranks."""
     horovod = sys.modules.get("horovod.torch.mpi_ops")
     for handler in (*_collective_handlers, *([horovod._basics.shutdown] if horovod else [])):
         atexit.unregister(handler)

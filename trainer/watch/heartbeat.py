@@ -33,17 +33,17 @@ PREEMPTED, DONE = "preempted", "done"
 SAVING = "saving"
 """The phase of a rank that saves a checkpoint."""
 TRAINING = {"", "joining", "joined", "training"}
-"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
+"""Phases of a rank that trains. A loop without a loader of ours stays at "joined" until its first step."""
 MISTAKE, LOST_PEER = "mistake", "lost peer"
-"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's."""
+"""Kinds of error, beside names of exceptions: a mistake of the user's; a failure that another rank's has caused."""
 BATCH_NORM = "BatchNorm's statistics"
-"""What a rank waits for whose BatchNorm is over the global batch."""
+"""Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
-"""Has a rank write its stacks. PyTorch, MPI, NCCL and the schedulers use another one, near an end of the range."""
+"""The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
 _MAGIC = b"trainer-heartbeat "
 _WHAT_BYTES = 48
 _MOST_STEPS = 64
-"""More than a rank's program is ahead of its device."""
+"""Steps whose times are kept: a rank's program is never so many steps ahead of its device."""
 _READINGS = 20
 _NONE_LEFT = object()
 
@@ -185,7 +185,8 @@ class _Record(Heartbeat):
     is_watched: bool
     is_in_memory: bool
     stepped_at: deque[int]
-    # Fields of the record that are computed with here.
+    """Times of its latest steps."""
+    # Fields of the record that are computed with here, for the type checker.
     version: int
     elements: int
     is_counted: bool
@@ -217,7 +218,7 @@ class _Record(Heartbeat):
         self.set(State.FAILED, what, elements, is_counted)
 
     def put(self, **fields: Any) -> None:
-        """Set fields at once. Where another thread does it, a reader may see some of them earlier."""
+        """Set fields at once. In a thread that has not made the record, a reader may see some of them earlier."""
         version, is_writer = self.version | 1, self.thread == threading.get_ident()
         if is_writer:
             self.version = version
@@ -231,7 +232,7 @@ _record: _Record | None = None
 
 
 def report_join(rank: int) -> None:
-    """Make the record of this rank, which is about to join the others, where `trainer run` has started it."""
+    """Make the record of this rank, which is about to join the others, if `trainer run` has started it."""
     global _record
     folder = job_folder()
     if folder is None or _record is not None:
@@ -248,7 +249,7 @@ def report_join(rank: int) -> None:
 
 
 def open_record(rank: int, stacks: int = 0) -> Path | None:
-    """Return where the watcher finds this process's record, in memory where there was none; None if it was asked twice.
+    """Return where the watcher finds the record of this process, which is made if need be; None at a second call.
 
     Args:
         stacks: descriptor of the file that gets this process's stacks at `SIGNAL`.
@@ -266,7 +267,7 @@ def open_record(rank: int, stacks: int = 0) -> Path | None:
 
 
 def close_record() -> None:
-    """Write nothing for a watcher any more. What `trainer run` reads goes on."""
+    """End the record, unless `trainer run` reads it too: nothing is watched."""
     global _record
     if _record is not None:
         _record.is_watched = False
@@ -290,7 +291,7 @@ def _writable() -> _Record | None:
 
 
 class waits:  # noqa: N801 (a context, as contextlib's are)
-    """Context in which this rank waits for others. One within another is a part of it.
+    """Context in which this rank waits for others. A context within another is a part of it.
 
     Args:
         what: is waited for.
@@ -327,7 +328,7 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
 
 
 def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
-    """Have the methods of a class that it defines itself note that they wait.
+    """Wrap methods of a class in `waits`, those that it defines itself.
 
     Args:
         names: by the method's name, what it waits for.
@@ -445,7 +446,7 @@ def note_folder(folder: str) -> None:
 
 
 def report_signal(number: int) -> None:
-    """Note in any thread that this rank was asked to end. One that died without it was not ended by the launcher."""
+    """Note in any thread that this rank was asked to end: if it dies without that, its launcher has not ended it."""
     if _record is not None:
         _record.signal = number
 
@@ -468,7 +469,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
 
 
 def note_end() -> None:
-    """Note as Python ends that the script has come to its end, and not by an exception that another hook has shown."""
+    """Note, as Python ends, that the script has come to its end, unless a hook has shown an exception."""
     if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
 

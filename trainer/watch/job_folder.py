@@ -1,4 +1,4 @@
-"""The folder of a job under `trainer run`: its ranks' heartbeats, and `verdict.json`, why its watch has ended it.
+"""The folder of a job under `trainer run`: its ranks' heartbeats, and in `verdict.json` why the watch has ended it.
 
 It lies among the temporary files of each host, and `trainer run` reads it after the ranks are gone.
 """
@@ -19,7 +19,7 @@ from trainer.files import write_atomically
 JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
 HANG, DIFFERENT = "hang", "different collectives"
-"""Kinds of verdict: the job is ended because it hangs; or it has failed, as ranks had called different collectives."""
+"""Kinds of verdict: the job is ended because it hangs; it has failed because ranks called different collectives."""
 VERDICT = "verdict.json"
 
 

@@ -32,9 +32,9 @@ from trainer.watch.heartbeat import SIGNAL, close_record, note_end, open_record
 from trainer.watch.recorder import Recorder, follow
 
 _START_S = 1800.0
-"""Until the first step: rank 0 may prepare the data, and the model is broadcast."""
+"""The limit until the first step: rank 0 may prepare the data, and the model is broadcast."""
 _WATCHER = "trainer.ops.watch"
-"""The module that is run: a program beside the library, which the library does not import."""
+"""The module that a watcher runs: a program, which the library does not import."""
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
 
 
@@ -71,7 +71,7 @@ def hang_timeout_s(given: float | None, environ: Any = os.environ) -> float | No
 
 
 def connection_limit_s(given: float | None, environ: Any = os.environ) -> float:
-    """Return how long ranks may take to connect, as a job may until its first step; 0 for ever."""
+    """Return how long ranks may take to connect, which is the limit until the first step; 0 means for ever."""
     try:
         given = hang_timeout_s(given, environ)
     except ConfigError:  # which `start` says, and goes on
@@ -80,9 +80,9 @@ def connection_limit_s(given: float | None, environ: Any = os.environ) -> float:
 
 
 def describe(world: World) -> Entry | None:
-    """Begin to note what this rank does; return what the others have to know, or None where nothing is to be watched.
+    """Begin to note what this rank does, and return what the others have to know. Never fails.
 
-    Never fails.
+    None means that nothing is to be watched: the job has one rank, or it has been joined before.
     """
     if world.size == 1:
         return None
@@ -139,7 +139,7 @@ def start(
 
 
 def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socket | None, dict[str, Any] | None]:
-    """Return the hub's listener, and what all ranks have to know; no plan where nothing is watched."""
+    """Return the hub's listener, and the plan, which all ranks have to know; no plan where nothing is watched."""
     try:
         given_s = hang_timeout_s(given_s)
         if given_s == 0:

@@ -1,4 +1,4 @@
-"""The program of a watcher, which ends with the ranks of its host, and outlives none of them."""
+"""The program of a watcher, which ends when the ranks of its host have ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> int:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # of which the rank has blocked all until here
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the rank has had all of them blocked until here
     settings = json.loads(sys.stdin.buffer.read())
     ranks = LocalRanks({int(rank): path for rank, path in settings.pop("records").items()})
     if ranks.problems:
@@ -57,7 +57,7 @@ def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:
             watcher.postpone()
         watcher.tick()
         before = _clock()
-        if watcher.must_end:
+        if watcher.verdict is not None:
             watcher.end()
             return
         # A tick reads a dozen files; messages that follow each other closely wait for the next one.

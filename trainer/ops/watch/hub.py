@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from contextlib import suppress
@@ -10,7 +11,6 @@ from typing import Any
 from trainer.cluster.output import say, warn
 from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
 from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
-from trainer.ops.watch.limits import Notices
 from trainer.ops.watch.mismatch import explain, has_failed
 from trainer.ops.watch.ranks import LocalRanks
 from trainer.ops.watch.report import WHY
@@ -18,9 +18,14 @@ from trainer.ops.watch.watcher import SILENT_S, Watcher
 from trainer.ops.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 from trainer.watch.job_folder import DIFFERENT, write_verdict
 
-_BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
+_BEAT_S = 2.0
+"""Time between two signs of life to the other watchers."""
+_LOOK_S, _AGAIN_S = 6.0, 15.0
+"""How long the other watchers have to answer a look, and how long after a look without a verdict the next one is."""
 _ANSWER_S = 4.0
-"""Four times as long as between two reports of a watcher."""
+"""A watcher that has not answered is silent after this long without a report, of which there is one a second."""
+_NOTICE_S = 30.0
+"""Where the limit is at least twice as long, it is said after this long what is waited for."""
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
 _TICK_S = 0.05
@@ -31,6 +36,9 @@ _SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
 class Hub(Watcher):
     """Watches a whole job.
 
+    Where nothing has happened for too long, it has all watchers look at their ranks' stacks, and judges by what they
+    have seen. It says long before that what is waited for, and why a job fails whose ranks differ.
+
     Args:
         listener: for the watchers of the other hosts; None without others.
     """
@@ -38,11 +46,16 @@ class Hub(Watcher):
     def __init__(self, job: Job, ranks: LocalRanks, listener: socket.socket | None) -> None:
         super().__init__(job, ranks)
         now = time.monotonic()
-        self._listener, self._notices = listener, Notices()
+        self._listener = listener
+        # Once in each wait it is said what is waited for, and each time after twice as long.
+        self._notice_after_s = self._next_notice_s = _NOTICE_S
         self._started = self._beat_at = now
         self._has_warned = self._has_explained = self._is_paused = False
-        self._look_until = self._next_look = self._failed_at = 0.0
+        self._failed_at = self._next_look = 0.0
+        self._look_until = 0.0
+        """When the others have to have answered the look that goes on; 0 where none does."""
         self._looked: set[int] = set()
+        """Hosts that have answered it."""
         self._here.problem, self._here.heard_at = "", now
         if listener is not None:
             listener.setblocking(False)
@@ -131,16 +144,16 @@ class Hub(Watcher):
 
     @property
     def _connected(self) -> set[int]:
-        """Hosts whose watchers can be asked, with this one."""
+        """Numbers of the hosts whose ranks can be asked, this one included."""
         return {number for number, host in enumerate(self._hosts) if not (host.problem or host.has_left)}
 
     def _is_look_due(self, now: float, idle_s: float) -> bool:
         if idle_s > self._limit.seconds:
             return now >= self._next_look
-        return self._notices.is_due(idle_s, self._limit.seconds)
+        return self._next_notice_s <= idle_s and self._limit.seconds >= 2 * self._notice_after_s
 
     def _conclude(self, now: float, idle_s: float) -> None:
-        """Judge by what was seen at a look, or say before the limit what is waited for."""
+        """Judge by what a look has shown; before the limit, say what is waited for."""
         excuses = {view.excuse for view in views_of(self._hosts).values()}
         if "debugger" in excuses:
             self._limit.progress_at = now
@@ -152,10 +165,10 @@ class Hub(Watcher):
             if (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
                 self.verdict = verdict
         elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
-            self._notices.on_said()
+            self._notice_after_s, self._next_notice_s = 2 * self._notice_after_s, math.inf
             say([text])
         else:
-            self._notices.put_off(idle_s)
+            self._next_notice_s = 2 * idle_s
 
     def _take_views(self, host: Host, views: dict[int, View], now: float) -> None:
         if self._look_until:
@@ -165,7 +178,7 @@ class Hub(Watcher):
                 if before is not None and not view.stacks and not view.changed_since(before):
                     views[rank] = before.replaced(process=view.process, cpu=view.cpu)
         if self._note(host, views, now):
-            self._notices.on_progress()
+            self._next_notice_s = self._notice_after_s
             self._look_until = 0.0
 
     def _accept(self) -> None:

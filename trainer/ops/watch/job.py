@@ -12,7 +12,7 @@ from typing import Any
 from trainer.watch.heartbeat import SIZE, Heartbeat, State
 
 WORKS = "works"
-"""Excuse of a rank that may be at work outside all collectives, as where rank 0 alone evaluates or saves."""
+"""Excuse of a rank that may be at work outside all collectives, as when rank 0 alone evaluates or saves."""
 UNREACHABLE = "unreachable"
 """Problem of a host whose connection has timed out, or whose watcher does not answer a question."""
 UNWATCHED = "unwatched"
@@ -55,7 +55,7 @@ class View(Heartbeat):
 
     @property
     def collective(self) -> tuple[object, ...]:
-        """What tells the collective that it waits in from any other one."""
+        """The collective that it waits in: equal for ranks that wait in the same one."""
         if self.is_recorded:
             return (self.what, self.group, self.number, self.elements)
         return (self.what, self.collectives, self.steps, self.elements)
@@ -116,13 +116,13 @@ class Job:
     token: str
     """Known to the job's watchers alone."""
     given_s: float | None
-    """The user's limit of the time without progress; None measures one."""
+    """How long the job may be without progress, as the user has set it; None where that is measured."""
     start_s: float
     """The limit until the first step."""
     endpoint: str
     """The hub's address and port; empty where the job has one host."""
     script: str
-    """Name of the training, for the folder of the stacks."""
+    """Name of the training script, of which that of the stacks' folder is made."""
 
 
 def views_of(hosts: Iterable[Host]) -> dict[int, View]:

@@ -31,8 +31,7 @@ _KNOWN = {
         "look at the disks and network file systems of its host (dmesg)",
     ),
 }
-"""What a rank does that need not be asked, and what to do about it: by its host's problem or the state of its process.
-"""
+"""By what keeps a rank away: what it does, and what to do about it. Such a rank is not asked for its stack."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Verdict:
 
 
 def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
-    """Return the verdict on a job in which nothing has happened for so long; None where no rank waits for another."""
+    """Return the verdict on a job without progress for `idle_s` seconds; None where no rank waits for another."""
     waiting, absent = _sorted(hosts)
     if not waiting:
         return None
@@ -73,9 +72,10 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
 
 
 def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
-    """Return in one line which ranks have waited for so long, and what the others do; "" where nothing tells that.
+    """Return in one line which ranks wait, and what the others do; "" where it is not known whom they wait for.
 
     Args:
+        idle_s: seconds without progress.
         limit_s: after which there will be a verdict.
     """
     waiting, absent = _sorted(hosts)
@@ -106,7 +106,7 @@ def is_paused(hosts: Sequence[Host]) -> bool:
 
 
 def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
-    """Return the ranks that wait, and of the others those that are the surest to keep them waiting, with the reason."""
+    """Return the ranks that wait, and those that most probably keep them waiting, with what keeps these away."""
     waiting, absent = {}, {}
     for host in hosts:
         for rank in host.ranks:
@@ -123,12 +123,12 @@ def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
 
 
 def _reason(view: View) -> str:
-    """Return what keeps a rank away that can be looked at; "" where it runs."""
+    """Return what keeps a rank away, by its view; "" where it runs."""
     return _ENDED if view.is_at_end else view.process if view.process in _KNOWN else ""
 
 
 def _different(waiting: Mapping[int, View]) -> list[int]:
-    """Return the ranks that wait in another collective than most of those that they compare with; all of two halves."""
+    """Return the ranks that wait in another collective than most others; where they are two halves, all ranks."""
     process_groups = {view.group if view.is_recorded else "" for view in waiting.values()}
     if len(process_groups - {""}) > 1:
         return []

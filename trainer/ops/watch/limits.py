@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 
@@ -10,13 +9,11 @@ from trainer.ops.watch.job import View
 from trainer.watch.heartbeat import TRAINING
 
 LEAST_S, LONGEST_S = 30.0, 540.0
-"""The longest is below the 600 s after which torch.distributed ends a job by itself."""
-NOTICE_S = 30.0
-"""Where the limit is much longer, what is waited for is said after this long."""
+"""Bounds of a limit that is measured. torch.distributed ends a job by itself after 600 s."""
 FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
-"""The first ones compile, allocate and connect."""
+"""Steps that are not measured, because they compile, allocate and connect."""
 
 
 class Limit:
@@ -62,29 +59,6 @@ class Limit:
             return LONGEST_S
         longest = max(self._gaps.get(self.stage, ()), default=0.0)
         return min(max(LEAST_S, FACTOR * longest), LONGEST_S)
-
-
-class Notices:
-    """When to say what is waited for, long before the limit: once in each wait, and each time after twice as long."""
-
-    def __init__(self) -> None:
-        self._after_s = self._next_s = NOTICE_S
-
-    def is_due(self, idle_s: float, limit_s: float) -> bool:
-        """Return whether to look at the ranks, in a wait that has taken so long and will not be judged soon."""
-        return self._next_s <= idle_s and limit_s >= 2 * self._after_s
-
-    def put_off(self, idle_s: float) -> None:
-        """Look again later: nothing was to be said."""
-        self._next_s = 2 * idle_s
-
-    def on_said(self) -> None:
-        """Say nothing more of this wait."""
-        self._after_s, self._next_s = 2 * self._after_s, math.inf
-
-    def on_progress(self) -> None:
-        """Begin to count anew."""
-        self._next_s = self._after_s
 
 
 def stage_of(views: Collection[View]) -> str:

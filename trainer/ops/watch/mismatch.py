@@ -1,4 +1,4 @@
-"""Why a collective has failed, from the views of all ranks: some called another one than the others. No processes.
+"""Why a collective has failed, from views of all ranks: some of them called another collective. No processes.
 
 MPI, Gloo and Horovod end a job whose ranks call different collectives with an error about lengths or connections, which
 names no rank. What the ranks had noted before tells which of them it was.
@@ -81,9 +81,9 @@ def _place(view: View) -> _Place:
 
 
 def _different(views: Mapping[int, View]) -> dict[int, View]:
-    """Return the ranks with more others that contradict them than agree. Of two halves all are returned.
+    """Return the ranks that are contradicted by more others than agree with them; where they are two halves, all ranks.
 
-    Where ranks have ended too early, it is these.
+    If some of them have ended too early, only these are returned.
     """
     ranks_at = Counter(map(_place, views.values()))
     against = {place: {other for other in ranks_at if not _are_in_order(place, other)} for place in ranks_at}
@@ -120,7 +120,7 @@ def _is_past(ahead: _Place, behind: _Place) -> bool:
 
 
 def _called_beside(behind: View, view: View) -> View:
-    """Return a rank as it was in the collective that another one is still in, if it has been through it."""
+    """Return a rank as it was in the collective that `behind` is still in, if it has been through it."""
     if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
         return view
     return view.replaced(

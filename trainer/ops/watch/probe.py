@@ -35,7 +35,7 @@ _NOT_THE_USERS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen
 
 
 def takes_signal(pid: int) -> bool:
-    """Return whether a process writes its stacks at `SIGNAL`, which would end any other."""
+    """Return whether a process has a handler for `SIGNAL`, without which the signal would end it."""
     with suppress(OSError, ValueError, KeyError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         masks = dict(line.split(":\t") for line in status.splitlines() if line.startswith(("SigBlk", "SigCgt")))
@@ -70,7 +70,7 @@ def frames_of(stacks: str) -> list[Frame]:
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:
-    """Return the frames of the main thread, the innermost first, without those that only note what it does.
+    """Return the frames of the main thread, the innermost first, without those of the heartbeat.
 
     Args:
         stacks: as faulthandler writes them.
@@ -83,7 +83,7 @@ def main_frames(stacks: str, thread: int) -> list[Frame]:
 
 
 def excuse_of(frames: Sequence[Frame], all_frames: Sequence[Frame]) -> str:
-    """Return why a rank may be without progress: "debugger", "compiles", `WORKS`; "" for no reason that is seen.
+    """Return why a rank may be without progress, by its stacks: "debugger", "compiles", `WORKS`; "" if none tells.
 
     Args:
         frames: of the main thread.

@@ -30,16 +30,16 @@ from trainer.watch.stack import Frame, collective_of, is_in_backward
 
 _LOOK_S = 1.0
 _WORKS = 0.1
-"""Share of a processor with which a thread or the children of a rank are at work, also on a busy host."""
+"""A thread, or a rank's children, that take more than this share of a processor are at work, also on a busy host."""
 _WAITS = 0.2
-"""Most of a processor that a rank takes which waits for others in a backward pass; one that computes takes all."""
+"""In a backward pass, a rank that takes more than this share of a processor computes, and does not wait for others."""
 _FRESH_S = 2.0
-"""What the flight recorder has said is old after eight readings that did not come."""
+"""How long a reading of the flight recorder counts; there are four a second."""
 _TERMINATED_S = 3.0
 
 
 class LocalRank:
-    """One rank.
+    """A rank of this host.
 
     Args:
         record: where its process has its heartbeat: "/proc/<pid>/fd/<descriptor>".
@@ -121,7 +121,7 @@ class LocalRank:
         return view
 
     def _works(self) -> bool:
-        """Return whether its thread has computed since it did something last, other work beside it or not."""
+        """Return whether its thread has computed for a part of the time since it did something last."""
         since, cpu_s = self._went_on
         return self._look.cpu_s - cpu_s > _WORKS * max(1.0, self._looked_at - since)
 

@@ -25,13 +25,7 @@ class Spoke(Watcher):
         self._is_done = self._is_lost = False
         self._reported_at = self._next_try = self._next_look = 0.0
         self._failures = 0
-        self._looks = self._has_told_failure = False
-        self._end: tuple[str, tuple[int, ...]] | None = None
-        """What the hub has said, with the ranks that are to blame, for ranks that are to be ended."""
-
-    @property
-    def must_end(self) -> bool:
-        return self._end is not None or self.verdict is not None
+        self._has_told_failure = False
 
     def tick(self) -> None:
         """Report to the hub, and do what it says."""
@@ -55,11 +49,6 @@ class Spoke(Watcher):
             link.flush_for(0.5)
             link.close()
 
-    def end(self) -> None:
-        super().end()
-        if self.verdict is None and self._end is not None:
-            self._ranks.end(*self._end)
-
     def _judge(self, now: float) -> None:
         """Blame the host of rank 0 where ranks of this one wait, and none of them has an excuse."""
         views = self._ranks.views_with_stacks()
@@ -82,30 +71,27 @@ class Spoke(Watcher):
             self._links.append(connect(self._job.endpoint, self._job.token))
         (link,) = self._links
         for message in link.receive():
-            self._obey(message)
+            self._obey(link, message)
         if now - link.heard_at > SILENT_S:
             raise TimeoutError(errno.ETIMEDOUT, "the hub is silent")
         if not link.is_proven:
             return
         self._is_lost, self._failures = False, 0
         is_failure = has_failed(views.values())
-        if self._looks:
-            self._looks, self._reported_at = False, now
-            self._send(link, self._ranks.views_with_stacks(), looked=True)
-        elif now - self._reported_at >= _REPORT_S or is_failure > self._has_told_failure:
+        if now - self._reported_at >= _REPORT_S or is_failure > self._has_told_failure:
             self._reported_at, self._has_told_failure = now, is_failure
             self._send(link, views)
 
     def _send(self, link: Link, views: dict[int, View], **more: Any) -> None:
         link.send({"host": self._job.number, "views": [view.as_dict() for view in views.values()], **more})
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _obey(self, link: Link, message: dict[str, Any]) -> None:
         if message.get("do") == "look":
-            self._looks = True
+            self._send(link, self._ranks.views_with_stacks(), looked=True)
         elif message.get("do") == "report":
-            self._reported_at = 0.0
+            self._send(link, self._ranks.views())
         elif message.get("do") == "end":
-            self._end = (str(message["said"]), tuple(map(int, message["culprits"])))
+            self._ranks.end(str(message["said"]), tuple(map(int, message["culprits"])))
         elif message.get("do") == "bye":
             self._is_done = True
 

@@ -14,7 +14,7 @@ from trainer.ops.watch.report import HANG, write_stacks
 from trainer.ops.watch.wire import Link
 
 SILENT_S = 15.0
-"""Another watcher that has not been heard for so long is lost; one that never was is named."""
+"""A watcher that was not heard for so long is lost. Hosts whose watcher never was are named after this time."""
 
 
 class Watcher:
@@ -41,13 +41,8 @@ class Watcher:
         """Connections on which something has not been sent yet."""
         return [link for link in self._links if link.wants_to_write]
 
-    @property
-    def must_end(self) -> bool:
-        """Whether the ranks are to be ended."""
-        return self.verdict is not None
-
     def postpone(self) -> None:
-        """Begin to count anew: this host has slept."""
+        """Count the time without progress anew, because this host has slept."""
         now = time.monotonic()
         self._limit.progress_at = now
         for link in self._links:

@@ -1,4 +1,4 @@
-"""Messages between the watchers of a job, each proven by the job's token: whoever does not know it is not heard.
+"""Messages between the watchers of a job. Each is proven by the job's token, and nobody else is heard.
 
 The hub begins a connection with a random number, and the other watcher answers with one of its own and a proof of
 both. A message is its length, and JSON that is sealed as the next one in its direction.
@@ -155,7 +155,7 @@ class Link:
 
 
 def connect(endpoint: str, token: str) -> Link:
-    """Return a link that connects to the hub. What keeps it from connecting is raised by `receive`, and nothing blocks.
+    """Return a link that connects to the hub, without waiting. What keeps it from connecting, `receive` raises.
 
     Raises:
         OSError: there is no way to it.
@@ -170,5 +170,5 @@ def connect(endpoint: str, token: str) -> Link:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Return whether the other side has stopped to answer, in contrast to one that has ended."""
+    """Return whether the other side does not answer any more, in contrast to one that has ended."""
     return isinstance(error, OSError) and error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)

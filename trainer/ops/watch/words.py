@@ -1,4 +1,4 @@
-"""How a verdict calls ranks, and the collectives that they are in."""
+"""The words of a verdict: what ranks, and the collectives that they are in, are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.ops.watch.job import View
 from trainer.watch.heartbeat import BATCH_NORM, SAVING
 
 MOST_NAMED = 8
-"""Ranks that are named one by one."""
+"""How many ranks are named one by one."""
 HAS_ENDED = "has ended: its script has reached its end, or has called sys.exit"
 EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
 _SAME_COLLECTIVES = "every rank has to call the same collectives in the same order, with tensors of the same shape"
@@ -56,5 +56,5 @@ def list_of(ranks: Sequence[int]) -> str:
 
 
 def same_collectives(views: Iterable[View]) -> str:
-    """Return what ranks have to do alike that have called different collectives."""
+    """Return the advice for ranks that have called different collectives."""
     return _BATCH_NORM if any(BATCH_NORM in (view.what, view.last) for view in views) else _SAME_COLLECTIVES
