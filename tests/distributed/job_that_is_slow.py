@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import trainer
-from trainer.watch.limits import LEAST_S
+from trainer.ops.watch.limits import LEAST_S
 
 SLOW_S = LEAST_S + 6
 

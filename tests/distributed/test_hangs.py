@@ -23,9 +23,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 # One strategy a fault, and one fault a strategy at least.
 QUICK = {
-    ("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips"), ("ring", "loader"),
+    ("ddp", "backward"),
+    ("horovod over MPI", "stopped"),
+    ("horovod over Gloo", "skips"),
+    ("ring", "loader"),
     ("parameter_server", "one-too-many"),
-}  # fmt: skip
+}
 # The transport or the strategy ends these by itself, with an error.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
 QUICK_ERRORS = {("ddp", "shape"), ("horovod over MPI", "exits")}

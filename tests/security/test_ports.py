@@ -72,7 +72,7 @@ def process_name(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
     for pattern, name in (
         (r"parameter_server/server\.py", "parameter server"),
-        (r"trainer\.watch\.watcher", "watcher"),
+        (r"trainer\.ops\.watch", "watcher"),
         (r"(^|/)mpirun ", "mpirun"),
         (r"bin/torchrun | torch\.distributed\.run ", "torchrun"),
         (r"bin/horovodrun ", "horovodrun"),

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from trainer.ops.watch.hub import Hub
+from trainer.ops.watch.job import Host, Job, View
+from trainer.ops.watch.ranks import LocalRanks
+from trainer.ops.watch.spoke import Spoke
 from trainer.watch.heartbeat import State
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host, View
-from trainer.watch.ranks import LocalRanks
-from trainer.watch.spoke import Spoke
-from trainer.watch.wire import serve
 
 TOKEN = "ab" * 32
 
@@ -24,8 +23,7 @@ class Ranks(LocalRanks):
     def __init__(self, *views: View) -> None:
         super().__init__({})
         self.seen = {view.rank: view for view in views}
-        self.ended: tuple[str, tuple[int, ...]] | None = None
-        self.noted = ""
+        self.ended: tuple[str, Sequence[int]] | None = None
 
     def views(self) -> dict[int, View]:
         return dict(self.seen)
@@ -33,10 +31,7 @@ class Ranks(LocalRanks):
     def views_with_stacks(self) -> dict[int, View]:
         return dict(self.seen)
 
-    def note_why(self, said: str) -> None:
-        self.noted = said
-
-    def end(self, said: str, culprits: tuple[int, ...]) -> None:
+    def end(self, said: str, culprits: Sequence[int]) -> None:
         self.ended = (said, culprits)
 
 
@@ -50,7 +45,7 @@ def both() -> list[Host]:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    with serve("127.0.0.1") as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
 
@@ -58,13 +53,26 @@ def endpoint(listener: socket.socket) -> str:
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+def job_of(hosts: Sequence[Host], number: int, endpoint: str, given_s: float | None) -> Job:
+    start_s = max(given_s or 0.0, 1800.0)
+    return Job(list(hosts), number, TOKEN, given_s, start_s, endpoint, "job")
+
+
+def hub_of(hosts: Sequence[Host], ranks: Ranks, listener: socket.socket | None, given_s: float | None) -> Hub:
+    return Hub(job_of(hosts, 0, "", given_s), ranks, listener)
+
+
+def spoke_of(hosts: Sequence[Host], number: int, ranks: Ranks, endpoint: str, given_s: float | None) -> Spoke:
+    return Spoke(job_of(hosts, number, endpoint, given_s), ranks)
+
+
 def make(listener: socket.socket, ranks: Ranks, given_s: float = 0.2, hosts: Sequence[Host] = ()) -> Hub:
-    return Hub(hosts or both(), ranks, listener, TOKEN, given_s, "job")
+    return hub_of(hosts or both(), ranks, listener, given_s)
 
 
 def run(*watchers: Hub | Spoke, seconds: float = 3.0) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not any(one.verdict for one in watchers):
-        for one in watchers:
-            one.tick()
+    while time.monotonic() < deadline and not any(watcher.verdict for watcher in watchers):
+        for watcher in watchers:
+            watcher.tick()
         time.sleep(0.01)

@@ -300,11 +300,12 @@ def innermost(path: str, error: Exception) -> TracebackType | None:
 def test_an_error_of_the_transport_in_a_backward_pass_is_noted_as_a_collectives(
     ending: Ending, request: pytest.FixtureRequest, path: str, text: str, is_in_collective: bool
 ) -> None:
-    descriptor = heartbeat.open_record(1)
+    noted = heartbeat.open_record(1)
+    assert noted is not None
     request.addfinalizer(heartbeat.close_record)
     error = RuntimeError(text)
     assert ending.of(error, rank=1, trace=innermost(path, error)) == 1
-    record = Heartbeat.from_bytes(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+    record = Heartbeat.from_bytes(noted.read_bytes())
     assert record is not None
     assert (record.state == State.FAILED) is is_in_collective
 

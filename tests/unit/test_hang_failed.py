@@ -9,26 +9,26 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, waiting
+from tests.unit.hang_watchers import Ranks, both, endpoint, listener, make, spoke_of, waiting
+from trainer.ops.watch import hub as hub_module
+from trainer.ops.watch.hub import Hub
+from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.spoke import Spoke
 from trainer.watch import failure
-from trainer.watch import hub as hub_module
 from trainer.watch.heartbeat import State
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host, View
-from trainer.watch.spoke import Spoke
 
 __all__ = ["listener"]
 
 
 def connected(listener: socket.socket, here: Ranks, there: Ranks, hosts: Sequence[Host] = ()) -> tuple[Hub, Spoke]:
     """The watchers of two hosts, of which the hub has heard the other."""
-    hub, spoke = make(listener, here, 60.0, hosts), Spoke(both(), 1, there, endpoint(listener), TOKEN, 60.0, "job")
+    hub, spoke = make(listener, here, 60.0, hosts), spoke_of(both(), 1, there, endpoint(listener), 60.0)
     deadline = time.monotonic() + 3
-    while not hub._hosts[1].is_connected and time.monotonic() < deadline:
+    while not hub._hosts[1].heard_at and time.monotonic() < deadline:
         hub.tick()
         spoke.tick()
         time.sleep(0.01)
-    assert hub._hosts[1].is_connected
+    assert hub._hosts[1].heard_at
     return hub, spoke
 
 
@@ -41,8 +41,10 @@ def failed(rank: int, elements: int) -> View:
 
 
 def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
-    listener: socket.socket, capfd: pytest.CaptureFixture[str]
+    listener: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    noted = list[str]()
+    monkeypatch.setattr(hub_module, "write_verdict", lambda kind, text: noted.append(f"{kind}: {text}"))
     here, there = Ranks(waiting(0)), Ranks(waiting(1))
     hub, spoke = connected(listener, here, there)
     there.seen[1] = failed(1, 11)
@@ -65,7 +67,8 @@ def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
         "trainer: why it failed: every rank has to call the same collectives in the same order, with tensors of the "
         "same shape\n"
     )
-    assert here.noted.startswith("rank 0 on a called all_reduce of 10 elements (collective 1, after step 9); rank 1 on")
+    called = "rank 0 on a called all_reduce of 10 elements (collective 1, after step 9); rank 1 on b called"
+    assert [text.partition(called)[0] for text in noted] == ["different collectives: "]
 
 
 def test_what_a_host_said_before_the_failure_is_not_taken_for_the_last(

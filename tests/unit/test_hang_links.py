@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, waiting
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host, View
-from trainer.watch.wire import Link, RefusedError
+from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, waiting
+from trainer.ops.watch.job import UNREACHABLE, Host, View
+from trainer.ops.watch.wire import Link, RefusedError
 
 
 class Job:
@@ -22,7 +21,7 @@ class Job:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.hosts, self.ranks = both(), Ranks(waiting(0))
-        self.hub = Hub(self.hosts, self.ranks, None, TOKEN, 20.0, "job")
+        self.hub = hub_of(self.hosts, self.ranks, None, 20.0)
         self.sockets: list[socket.socket] = []
 
     @property
@@ -70,7 +69,7 @@ def test_a_host_that_connects_again_has_one_connection(job: Job) -> None:
     job.hear(first)
     job.hear(second)
     assert len(job.hub._links) == 1
-    assert job.other.is_connected
+    assert job.other.problem == ""
     with pytest.raises(RefusedError):
         list(first.receive())
     assert list(second.receive()) == []
@@ -80,12 +79,11 @@ def test_a_host_that_is_silent_is_lost_until_it_is_heard(job: Job) -> None:
     link = job.connect()
     job.hear(link)
     job.after(14.0)
-    assert (job.other.is_connected, job.other.is_lost) == (True, False)
+    assert job.other.problem == ""
     job.after(2.0)
-    assert (job.other.is_connected, job.other.is_lost) == (False, True)
-    job.other.is_silent = True
+    assert job.other.problem == UNREACHABLE
     job.hear(job.connect())
-    assert (job.other.is_connected, job.other.is_lost, job.other.is_silent) == (True, False, False)
+    assert job.other.problem == ""
 
 
 def test_no_host_is_lost_while_the_hub_slept_or_after_it_said_goodbye(job: Job) -> None:
@@ -94,10 +92,10 @@ def test_no_host_is_lost_while_the_hub_slept_or_after_it_said_goodbye(job: Job) 
     job.now += 100.0
     job.hub.postpone()
     job.hub.tick()
-    assert job.other.is_connected
+    assert job.other.problem == ""
     job.hear(link, bye=True)
     job.after(16.0)
-    assert (job.other.is_connected, job.other.is_lost) == (False, False)
+    assert (job.other.has_left, job.other.problem) == (True, "")
 
 
 def test_the_hub_is_heard_every_two_seconds(job: Job) -> None:
@@ -124,7 +122,7 @@ def test_a_message_that_cannot_be_read_ends_its_connection_and_not_the_watch(job
     job.connect().send(message)
     job.hub.tick()
     assert job.hub._links == []
-    assert job.hosts[0].is_connected
+    assert job.hosts[0].problem == ""
 
 
 def test_nobody_is_blamed_before_the_other_host_has_looked(job: Job) -> None:
@@ -178,7 +176,7 @@ class Compiling(Ranks):
 
 def test_what_a_stack_excuses_holds_until_the_next_look_which_is_not_at_once(job: Job) -> None:
     ranks = Compiling(waiting(0), View(rank=1, steps=9))
-    hub = Hub([Host("a", (0, 1))], ranks, None, TOKEN, 20.0, "job")
+    hub = hub_of([Host("a", (0, 1))], ranks, None, 20.0)
     hub.tick()
     looks = []
     for seconds in (21.0, 1.0, 10.0, 6.0, 1.0):

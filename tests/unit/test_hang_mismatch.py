@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.mismatch import explain, has_failed
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import BATCH_NORM, State
-from trainer.watch.judge import Host, View
-from trainer.watch.mismatch import explain, has_failed
 
 STEP = ("gradients", "all_reduce 10", "step")
 EVALUATION = ("all_reduce 4", "broadcast")
 PROGRAM = (*STEP, *STEP, *EVALUATION, *STEP)
 
 
-def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: State = State.WAITING) -> View:
+def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: int = State.WAITING) -> View:
     """A rank that has done so many things of a program, and is in the next; at its end it has ended."""
     done = program[:place]
     counts: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_ranks_of_one_program_are_never_blamed_wherever_they_are() -> None:
 )
 @pytest.mark.parametrize("state", [State.FAILED, State.WAITING])
 def test_the_rank_with_another_program_is_named(
-    other: Sequence[str], place: int, others_at: int, said: str, state: State
+    other: Sequence[str], place: int, others_at: int, said: str, state: int
 ) -> None:
     views = [at(others_at, rank=rank, state=State.FAILED) for rank in (0, 2)]
     wrong = at(place, other, rank=1, state=state)
@@ -166,26 +166,26 @@ def test_a_rank_that_fails_later_is_at_the_same_place() -> None:
     """As the heartbeats say it: of two ranks in one collective, one has its error, and one still waits."""
     views = {}
     for rank, moment in enumerate(("waits", "failed", "went on")):
-        descriptor = heartbeat.open_record(rank)
+        record = heartbeat.open_record(rank)
         for _ in range(2):
             with heartbeat.waits("broadcast", counts=True):
                 pass
         with suppress(ValueError), heartbeat.waits("all_reduce", 10, counts=True):
             if moment == "waits":
-                views[rank] = view_of(descriptor)
+                views[rank] = view_of(record)
             raise ValueError
         if moment == "went on":
             with heartbeat.waits("barrier", counts=True):
-                views[rank] = view_of(descriptor)
-        views.setdefault(rank, view_of(descriptor))
+                views[rank] = view_of(record)
+        views.setdefault(rank, view_of(record))
         heartbeat.close_record()
     assert [view.failures for view in views.values()] == [0, 1, 1]
     assert [view.last for view in views.values()] == ["broadcast", "broadcast", "all_reduce"]
     assert explained(*views.values()) == ()
 
 
-def view_of(descriptor: int | None) -> View:
-    view = View.from_bytes(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+def view_of(record: Path | None) -> View:
+    view = View.from_bytes(record.read_bytes()) if record is not None else None
     assert view is not None
     return view
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import subprocess
@@ -15,37 +14,25 @@ from pathlib import Path
 
 import pytest
 
-import trainer.watch.probe
+import trainer.ops.watch.probe
 from trainer.cluster.processes import children_cpu_s, look
+from trainer.ops.watch.job import WORKS, View
+from trainer.ops.watch.probe import excuse_of, main_frames, place_of, read_stacks, takes_signal, wait_for_stacks
+from trainer.ops.watch.ranks import LocalRank, LocalRanks
 from trainer.watch import heartbeat
-from trainer.watch.heartbeat import State
+from trainer.watch.heartbeat import SIGNAL, State
 from trainer.watch.job_folder import JobVerdict, parse_verdict
-from trainer.watch.judge import WORKS
-from trainer.watch.probe import (
-    SIGNAL,
-    Frame,
-    ask_for_stacks,
-    compiles,
-    is_debugged,
-    main_frames,
-    place_of,
-    read_stacks,
-    saves,
-    wait_for_stacks,
-    waits_in,
-)
-from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
+from trainer.watch.stack import Frame, collective_of
 
 # Computes in C and never lets go of the interpreter's lock.
 SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
 SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
 # Joins as rank 0 of a job, and sleeps.
 JOINS = """
-import json, time
-from trainer.watch.ranks import own_address
+import time
 from trainer.watch import heartbeat
 heartbeat.report_join(0)
-print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
+print(heartbeat.open_record(0), flush=True)
 time.sleep(60)
 """
 SITE = "/usr/lib/python3.11/site-packages"
@@ -74,7 +61,8 @@ def test_a_process_that_holds_the_interpreters_lock_tells_its_stack(
         deadline, stacks = time.monotonic() + 10, ""
         while "in spin\n" not in stacks and time.monotonic() < deadline:  # it has just begun
             before = os.fstat(file.fileno()).st_size
-            assert ask_for_stacks(process.pid)
+            assert takes_signal(process.pid)
+            process.send_signal(SIGNAL)
             wait_for_stacks({file.fileno(): before})
             stacks = read_stacks(file.fileno(), before)
         assert "in spin\n" in stacks
@@ -95,10 +83,9 @@ def test_a_process_that_is_stopped_or_gone_is_told(spinning: tuple[subprocess.Po
     assert look(process.pid, started).state == "X"
 
 
-def test_a_process_without_the_handler_gets_no_signal_that_would_end_it() -> None:
+def test_a_process_without_the_handler_takes_no_signal_that_would_end_it() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not ask_for_stacks(process.pid)
-        assert process.poll() is None
+        assert not takes_signal(process.pid)
         process.kill()
 
 
@@ -115,36 +102,43 @@ Current thread 0x00007f00000000a2 (most recent call first):
     assert str(Frame("/home/me/train.py", 12, "load")) == 'File "/home/me/train.py", line 12, in load'
 
 
-def test_a_compiler_at_work_is_told_from_a_compiled_model_that_runs() -> None:
-    assert compiles([frame("/usr/lib/python3.11/subprocess.py"), frame(f"{SITE}/torch/_inductor/async_compile.py")])
-    assert compiles([frame(f"{SITE}/torch/_dynamo/convert_frame.py")])
-    runs = ("_dynamo/eval_frame.py", "_inductor/output_code.py", "_functorch/_aot_autograd/runtime_wrappers.py")
-    assert not compiles([frame(f"{SITE}/torch/{path}") for path in runs])
+@pytest.mark.parametrize(
+    ("path", "excuse"),
+    [
+        (f"{SITE}/torch/_inductor/async_compile.py", "compiles"),
+        (f"{SITE}/torch/_dynamo/convert_frame.py", "compiles"),
+        # A compiled model that runs.
+        (f"{SITE}/torch/_dynamo/eval_frame.py", ""),
+        (f"{SITE}/torch/_inductor/output_code.py", ""),
+        (f"{SITE}/torch/_functorch/_aot_autograd/runtime_wrappers.py", ""),
+        (f"{SITE}/torch/serialization.py", WORKS),
+        (f"{SITE}/torch/distributed/checkpoint/filesystem.py", WORKS),
+        ("/home/me/serialization.py", ""),
+        ("/usr/lib/python3.11/pdb.py", "debugger"),
+        (f"{SITE}/debugpy/server/api.py", "debugger"),
+        ("/home/me/my_pdb.py", ""),
+    ],
+)
+def test_a_compiler_a_debugger_and_a_file_are_recognized(path: str, excuse: str) -> None:
+    frames = [frame("/usr/lib/python3.11/subprocess.py"), frame(path)]
+    assert excuse_of(frames, frames) == excuse
 
 
-def test_a_rank_that_saves_is_recognized() -> None:
-    assert saves([frame("/usr/lib/python3.11/zipfile.py"), frame(f"{SITE}/torch/serialization.py")])
-    assert saves([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")])
-    assert not saves([frame("/home/me/serialization.py")])
-
-
-def test_a_debugger_is_recognized() -> None:
-    assert is_debugged([frame("/usr/lib/python3.11/cmd.py"), frame("/usr/lib/python3.11/pdb.py")])
-    assert is_debugged([frame(f"{SITE}/debugpy/server/api.py")])
-    assert not is_debugged([frame("/home/me/my_pdb.py")])
+def test_it_may_be_another_thread_that_compiles_but_none_that_saves() -> None:
+    elsewhere = [frame(f"{SITE}/torch/_inductor/compile_fx.py"), frame(f"{SITE}/torch/serialization.py")]
+    assert excuse_of([], elsewhere) == "compiles"
+    assert excuse_of([], elsewhere[1:]) == ""
 
 
 def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
     backward = frame(f"{SITE}/torch/autograd/graph.py")
-    assert waits_in([backward], 0.0) == "gradients"
-    assert waits_in([backward], 0.98) == ""  # computes the gradients
-    assert waits_in([backward], 0.0, is_recorded=True) == ""
-    assert waits_in([frame("/home/me/train.py"), backward], 0.0) == ""
-    assert waits_in([frame(f"{SITE}/torch/nn/parallel/distributed.py")], 0.0) == "gradients"
+    assert collective_of([backward]) == "gradients"
+    assert collective_of([frame("/home/me/train.py"), backward]) == ""
+    assert collective_of([frame(f"{SITE}/torch/nn/parallel/distributed.py")]) == "gradients"
     # These compute and write, whatever they wait for in between.
-    assert waits_in([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")], 0.0) == ""
-    assert waits_in([frame(f"{SITE}/torch/distributed/tensor/_dispatch.py")], 1.0) == ""
-    assert waits_in([], 0.0) == ""
+    assert collective_of([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")]) == ""
+    assert collective_of([frame(f"{SITE}/torch/distributed/tensor/_dispatch.py")]) == ""
+    assert collective_of([]) == ""
 
 
 C10D, LOGGER = "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"
@@ -161,25 +155,29 @@ FUNCTIONS = "torch/nn/modules/_functions.py"
             [(C10D, "all_gather"), (LOGGER, "wrapper"), (C10D, "all_gather_object"), (LOGGER, "wrapper")],
             "torch.distributed.all_gather_object",
         ),
-        ([(C10D, "all_reduce"), ("train.py", "backward"), (FUNCTION, "apply"), (BACKWARD, "x")],
-         "torch.distributed.all_reduce"),
+        (
+            [(C10D, "all_reduce"), ("train.py", "backward"), (FUNCTION, "apply"), (BACKWARD, "x")],
+            "torch.distributed.all_reduce",
+        ),
         ([(DDP, "_pre_forward"), (DDP, "forward"), ("trainer/strategies/ddp.py", "forward")], "DDP's forward pass"),
         ([(DDP, "backward"), (FUNCTION, "apply"), (BACKWARD, "x")], "gradients"),
         ([(C10D, "all_gather"), (FULLY_SHARD, "_pre_forward")], "fully_shard's forward pass"),
         ([(C10D, "reduce_scatter"), (FULLY_SHARD, "post_backward"), (BACKWARD, "x")], "gradients"),
-        ([(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
-         "horovod.torch.allreduce"),
+        (
+            [(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
+            "horovod.torch.allreduce",
+        ),
         ([(C10D, "all_gather"), (LOGGER, "wrapper"), (FUNCTIONS, "forward")], "SyncBatchNorm's forward pass"),
         ([(MPI_OPS, "synchronize"), ("horovod/torch/sync_batch_norm.py", "backward")], "SyncBatchNorm's backward pass"),
     ],
-)  # fmt: skip
+)
 def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple[str, str]], what: str) -> None:
     frames = [frame(f"{SITE}/{path}", name) for path, name in [*calls, ("../../train.py", "train")]]
-    assert waits_in(frames, 0.0) == what
+    assert collective_of(frames) == what
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.watch.probe.__file__
+    library = trainer.ops.watch.probe.__file__
     theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
     assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
         "model.py:31"
@@ -204,9 +202,7 @@ def test_children_that_compute_are_seen(computes: bool) -> None:
 @pytest.fixture
 def own_rank() -> Iterator[LocalRank]:
     """This process as rank 0."""
-    record = heartbeat.open_record(0)
-    assert record is not None
-    yield LocalRank(own_address(0, record, record))
+    yield LocalRank(0, str(heartbeat.open_record(0)))
     heartbeat.close_record()
 
 
@@ -222,22 +218,38 @@ def own_rank() -> Iterator[LocalRank]:
     ],
 )
 def test_what_a_stack_excuses(
-    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[State, str]
+    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[int, str]
 ) -> None:
     stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
-    monkeypatch.setattr("trainer.watch.ranks.read_stacks", lambda *_: stacks)
+    monkeypatch.setattr("trainer.ops.watch.ranks.read_stacks", lambda *_: stacks)
     heartbeat.report_phase(phase)
-    view = own_rank.with_stacks(0)
+    view = own_rank.with_stacks(0, children_work=False)
     assert (view.state, view.excuse) == seen
 
 
-def test_a_rank_whose_loader_computes_is_at_work(own_rank: LocalRank) -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as worker:
-        own_rank.note_children()
-        time.sleep(0.5)
-        own_rank.compare_children()
-        worker.kill()
-    assert own_rank.with_stacks(0).excuse == WORKS
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_rank_whose_loader_computes_is_at_work(
+    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    began = time.monotonic()
+    monkeypatch.setattr("trainer.ops.watch.ranks.children_cpu_s", lambda _: share * (time.monotonic() - began))
+    ranks = LocalRanks({})
+    ranks.by_rank[0] = own_rank
+    monkeypatch.setattr("trainer.ops.watch.ranks.wait_for_stacks", lambda _: time.sleep(0.3))
+    monkeypatch.setattr(own_rank, "ask", lambda: 0)
+    assert ranks.views_with_stacks()[0].excuse == (WORKS if share > 0.1 else "")
+
+
+@pytest.mark.parametrize("cpu", [0.0, 0.98])
+def test_a_rank_in_a_backward_pass_waits_unless_it_computes(
+    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, cpu: float
+) -> None:
+    frames = [frame(f"{SITE}/torch/autograd/graph.py")]
+    monkeypatch.setattr("trainer.ops.watch.ranks.main_frames", lambda *_: frames)
+    own_rank.view()
+    own_rank._cpu = cpu
+    view = own_rank.with_stacks(0, children_work=False)
+    assert (view.what, view.excuse) == (("gradients", "") if cpu == 0.0 else ("", WORKS))
 
 
 def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -246,31 +258,28 @@ def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", JOINS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        address = Address(**json.loads(process.stdout.readline()))
-        LocalRanks({0: address}).end("no progress", (0,))
+        LocalRanks({0: process.stdout.readline().decode().strip()}).end("no progress", (0,))
         assert process.wait(timeout=5) == -signal.SIGTERM
     (file,) = tmp_path.glob("*/verdict.json")
     assert parse_verdict(file.read_text()) == JobVerdict("hang", "no progress", (0,))
 
 
 def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:
-    record, stacks = heartbeat.open_record(1), os.memfd_create("stacks")
-    assert record is not None
+    stacks = os.memfd_create("stacks")
+    record = str(heartbeat.open_record(1, stacks))
     faulthandler.register(SIGNAL, file=stacks, all_threads=True)
     try:
-        rank = LocalRank(own_address(1, record, stacks))
+        ranks, views = LocalRanks({1: record}), list[View]()
         with heartbeat.waits("broadcast"):
-            found: list[object] = []
-            thread = threading.Thread(target=lambda: found.append(LocalRanks({1: rank.address}).views_with_stacks()[1]))
+            thread = threading.Thread(target=lambda: views.extend(ranks.views_with_stacks().values()))
             thread.start()
             thread.join()
-        (view,) = found
-        assert (getattr(view, "what"), getattr(view, "rank")) == ("broadcast", 1)  # noqa: B009
-        assert any("test_a_rank_is_seen" in line for line in getattr(view, "frames"))  # noqa: B009
-        assert not rank.is_gone
+        (view,) = views
+        assert (view.what, view.rank) == ("broadcast", 1)
+        assert any("test_a_rank_is_seen" in line for line in view.frames)
+        assert not ranks.are_gone
         # The heartbeat of another rank, as where a number of a descriptor has been used again.
-        ranks = LocalRanks({5: own_address(5, record, stacks)})
-        assert list(ranks.problems) == [5]
+        assert list(LocalRanks({5: record}).problems) == [5]
     finally:
         faulthandler.unregister(SIGNAL)
         heartbeat.close_record()

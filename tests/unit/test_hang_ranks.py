@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from trainer.cluster.processes import Process
+from trainer.ops.watch import ranks as ranks_module
+from trainer.ops.watch.job import WORKS, View
+from trainer.ops.watch.ranks import LocalRank, LocalRanks
 from trainer.watch import heartbeat
-from trainer.watch import ranks as ranks_module
-from trainer.watch.judge import WORKS, View
-from trainer.watch.ranks import Address, LocalRank, LocalRanks, own_address
 
 # A rank that cannot be ended by a signal it may ignore.
 IGNORES = """
-import json, signal, time
-from trainer.watch.ranks import own_address
+import signal, time
 from trainer.watch import heartbeat
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
+print(heartbeat.open_record(0), flush=True)
 time.sleep(60)
 """
 
@@ -31,16 +32,16 @@ time.sleep(60)
 class Looked:
     """This process as rank 0, whose looks from outside are given."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, record: int) -> None:
-        self.rank = LocalRank(own_address(0, record, record))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, record: Path) -> None:
+        self.rank = LocalRank(0, str(record))
         self.now, self.process, self.asked = 1000.0, Process("S", 1, 0.0), 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(ranks_module, "look", lambda *_: self.process)
-        monkeypatch.setattr(ranks_module, "ask_for_stacks", self._ask)
+        monkeypatch.setattr(ranks_module, "look", lambda *_, **__: self.process)
+        monkeypatch.setattr(ranks_module, "takes_signal", lambda _: True)
+        monkeypatch.setattr(self.rank, "signal", self._ask)
 
-    def _ask(self, _: int) -> bool:
+    def _ask(self, _: int) -> None:
         self.asked += 1
-        return True
 
     def after(self, seconds: float, state: str = "S", cpu_s: float = 0.0) -> View:
         self.now, self.process = self.now + seconds, Process(state, 1, cpu_s)
@@ -73,7 +74,7 @@ def test_who_is_stopped_is_asked_for_no_stack(looked: Looked, state: str, excuse
     looked.after(2.0, state)
     assert looked.rank.ask() is None
     assert looked.asked == 0
-    assert looked.rank.with_stacks(None).excuse == excuse
+    assert looked.rank.with_stacks(None, children_work=False).excuse == excuse
     looked.after(2.0)
     assert looked.rank.ask() is not None
 
@@ -81,28 +82,26 @@ def test_who_is_stopped_is_asked_for_no_stack(looked: Looked, state: str, excuse
 def test_a_rank_works_that_has_computed_since_it_did_something_last(looked: Looked) -> None:
     looked.after(0.0, cpu_s=500.0)
     looked.after(40.0, cpu_s=500.5)
-    assert looked.rank.with_stacks(0).excuse == ""  # whatever it has computed before
+    assert looked.rank.with_stacks(0, children_work=False).excuse == ""  # whatever it has computed before
     looked.after(40.0, cpu_s=520.0)
-    assert looked.rank.with_stacks(0).excuse == WORKS
+    assert looked.rank.with_stacks(0, children_work=False).excuse == WORKS
     heartbeat.progress()
     looked.after(1.0, cpu_s=520.0)
     looked.after(40.0, cpu_s=520.5)
-    assert looked.rank.with_stacks(0).excuse == ""
+    assert looked.rank.with_stacks(0, children_work=False).excuse == ""
 
 
 def test_it_is_the_thread_that_trains_which_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, seen = heartbeat.open_record(0), list[tuple[int, ...]]()
-    assert record is not None
-    address = own_address(0, record, record)
+    seen = list[tuple[int, int]]()
 
-    def look(*given: int) -> Process:
-        seen.append(given)
+    def look(pid: int, thread: int) -> Process:
+        seen.append((pid, thread))
         return Process("S", 1, 0.0)
 
     monkeypatch.setattr(ranks_module, "look", look)
-    LocalRank(address).view()
+    LocalRank(0, str(heartbeat.open_record(0))).view()
     heartbeat.close_record()
-    assert seen == [(address.pid, address.started, address.thread)]
+    assert seen == [(os.getpid(), threading.get_native_id())]
 
 
 def test_who_ignores_the_first_signal_is_killed_and_all_who_are_to_blame_are_noted(
@@ -113,7 +112,6 @@ def test_who_ignores_the_first_signal_is_killed_and_all_who_are_to_blame_are_not
     monkeypatch.setattr(ranks_module, "write_verdict", lambda *verdict: told.append(verdict))
     with subprocess.Popen([sys.executable, "-c", IGNORES], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        address = Address(**json.loads(process.stdout.readline()))
-        LocalRanks({0: address}).end("no progress", tuple(range(100)))
+        LocalRanks({0: process.stdout.readline().decode().strip()}).end("no progress", tuple(range(100)))
         assert process.wait(timeout=5) == -signal.SIGKILL
     assert told == [("hang", "no progress", tuple(range(100)))]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.watch.judge import Host, Verdict, View
-from trainer.watch.report import say, write_stacks
+from trainer.cluster.output import say
+from trainer.ops.watch.job import Host, View
+from trainer.ops.watch.judge import Verdict
+from trainer.ops.watch.report import write_stacks
 
 VERDICT = Verdict(("no progress for 31 s: rank 1 on b did not come", "what to do: look"), (1,))
 
@@ -39,5 +41,5 @@ def test_a_launcher_that_reads_no_more_keeps_no_rank_from_being_ended(monkeypatc
     def fail(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("trainer.watch.report.os.write", fail)
+    monkeypatch.setattr("trainer.cluster.output.os.write", fail)
     say(["one"])

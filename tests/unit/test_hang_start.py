@@ -19,10 +19,12 @@ from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.watch import heartbeat
 from trainer.watch import start as hang
-from trainer.watch.probe import SIGNAL
+from trainer.watch.heartbeat import SIGNAL
 from trainer.watch.recorder import Recorder
 from trainer.watch.start import Entry, connection_limit_s, hang_timeout_s
-from trainer.watch.watcher import IGNORED
+
+OTHER = Entry("b boot ns", "ff", "/proc/1/fd/1")
+"""What a rank of another host tells."""
 
 
 class Ranks:
@@ -66,35 +68,35 @@ def start(ranks: Ranks, entries: Sequence[Entry | None], given_s: float | None) 
 
 
 def entries(ranks: Ranks) -> list[Entry | None]:
-    own = hang.describe(ranks.world)
-    assert own is not None
-    return [own, own]
+    entry = hang.describe(ranks.world)
+    assert entry is not None
+    return [entry, entry]
 
 
 def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
     start(ranks, entries(ranks), None)
     ((command, options),) = Process.started
-    assert command[-2:] == ["-m", "trainer.watch.watcher"]
+    assert command[-2:] == ["-m", "trainer.ops.watch"]
     assert options["pass_fds"] == []
     assert options["start_new_session"] is True
-    assert ranks.broadcasts == [{"given_s": None, "endpoint": ""}]
+    assert ranks.broadcasts == [{"given_s": None, "start_s": 1800.0, "endpoint": ""}]
 
 
 def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
-    own, _ = entries(ranks)
-    assert own is not None
-    other = Entry("b boot ns", "b boot", "ff", own.address)
-    start(ranks, [own, other], 40.0)
+    here, _ = entries(ranks)
+    assert here is not None
+    other = Entry("b boot ns", "ff", here.record)
+    start(ranks, [here, other], 40.0)
     ((_, options),) = Process.started
     assert len(options["pass_fds"]) == 1
     (plan,) = ranks.broadcasts
     assert plan["given_s"] == 40.0
     assert plan["endpoint"].startswith("127.0.0.1:")
-    settings = hang._settings([own, other], own, plan)
-    assert settings["hosts"][1] == {"name": "b", "ranks": [1]}
+    settings = hang._settings([here, other], here.host)
+    assert settings["hosts"][1] == ("b", [1])
     assert len(settings["token"]) == 64
     assert settings["token"] not in json.dumps(plan)
 
@@ -103,42 +105,42 @@ def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     start(ranks, entries(ranks), None)
     ((_, options),) = Process.started
-    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/watch/watcher.py").is_file()
-    assert options["blocked"] >= set(IGNORED)
+    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/ops/watch/__main__.py").is_file()
+    assert options["blocked"] >= {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_the_port_of_the_hub_is_the_watchers_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(hang, "serve", lambda _: server)
-    own, _ = entries(ranks)
-    start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: server)
+    here, _ = entries(ranks)
+    start(ranks, [here, OTHER], None)
     assert server.fileno() == -1
 
 
 def test_a_rank_that_has_joined_before_keeps_all_from_the_broadcast(ranks: Ranks) -> None:
-    own, _ = entries(ranks)
-    start(ranks, [own, None], None)
+    here, _ = entries(ranks)
+    start(ranks, [here, None], None)
     assert ranks.broadcasts == Process.started == []
 
 
 def test_the_first_rank_that_can_be_watched_starts_the_watcher(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, _ = entries(ranks)
-    assert own is not None
-    assert own.host == f"{own.host_id} {Path('/proc/self/ns/pid').readlink()}"
+    here, _ = entries(ranks)
+    assert here is not None
+    assert here.host.endswith(f" {Path('/proc/self/ns/pid').readlink()}")
     ranks.world = World(rank=2, size=3, local_rank=1, local_size=2)
-    known = [Entry("b boot ns", "b boot", "ff", {"pid": 1}), Entry(own.host, own.host_id, "", {}, "why"), own]
+    known = [OTHER, Entry(here.host, problem="why"), here]
     monkeypatch.setattr(ranks, "broadcast_object", lambda *_: {"given_s": None, "endpoint": "b:1"})
     start(ranks, known, None)
     assert len(Process.started) == 1
-    settings = hang._settings([one for one in known if one is not None], own, {})
-    assert (settings["host"], settings["addresses"]) == (1, {2: own.address})
+    settings = hang._settings(known, here.host)
+    assert (settings["number"], settings["records"]) == (1, {2: here.record})
 
 
 def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
-    own, _ = entries(ranks)
-    start(ranks, [Entry("a boot ns", "a boot", "", {}, "why"), own], None)
+    here, _ = entries(ranks)
+    start(ranks, [Entry("a boot ns", problem="why"), here], None)
     assert ranks.broadcasts == [None]
     assert heartbeat._record is None
 
@@ -150,11 +152,11 @@ def test_a_recorder_is_followed_where_hangs_are_watched_for(
     seen = []
     monkeypatch.setattr(hang, "follow", lambda recorder, is_root: seen.append((recorder, is_root)))
     monkeypatch.setenv("TRAINER_HANG_TIMEOUT", timeout)
-    own = entries(ranks)
-    start(ranks, own, None)
+    known = entries(ranks)
+    start(ranks, known, None)
     assert seen == []
     ranks.flight_recorder = lambda includeCollectives: b"{}"  # noqa: N803 (PyTorch's)
-    start(ranks, own, None)
+    start(ranks, known, None)
     assert seen == [(ranks.flight_recorder, True)] * followed
 
 
@@ -192,14 +194,14 @@ def _fail(*_: object, **__: object) -> Any:
     raise OSError(1, "not permitted")
 
 
-@pytest.mark.parametrize("place", ["address_toward", "serve", "token_of"])
+@pytest.mark.parametrize("place", ["address_toward", "socket.create_server", "token_of"])
 def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
     monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(hang, place, _fail)
-    own, _ = entries(ranks)
-    start(ranks, [own, Entry("b boot ns", "b boot", "ff", {"pid": 1})], None)
+    monkeypatch.setattr(f"trainer.watch.start.{place}", _fail)
+    here, _ = entries(ranks)
+    start(ranks, [here, OTHER], None)
     assert len(ranks.broadcasts) == 1
     assert Process.started == []
     assert capfd.readouterr().err.count("hangs are not watched for") == 1
@@ -216,22 +218,22 @@ def test_a_watcher_that_cannot_be_started_is_said(
 def test_a_rank_that_cannot_be_watched_takes_part_all_the_same(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    own, _ = entries(ranks)
+    here, _ = entries(ranks)
     heartbeat.close_record()
     monkeypatch.setattr(hang, "open_record", _fail)
     broken = hang.describe(ranks.world)
     assert broken is not None
-    assert (broken.address, broken.problem) == ({}, "PermissionError: [Errno 1] not permitted")
-    start(ranks, [own, broken], None)
+    assert (broken.record, broken.problem) == ("", "PermissionError: [Errno 1] not permitted")
+    start(ranks, [here, broken], None)
     assert len(ranks.broadcasts) == 1
     assert capfd.readouterr().err.count("hangs are not watched for on every rank") == 1
 
 
 def test_a_rank_that_cannot_be_watched_notes_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "own_address", _fail)
+    monkeypatch.setattr(faulthandler, "register", _fail)
     broken = hang.describe(ranks.world)
     assert broken is not None
-    assert broken.address == {}
+    assert broken.record == ""
     assert heartbeat._record is None
 
 
@@ -242,11 +244,9 @@ def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
 
 
 def test_the_watcher_starts_without_pytorch() -> None:
-    found = subprocess.run(
-        ["python", "-c", "import sys, trainer.watch.watcher; print('torch' in sys.modules, 'psutil' in sys.modules)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert found.stdout == "False False\n"
+    script = "import sys, trainer.ops.watch.__main__; print('torch' in sys.modules, 'psutil' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
 
 
 # The handler that is registered first is called last.
@@ -257,7 +257,7 @@ from trainer.watch.heartbeat import Heartbeat
 from trainer.cluster.world import World
 atexit.register(lambda: print(repr(Heartbeat.from_bytes(path.read_bytes()).is_at_end)))
 entry = start.describe(World(rank=0, size=2, local_rank=0, local_size=2))
-path = pathlib.Path(f"/proc/self/fd/{{entry.address['heartbeat']}}")
+path = pathlib.Path(entry.record)
 sys.excepthook = lambda *_: None
 {end}
 """

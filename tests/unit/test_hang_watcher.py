@@ -8,26 +8,26 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, make, run, waiting
-from trainer.watch import spoke as spoke_module
-from trainer.watch import watcher as watcher_module
-from trainer.watch.hub import Hub
-from trainer.watch.judge import WORKS, Host, View
-from trainer.watch.spoke import Spoke
+from tests.unit.hang_watchers import Ranks, both, endpoint, job_of, listener, make, run, spoke_of, waiting
+from trainer.ops.watch import __main__ as watcher_module
+from trainer.ops.watch import spoke as spoke_module
+from trainer.ops.watch.hub import Hub
+from trainer.ops.watch.job import WORKS, Host, View
+from trainer.ops.watch.spoke import Spoke
 
 __all__ = ["listener"]
 
 # A rank that has joined, and waits for nothing.
 RANK = """
-import json, sys
-from trainer.watch.ranks import own_address
+import sys
 from trainer.watch import heartbeat
-print(json.dumps(own_address(0, heartbeat.open_record(0), 0).as_dict()), flush=True)
+print(heartbeat.open_record(0), flush=True)
 sys.stdin.read()
 """
 
@@ -75,17 +75,13 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdin is not None
         assert rank.stdout is not None
-        settings = {
-            "hosts": [{"name": "a", "ranks": [0]}],
-            "host": 0,
-            "addresses": {0: json.loads(rank.stdout.readline())},
-        }
-        settings |= {"token": TOKEN, "given_s": None, "script": "job", "listener": -1}
+        settings = asdict(job_of([], 0, "", None)) | {"hosts": [["a", [0]]], "listener": []}
+        settings["records"] = {0: rank.stdout.readline().strip()}
         # As start.py does it: a signal that comes before they are ignored waits.
-        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, watcher_module.IGNORED)
-        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.watch.watcher"], stdin=subprocess.PIPE)
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.ops.watch"], stdin=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
-        for number in watcher_module.IGNORED:
+        for number in watcher_module._IGNORED:
             watcher.send_signal(number)
         assert watcher.stdin is not None
         watcher.stdin.write(json.dumps(settings).encode())
@@ -119,7 +115,7 @@ def test_the_hosts_without_rank_0_say_that_its_host_is_unreachable(
 ) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
     hosts = [Host("a", (0,)), Host("b", tuple(view.rank for view in views))]
-    spoke = Spoke(hosts, 1, Ranks(*views), endpoint(listener), TOKEN, 0.2, "job")
+    spoke = spoke_of(hosts, 1, Ranks(*views), endpoint(listener), 0.2)
     hub = cut_off(spoke, listener)
     run(spoke, seconds=3.0 if is_judged else 1.0)
     assert (spoke.verdict is not None) is is_judged
@@ -133,8 +129,8 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_blames_nobody() -> None:
         def views_with_stacks(self) -> dict[int, View]:
             return {1: waiting(1, 10)}
 
-    spoke = Spoke(both(), 1, Going(waiting(1, 9)), "127.0.0.1:1", TOKEN, 0.2, "job")
-    spoke._note(spoke._ranks.views(), time.monotonic())
+    spoke = spoke_of(both(), 1, Going(waiting(1, 9)), "127.0.0.1:1", 0.2)
+    spoke._note(spoke._here, spoke._ranks.views(), time.monotonic())
     spoke._judge(time.monotonic() + 60.0)
     assert spoke.verdict is None
 
@@ -144,7 +140,7 @@ def test_a_host_that_refuses_a_connection_can_be_reached(
 ) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
     monkeypatch.setattr(spoke_module, "_AGAIN_S", 0.1)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.2, "job")
+    spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.2)
     hub = cut_off(spoke, listener)
     run(spoke, seconds=1.0)
     assert spoke.verdict is None
@@ -153,7 +149,7 @@ def test_a_host_that_refuses_a_connection_can_be_reached(
 
 def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.5, "job")
+    spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.5)
     hub = cut_off(spoke, listener)
     run(spoke, seconds=0.4)  # which finds that the hub is silent
     time.sleep(0.6)
@@ -168,7 +164,8 @@ def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, m
 def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.1)
     hub = make(listener, Ranks(waiting(0)), 60.0)
-    spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(listener), TOKEN, 0.1, "job")
+    there = Ranks(waiting(1))
+    spoke = spoke_of(both(), 1, there, endpoint(listener), 0.1)
     deadline = time.monotonic() + 2
     while not hub._links and time.monotonic() < deadline:
         hub.tick()
@@ -176,7 +173,7 @@ def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket, monk
     hub.leave()
     run(spoke, seconds=0.5)
     assert spoke.verdict is None
-    assert not spoke.must_end
+    assert there.ended is None
 
 
 def test_a_hub_that_was_never_there_is_looked_for_six_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +185,5 @@ def test_a_hub_that_was_never_there_is_looked_for_six_times(monkeypatch: pytest.
 
     monkeypatch.setattr(spoke_module, "_AGAIN_S", 0.0)
     monkeypatch.setattr(spoke_module, "connect", refuse)
-    run(Spoke(both(), 1, Ranks(waiting(1)), "127.0.0.1:1", TOKEN, None, "job"), seconds=0.3)
+    run(spoke_of(both(), 1, Ranks(waiting(1)), "127.0.0.1:1", None), seconds=0.3)
     assert len(tries) == 6

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, waiting
-from trainer.watch import wire
-from trainer.watch.spoke import Spoke
-from trainer.watch.wire import Link, RefusedError, connect, is_timeout
+from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, spoke_of, waiting
+from trainer.ops.watch import wire
+from trainer.ops.watch.wire import Link, RefusedError, connect, is_timeout
 
 __all__ = ["listener"]
 
@@ -70,8 +69,9 @@ def test_who_takes_no_messages_is_refused_and_not_waited_for(
     started = time.monotonic()
     hub.flush_for(0.05)
     assert time.monotonic() - started < 0.9
+    hub.send({"text": "x" * (1 << 20)})
     with pytest.raises(RefusedError, match="takes no more"):
-        hub.send({"text": "x" * (1 << 20)})
+        list(hub.receive())
 
 
 def test_a_watcher_does_not_wait_for_a_hub_that_does_not_answer() -> None:
@@ -81,7 +81,7 @@ def test_a_watcher_does_not_wait_for_a_hub_that_does_not_answer() -> None:
             waits.append(socket.socket())
             waits[-1].setblocking(False)
             waits[-1].connect_ex(full.getsockname())
-        spoke = Spoke(both(), 1, Ranks(waiting(1)), endpoint(full), TOKEN, None, "job")
+        spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(full), None)
         started = time.monotonic()
         spoke.tick()
         spoke.tick()

@@ -19,29 +19,20 @@ from trainer.report.run_record import RunFolder
 from trainer.strategies.gradients import Synchronizer
 from trainer.strategies.single import SingleStrategy
 from trainer.watch import heartbeat
-from trainer.watch.heartbeat import (
-    SIZE,
-    Heartbeat,
-    State,
-    UpdateCounter,
-    loading,
-    note_waits,
-    read_heartbeat,
-    report_phase,
-    waits,
-)
+from trainer.watch.heartbeat import SIZE, Heartbeat, State, UpdateCounter, loading, note_waits, report_phase, waits
 
 
 @pytest.fixture
 def record() -> Iterator[Path]:
     """The record of rank 2, as another process opens it."""
-    descriptor = heartbeat.open_record(2)
-    yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    path = heartbeat.open_record(2)
+    assert path is not None
+    yield path
     heartbeat.close_record()
 
 
 def read(path: Path) -> Heartbeat:
-    heartbeat = read_heartbeat(Heartbeat, path.read_bytes)
+    heartbeat = Heartbeat.from_reader(path.read_bytes)
     assert heartbeat is not None
     assert heartbeat.version % 2 == 0
     return heartbeat
@@ -108,7 +99,7 @@ def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -
     failed = read(record)
     assert (failed.state, failed.what, failed.elements, failed.collectives) == (State.FAILED, "all_reduce", 12, 0)
     assert (failed.last, failed.failures, failed.is_counted) == ("", 1, True)
-    assert heartbeat.note_failure("gradients")
+    assert heartbeat.report_failure("HorovodInternalError", "", 2, "gradients")
     assert read(record).what == "all_reduce"
     with waits("barrier", counts=True):  # the error was caught
         assert (read(record).state, read(record).collectives) == (State.WAITING, 1)
@@ -133,9 +124,9 @@ def test_who_is_interrupted_in_a_collective_has_not_failed_in_it(record: Path) -
 
 
 def test_an_error_in_a_collective_without_marks_is_noted_at_the_end(record: Path) -> None:
-    assert not heartbeat.note_failure("")
+    assert not heartbeat.report_failure("ValueError", "", 2)
     assert read(record).state == State.BETWEEN
-    assert heartbeat.note_failure("gradients")
+    assert heartbeat.report_failure("DistBackendError", "", 2, "gradients")
     assert (read(record).state, read(record).what) == (State.FAILED, "gradients")
 
 
@@ -275,11 +266,11 @@ def test_a_record_is_read_as_it_was_at_one_moment(record: Path) -> None:
 
     own = heartbeat._record
     changes = [end, begin]
-    read_back = read_heartbeat(Heartbeat, read_meanwhile)
+    read_back = Heartbeat.from_reader(read_meanwhile)
     assert read_back is not None
     assert (read_back.steps, read_back.updates) == (1, 1)
     begin()  # and is stopped there
-    read_back = read_heartbeat(Heartbeat, record.read_bytes)
+    read_back = Heartbeat.from_reader(record.read_bytes)
     assert read_back is not None
     assert (read_back.steps, read_back.updates) == (2, 1)
     report_phase("training")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.watch import heartbeat, job_folder
-from trainer.watch.heartbeat import MISTAKE, Heartbeat, UpdateCounter, read_heartbeat
+from trainer.watch.heartbeat import MISTAKE, Heartbeat, UpdateCounter
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict, folder_name, parse_verdict, write_verdict
 
 
@@ -27,7 +27,7 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> Heartbeat:
-    record = read_heartbeat(Heartbeat, path.read_bytes)
+    record = Heartbeat.from_reader(path.read_bytes)
     assert record is not None
     return record
 
@@ -79,7 +79,7 @@ def test_a_signal_is_kept_beside_the_longest_texts(file: Path) -> None:
 def test_python_s_end_is_done_unless_the_rank_was_preempted(file: Path) -> None:
     heartbeat._report_exit()
     assert read(file).phase == "done"
-    heartbeat.report_end("preempted")
+    heartbeat.report_phase("preempted")
     heartbeat._report_exit()
     assert read(file).phase == "preempted"
 
@@ -99,7 +99,7 @@ def test_without_a_job_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path
     heartbeat.report_join(0)
     heartbeat.report_update(1)
     heartbeat.report_failure("ValueError", "", 0)
-    heartbeat.report_end("done")
+    heartbeat.report_phase("done")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,15 +149,15 @@ def test_a_verdict_is_not_noted_in_a_folder_that_another_user_could_have_made(
     if job is None:
         monkeypatch.delenv("TRAINER_JOB")
     else:
-        monkeypatch.setattr(job_folder, "is_own", lambda _: False)
+        monkeypatch.setattr(job_folder, "is_ours", lambda _: False)
     write_verdict(HANG, "rank 1 did not come", (1,))
     assert not list(tmp_path.glob("*/verdict.json"))
 
 
 def test_the_watcher_is_given_the_record_that_trainer_run_reads(file: Path) -> None:
-    descriptor = heartbeat.open_record(1)
-    assert descriptor is not None
-    assert os.path.sameopenfile(descriptor, os.open(file, os.O_RDONLY))
+    record = heartbeat.open_record(1)
+    assert record is not None
+    assert record.samefile(file)
     assert heartbeat.open_record(1) is None, "it is watched already"
     heartbeat.close_record()
     heartbeat.report_update(9)

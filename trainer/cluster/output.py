@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -17,6 +19,17 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()
+
+
+def say(lines: Sequence[str], prefix: str = "trainer: ") -> None:
+    """Print lines on this process's standard error with a single write, whatever Python has made of `sys.stderr`."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, "".join(f"{prefix}{line}\n" for line in lines).encode())
+
+
+def warn(text: str) -> None:
+    """Print a warning, as `say` prints lines."""
+    say([f"WARNING: {text}"])
 
 
 def write_whole_lines() -> None:

@@ -20,8 +20,8 @@ from trainer.cluster.environment import Launch, launches, read_launch
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.files import writable_places
-from trainer.watch.heartbeat import LOST_PEER, MISTAKE, note_failure, report_failure
-from trainer.watch.probe import Call, waits_for
+from trainer.watch.heartbeat import LOST_PEER, MISTAKE, report_failure
+from trainer.watch.stack import Frame, collective_of
 
 # A user's mistake usually fails every rank. The other ranks wait this long before they print: the launcher has ended
 # them by then, so that the line appears once.
@@ -58,13 +58,13 @@ def report_failures() -> None:
 
 
 def explain_failures(explain: Callable[[BaseException], str]) -> None:
-    """Have errors of other libraries told as a user's mistake, in one line, where `explain` returns one."""
+    """Report an error of another library as a mistake of the user's if `explain` returns a line about it."""
     if explain not in _explanations:
         _explanations.append(explain)
 
 
 def at_exit(handler: Callable[[], object]) -> None:
-    """Register an exit handler that waits for other ranks, and is therefore left out where this rank fails."""
+    """Register an exit handler that waits for other ranks, and is therefore not called if this rank fails."""
     _collective_handlers.append(handler)
     atexit.register(handler)
 
@@ -77,9 +77,10 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         end_process("interrupted" if launch.rank == 0 else "", 130)
     lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
     # An error of a backward pass on this rank alone has the same innermost line.
-    was_in_collective = note_failure(waits_for(_calls(trace)) if lost_peer else "")
+    collective = collective_of(_stack(trace)) if lost_peer else ""
     is_mistake = issubclass(kind, (ConfigError, DataError))
-    report_failure(MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__, str(error), launch.rank)
+    cause = MISTAKE if is_mistake else LOST_PEER if lost_peer else kind.__name__
+    was_in_collective = report_failure(cause, str(error), launch.rank, collective)
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
@@ -94,10 +95,10 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     _end(launch, f"{kind.__name__}: {what}{writable_places(error)}", 1)
 
 
-def _calls(trace: TracebackType | None) -> list[Call]:
+def _stack(trace: TracebackType | None) -> list[Frame]:
     """Return a traceback's calls, the innermost first. Reads no source, whose disk may be why this rank fails."""
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
-    return [(code.co_filename, code.co_name) for code in reversed(codes)]
+    calls = [Frame(call.f_code.co_filename, line, call.f_code.co_name) for call, line in traceback.walk_tb(trace)]
+    return calls[::-1]
 
 
 def _read_launch() -> Launch:
@@ -124,7 +125,7 @@ def _end(launch: Launch, message: str, code: int) -> None:
 
 
 def end_process(message: str, code: int) -> None:
-    """End this process without what waits for other ranks, which Python's own end would call."""
+    """End this process without the exit handlers that wait for other ranks, which Python would call."""
     # The reader of our output may be gone already; that must not keep this rank alive.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -145,7 +146,7 @@ def _print_line(text: str) -> None:
 
 
 def _flush() -> None:
-    """Do what Python's own end does for files and other libraries, without what waits for other ranks."""
+    """Flush files and call exit handlers as Python does at its end, without those that wait for other ranks."""
     horovod = sys.modules.get("horovod.torch.mpi_ops")
     for handler in (*_collective_handlers, *([horovod._basics.shutdown] if horovod else [])):
         atexit.unregister(handler)

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,31 +23,33 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64
-from enum import IntEnum
-from typing import Any, ClassVar, Self, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from trainer.watch.job_folder import is_own, own_folder
+from trainer.watch.job_folder import is_ours, job_folder
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work: to be started again, or not."""
 SAVING = "saving"
 """The phase of a rank that saves a checkpoint."""
 TRAINING = {"", "joining", "joined", "training"}
-"""Phases of a rank that trains. Without a loader of ours it has joined, until its first step."""
+"""Phases of a rank that trains. A loop without a loader of ours stays at "joined" until its first step."""
 MISTAKE, LOST_PEER = "mistake", "lost peer"
-"""Kinds of error beside the names of exceptions: a user's mistake; a failure that follows from another rank's."""
+"""Kinds of error, beside names of exceptions: a mistake of the user's; a failure that another rank's has caused."""
 BATCH_NORM = "BatchNorm's statistics"
-"""What a rank waits for whose BatchNorm is over the global batch."""
+"""Name of the collective by which a BatchNorm over the global batch gets its statistics."""
+SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
+"""The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
 _MAGIC = b"trainer-heartbeat "
-_WHAT_BYTES, _PHASE_BYTES = 48, 24
+_WHAT_BYTES = 48
 _MOST_STEPS = 64
-"""More than a rank's program is ahead of its device."""
+"""Steps whose times are kept: a rank's program is never so many steps ahead of its device."""
 _READINGS = 20
 _NONE_LEFT = object()
 
 
-class State(IntEnum):
-    """What a rank does."""
+class State:
+    """What a rank does: plain numbers, as members of an enumeration are slow to look up."""
 
     BETWEEN = 0
     """It computes, between two collectives."""
@@ -56,10 +59,6 @@ class State(IntEnum):
     """It waits for its data."""
     FAILED = 3
     """The collective that it had called has ended with an error."""
-
-
-# Members of an enumeration are slow to look up.
-_BETWEEN, _WAITING, _LOADER, _FAILED = map(int, State)
 
 
 def _text(name: str) -> Any:
@@ -76,7 +75,7 @@ def _text(name: str) -> Any:
 
 
 class Recorded(ctypes.Structure):
-    """What PyTorch's flight recorder says of this rank's collectives, those of all process groups together.
+    """PyTorch's flight recorder of this rank's collectives, those of all process groups together.
 
     `pending` is the name of the first that is not completed: "gradients", "all_reduce", …; empty where none is known.
     `group` is its process group, such as "NCCL 0".
@@ -102,7 +101,9 @@ class Heartbeat(ctypes.Structure):
         ("_head", c_char * 48),  # a line of text that a shell can read too: the magic and the process
         ("version", c_uint64),  # odd while the rank writes
         ("rank", c_int64),
-        ("thread", c_int64),  # Python's ident of the main thread, which stacks name
+        ("thread", c_int64),  # that trains: Python's ident, by which stacks name it
+        ("native_thread", c_int64),  # the system's number of the same
+        ("stacks_file", c_int64),  # its descriptor of the file that gets its stacks; 0 without one
         # What it waits for, for the watch.
         ("state", c_int64),
         ("events", c_int64),  # grows with every change
@@ -119,7 +120,7 @@ class Heartbeat(ctypes.Structure):
         ("steps", c_int64),  # of optimizers
         ("updates", c_int64),  # completed
         ("pieces", c_int64),  # of long work that are done, such as chunks of a checkpoint
-        ("_phase", c_char * _PHASE_BYTES),
+        ("_phase", c_char * 24),
         ("progress_s", c_double),  # when it reported an update or a phase last, by its host's monotonic clock
         ("reports", c_int64),  # phases since its last update: of two ranks in the same update, fewer is behind
         ("first_update", c_int64),  # that it completed after its start; 0 before
@@ -153,30 +154,28 @@ class Heartbeat(ctypes.Structure):
         """Return a copy of a record; None for anything else, and for one that is being made."""
         return cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
 
+    @classmethod
+    def from_reader(cls, read: Callable[[], bytes]) -> Self | None:
+        """Return a copy of a record that is of one moment; None for anything else.
+
+        A rank that is stopped or killed while it writes leaves an odd version, which is taken as it is in the end.
+
+        Args:
+            read: returns the bytes of the record, which may change in between.
+        """
+        before = None
+        for _ in range(_READINGS):
+            record = read()
+            heartbeat = cls.from_bytes(record)
+            # Nothing was written between two readings that are equal, and the first of them was of one moment.
+            if heartbeat is None or (record == before and heartbeat.version % 2 == 0):
+                break
+            before = record
+        return heartbeat
+
 
 SIZE = ctypes.sizeof(Heartbeat)
 """Bytes of a record."""
-_AnyHeartbeat = TypeVar("_AnyHeartbeat", bound=Heartbeat)
-
-
-def read_heartbeat(kind: type[_AnyHeartbeat], read: Callable[[], bytes]) -> _AnyHeartbeat | None:
-    """Return a copy of a record that is of one moment; None for anything else.
-
-    A rank that is stopped or killed while it writes leaves an odd version: after some readings it is taken as it is.
-
-    Args:
-        kind: class of the copy.
-        read: returns the bytes of the record.
-    """
-    before = None
-    for _ in range(_READINGS):
-        record = read()
-        heartbeat = kind.from_bytes(record)
-        # Nothing was written between two readings that are equal, and the first of them was of one moment.
-        if heartbeat is None or (record == before and heartbeat.version % 2 == 0):
-            break
-        before = record
-    return heartbeat
 
 
 class _Record(Heartbeat):
@@ -186,7 +185,8 @@ class _Record(Heartbeat):
     is_watched: bool
     is_in_memory: bool
     stepped_at: deque[int]
-    # Fields of the record that are computed with here.
+    """Times of its latest steps."""
+    # Fields of the record that are computed with here, for the type checker.
     version: int
     elements: int
     is_counted: bool
@@ -198,7 +198,7 @@ class _Record(Heartbeat):
         record = cls.from_buffer(mmap.mmap(descriptor, SIZE))
         record.descriptor, record.is_in_memory, record.is_watched = descriptor, is_in_memory, False
         record.stepped_at = deque(maxlen=_MOST_STEPS)
-        record.rank, record.thread = rank, threading.get_ident()
+        record.rank, record.thread, record.native_thread = rank, threading.get_ident(), threading.get_native_id()
         record.pid = os.getpid()  # last, because it makes a record of it
         return record
 
@@ -206,7 +206,7 @@ class _Record(Heartbeat):
         """Note what this rank does from now on. What it has waited for before is done."""
         # Not `+= 1`: an exception of a signal's handler may have left it odd.
         self.version = version = self.version | 1
-        if self.is_counted and state != _FAILED:  # one that has failed is done when its error was caught
+        if self.is_counted and state != State.FAILED:  # one that has failed is done when its error was caught
             self.collectives += 1
             self._last, self.last_elements = self._what, self.elements
         self.state, self._what, self.elements, self.is_counted = state, what, elements, is_counted
@@ -215,17 +215,16 @@ class _Record(Heartbeat):
 
     def fail(self, what: bytes, elements: int = 0, is_counted: bool = False) -> None:
         self.failures += 1
-        self.set(_FAILED, what, elements, is_counted)
+        self.set(State.FAILED, what, elements, is_counted)
 
     def put(self, **fields: Any) -> None:
-        """Set fields at once. Where another thread does it, a reader may see some of them earlier."""
-        is_own = self.thread == threading.get_ident()
-        version = self.version | 1
-        if is_own:
+        """Set fields at once. In a thread that has not made the record, a reader may see some of them earlier."""
+        version, is_writer = self.version | 1, self.thread == threading.get_ident()
+        if is_writer:
             self.version = version
         for name, value in fields.items():
             setattr(self, name, value)
-        if is_own:
+        if is_writer:
             self.version = version + 1
 
 
@@ -233,14 +232,14 @@ _record: _Record | None = None
 
 
 def report_join(rank: int) -> None:
-    """Make the record of this rank, which is about to join the others, where `trainer run` has started it."""
+    """Make the record of this rank, which is about to join the others, if `trainer run` has started it."""
     global _record
-    folder = own_folder()
+    folder = job_folder()
     if folder is None or _record is not None:
         return
     with suppress(OSError):  # a full disk ends no training that does not need the disk
         folder.mkdir(mode=0o700, exist_ok=True)
-        if is_own(folder):
+        if is_ours(folder):
             # One that is there belongs to the rank: this process is a child of it that has inherited its environment.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
@@ -249,8 +248,11 @@ def report_join(rank: int) -> None:
             atexit.register(_report_exit)
 
 
-def open_record(rank: int) -> int | None:
-    """Return the descriptor of this process's record for its watcher, in memory where there was none; None if twice.
+def open_record(rank: int, stacks: int = 0) -> Path | None:
+    """Return where the watcher finds the record of this process, which is made if need be; None at a second call.
+
+    Args:
+        stacks: descriptor of the file that gets this process's stacks at `SIGNAL`.
 
     Raises:
         OSError: the system has no such files.
@@ -260,12 +262,12 @@ def open_record(rank: int) -> int | None:
         _record = _Record.make(os.memfd_create("trainer-heartbeat"), rank, is_in_memory=True)
     if _record.is_watched:
         return None
-    _record.is_watched = True
-    return _record.descriptor
+    _record.is_watched, _record.stacks_file = True, stacks
+    return Path(f"/proc/{os.getpid()}/fd/{_record.descriptor}")
 
 
 def close_record() -> None:
-    """Write nothing for a watcher any more. What `trainer run` reads goes on."""
+    """End the record, unless `trainer run` reads it too: nothing is watched."""
     global _record
     if _record is not None:
         _record.is_watched = False
@@ -283,12 +285,13 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _own() -> _Record | None:
+def _writable() -> _Record | None:
+    """Return the record in the thread that has made it; None without one, and in other threads."""
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
 
 class waits:  # noqa: N801 (a context, as contextlib's are)
-    """Context in which this rank waits for others. One within another is a part of it.
+    """Context in which this rank waits for others. A context within another is a part of it.
 
     Args:
         what: is waited for.
@@ -301,16 +304,17 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
         self._record: _Record | None = None
 
     def __enter__(self) -> None:
-        record = _own()
+        record = _writable()
         if record is None:
             return
         state = record.state
-        if state == _WAITING:
+        if state == State.WAITING:
             record.events += 1  # which tells that a part of it has begun
             return
         # After an error that was caught nothing is waited for.
-        self._before = (_BETWEEN, b"", 0) if state in (_BETWEEN, _FAILED) else (state, record._what, record.elements)
-        record.set(_WAITING, self._what, self._elements, self._counts)
+        is_between = state in (State.BETWEEN, State.FAILED)
+        self._before = (State.BETWEEN, b"", 0) if is_between else (state, record._what, record.elements)
+        record.set(State.WAITING, self._what, self._elements, self._counts)
         self._record = record
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -324,7 +328,7 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
 
 
 def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
-    """Have the methods of a class that it defines itself note that they wait.
+    """Wrap methods of a class in `waits`, those that it defines itself.
 
     Args:
         names: by the method's name, what it waits for.
@@ -352,14 +356,14 @@ def loading(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches, and note that this rank waits for its data while it draws one."""
     iterator = iter(batches)
     while True:
-        record = _own()
+        record = _writable()
         if record is not None:
-            record.set(_LOADER, b"data", 0)
+            record.set(State.LOADER, b"data", 0)
         try:
             batch = next(iterator, _NONE_LEFT)
         finally:
-            if record is not None and record.state != _FAILED:
-                record.set(_BETWEEN, b"", 0)
+            if record is not None and record.state != State.FAILED:
+                record.set(State.BETWEEN, b"", 0)
         if batch is _NONE_LEFT:
             return
         yield batch
@@ -391,7 +395,7 @@ class UpdateCounter:
 
 def note_step() -> None:
     """Note that an optimizer has stepped."""
-    if (record := _own()) is not None:
+    if (record := _writable()) is not None:
         record.steps += 1
         record.stepped_at.append(time.time_ns())
 
@@ -406,13 +410,10 @@ def steps_before(time_ns: int) -> int:
 
 def report_update(updates: int) -> None:
     """Note the number of updates that this rank has completed. Takes a microsecond at most."""
-    if (record := _own()) is not None:
-        record.version = version = record.version | 1
+    if (record := _writable()) is not None:
         now = time.monotonic()
-        record.updates, record.progress_s, record.reports = updates, now, 0
-        if not record.first_update:
-            record.first_update, record.first_update_s = updates, now
-        record.version = version + 1
+        first = {} if record.first_update else {"first_update": updates, "first_update_s": now}
+        record.put(updates=updates, progress_s=now, reports=0, **first)
 
 
 def report_phase(phase: str) -> None:
@@ -421,16 +422,9 @@ def report_phase(phase: str) -> None:
     Counts as progress for `trainer run`; for the watch of hangs only in the thread that trains.
     """
     if _record is not None:
-        is_own = _record.thread == threading.get_ident()
-        version = _record.version | 1
-        if is_own:
-            _record.version = version
-            _record.events += 1
-        _record._phase = phase.encode()[:_PHASE_BYTES]
-        _record.reports += 1
-        _record.progress_s = time.monotonic()
-        if is_own:
-            _record.version = version + 1
+        _record.put(phase=phase, reports=_record.reports + 1, progress_s=time.monotonic())
+        if (record := _writable()) is not None:
+            record.events += 1
 
 
 def progress() -> None:
@@ -447,47 +441,40 @@ def note_recorded(recorded: Recorded) -> None:
 
 def note_folder(folder: str) -> None:
     """Note the folder of the run's record, where the ranks' stacks belong."""
-    if (record := _own()) is not None:
+    if (record := _writable()) is not None:
         record.put(folder=folder)
 
 
 def report_signal(number: int) -> None:
-    """Note in any thread that this rank was asked to end. One that died without it was not ended by the launcher."""
+    """Note in any thread that this rank was asked to end: if it dies without that, its launcher has not ended it."""
     if _record is not None:
         _record.signal = number
 
 
-def note_failure(what: str) -> bool:
-    """Note that this rank fails; return whether it does so in a collective.
+def report_failure(kind: str, message: str, rank: int, collective: str = "") -> bool:
+    """Note in any thread with which error this rank ends; return whether the error is of a collective.
 
     Args:
-        what: the collective by the error's stack, for those that note nothing themselves; "" without one.
+        rank: this one, which may not have joined yet.
+        collective: that has failed by the error's stack, where it has noted nothing itself; "" without one.
     """
-    record = _own()
-    if record is not None and what and record.state == _BETWEEN:
-        record.fail(what.encode()[:_WHAT_BYTES])
-    return record is not None and bool(record.state == _FAILED)
-
-
-def report_failure(kind: str, message: str, rank: int) -> None:
-    """Note in any thread with which error this rank ends. It may not have joined yet."""
     report_join(rank)
     if _record is not None:
         _record.put(error=kind, message=message)
-
-
-def report_end(how: str) -> None:
-    """Note that this rank has ended its work: "preempted", to be started again, or "done"."""
-    report_phase(how)
+    if (record := _writable()) is None:
+        return False
+    if collective and record.state == State.BETWEEN:
+        record.fail(collective.encode()[:_WHAT_BYTES])
+    return bool(record.state == State.FAILED)
 
 
 def note_end() -> None:
-    """Note as Python ends that the script has come to its end, and not by an exception that another hook has shown."""
-    if getattr(sys, "last_type", None) is None and (record := _own()) is not None:
+    """Note, as Python ends, that the script has come to its end, unless a hook has shown an exception."""
+    if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
 
 
 def _report_exit() -> None:
     # Python ends in good order, which it also does after sys.exit: the launcher's exit code tells more.
     if _record is not None and _record.phase != PREEMPTED:
-        report_end(DONE)
+        report_phase(DONE)

@@ -1,4 +1,4 @@
-"""The folder of a job under `trainer run`: its ranks' heartbeats, and `verdict.json`, why its watch has ended it.
+"""The folder of a job under `trainer run`: its ranks' heartbeats, and in `verdict.json` why the watch has ended it.
 
 It lies among the temporary files of each host, and `trainer run` reads it after the ranks are gone.
 """
@@ -19,7 +19,7 @@ from trainer.files import write_atomically
 JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
 HANG, DIFFERENT = "hang", "different collectives"
-"""Kinds of verdict: the job is ended because it hangs; or it has failed, as ranks had called different collectives."""
+"""Kinds of verdict: the job is ended because it hangs; it has failed because ranks called different collectives."""
 VERDICT = "verdict.json"
 
 
@@ -38,13 +38,13 @@ def folder_name(job: str, user: int) -> str:
     return f"trainer-{user}-{job}"
 
 
-def own_folder() -> Path | None:
+def job_folder() -> Path | None:
     """Return the folder of the job that this process belongs to, which may not be there; None without a job."""
     job = os.environ.get(JOB)
     return Path(tempfile.gettempdir(), folder_name(job, os.geteuid())) if job else None
 
 
-def is_own(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
     """Return whether a folder is there and this user's, not one that another user has put in its place."""
     with suppress(OSError):
         status = folder.lstat()
@@ -54,8 +54,8 @@ def is_own(folder: Path) -> bool:
 
 def write_verdict(kind: str, text: str, culprits: Sequence[int] = ()) -> None:
     """Note what was found out about the job where `trainer run` finds it, as one line of JSON."""
-    folder = own_folder()
-    if folder is not None and is_own(folder):
+    folder = job_folder()
+    if folder is not None and is_ours(folder):
         with suppress(OSError):
             write_atomically(folder / VERDICT, json.dumps(asdict(JobVerdict(kind, text, tuple(culprits)))) + "\n")
 

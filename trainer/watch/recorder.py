@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder, where a collective returns before it is done: which ones are enqueued, and not completed.
+"""PyTorch's flight recorder: which collectives a rank has enqueued that are not completed.
 
 Over NCCL a rank waits for the device, wherever that is in its program. A thread reads the recorder, and writes what it
 says into this rank's heartbeat, so that nothing has to be asked of a rank that hangs. It cannot read while another
@@ -19,24 +19,28 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from trainer.cluster.environment import FLIGHT_RECORDER
+from trainer.cluster.output import warn
 from trainer.watch.heartbeat import Recorded, note_recorded, steps_before
-from trainer.watch.report import warn
 
 _READ_S = 0.25
 _SETTLED_S = 2.0
 """After this long without change the entries are read: 2,000 take 40 ms of the interpreter's lock, and counts 10 µs."""
 _ENDED_S = 1.0
 _NAMES = {
-    "_all_gather_base": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "allreduce_coalesced": "all_reduce", "all_reduce_barrier": "barrier", "_broadcast_oop": "broadcast",
+    "_all_gather_base": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_barrier": "barrier",
+    "_broadcast_oop": "broadcast",
     "_reduce_oop": "reduce",
-}  # fmt: skip
+}
 _BACKENDS = {"nccl": "NCCL", "gloo": "Gloo"}
 _SAME_LENGTH = ("all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base")
-"""Those in which all ranks' tensors are as long."""
+"""Collectives in which the tensors of all ranks have the same length."""
 _BACKWARD_THREADS = "pt_autograd_"
-"""How autograd calls its threads, one a GPU. What they send is of a backward pass."""
+"""Names of autograd's threads, one for each GPU, begin with this. What they send belongs to a backward pass."""
 
 
 class Recorder(Protocol):
@@ -46,7 +50,7 @@ class Recorder(Protocol):
 
 
 def find_recorder(*, is_over_nccl: bool, environ: Mapping[str, str] = os.environ) -> Recorder | None:
-    """Return the recorder of torch.distributed's collectives; None where a rank that waits is known without it."""
+    """Return the recorder of torch.distributed's collectives; None where it is not needed to see that a rank waits."""
     setting = environ.get(FLIGHT_RECORDER, "")
     if setting == "0" or not (is_over_nccl or setting == "1"):
         return None
@@ -57,7 +61,7 @@ def find_recorder(*, is_over_nccl: bool, environ: Mapping[str, str] = os.environ
 
 
 def counts_of(trace: Any) -> dict[str, tuple[int, int]]:
-    """Return by process group how many collectives were enqueued, and are completed.
+    """Return how many collectives were enqueued, and how many are completed, by process group.
 
     Raises:
         LookupError, TypeError, ValueError: it has another format.
@@ -139,6 +143,7 @@ class Reader(threading.Thread):
         note_recorded(Recorded(read_at=now, enqueued=enqueued, completed=completed, **(self._first or {})))
 
     def end(self) -> None:
+        """Stop reading, unless that takes too long."""
         self._ended.set()
         self.join(_ENDED_S)
 
@@ -153,11 +158,9 @@ def follow(recorder: Recorder, *, is_root: bool) -> None:
     reader.start()
 
 
+# Exit handlers run in the reverse order: this one after those that wait for other ranks, which is to be seen.
+@atexit.register
 def _end_all() -> None:
     # A thread that is in PyTorch's code while Python shuts down may abort the process.
     for reader in _readers:
         reader.end()
-
-
-# Exit handlers run in the reverse order: this one after those that wait for other ranks, which is to be seen.
-atexit.register(_end_all)

@@ -25,30 +25,29 @@ from typing import Any
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.cluster.identity import token_of
 from trainer.cluster.network import address_toward, host_id
+from trainer.cluster.output import warn
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
-from trainer.watch.heartbeat import close_record, note_end, open_record
-from trainer.watch.limits import START_S
-from trainer.watch.probe import SIGNAL
-from trainer.watch.ranks import own_address
+from trainer.watch.heartbeat import SIGNAL, close_record, note_end, open_record
 from trainer.watch.recorder import Recorder, follow
-from trainer.watch.report import warn
-from trainer.watch.watcher import IGNORED
-from trainer.watch.wire import serve
 
+_START_S = 1800.0
+"""The limit until the first step: rank 0 may prepare the data, and the model is broadcast."""
+_WATCHER = "trainer.ops.watch"
+"""The module that a watcher runs: a program, which the library does not import."""
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the other ranks have to know of one."""
+    """What each rank tells all others of itself."""
 
     host: str
-    """Tells its host from all others; a container with processes of its own is one."""
-    host_id: str
-    part: str
+    """Its host's id and its namespace of processes: a container that has one of its own is another host."""
+    part: str = ""
     """This rank's random share of the watch token."""
-    address: dict[str, int]
+    record: str = ""
+    """Where its host's watcher finds its heartbeat; "" where it cannot be watched."""
     problem: str = ""
     """Why it cannot be watched."""
 
@@ -72,35 +71,35 @@ def hang_timeout_s(given: float | None, environ: Any = os.environ) -> float | No
 
 
 def connection_limit_s(given: float | None, environ: Any = os.environ) -> float:
-    """Return how long ranks may take to connect, as a job may until its first step; 0 for ever."""
+    """Return how long ranks may take to connect, which is the limit until the first step; 0 means for ever."""
     try:
         given = hang_timeout_s(given, environ)
     except ConfigError:  # which `start` says, and goes on
         given = None
-    return 0.0 if given == 0 else max(given or 0.0, START_S)
+    return 0.0 if given == 0 else max(given or 0.0, _START_S)
 
 
 def describe(world: World) -> Entry | None:
-    """Begin to note what this rank does; return what the others have to know, or None where nothing is to be watched.
+    """Begin to note what this rank does, and return what the others have to know. Never fails.
 
-    Never fails.
+    None means that nothing is to be watched: the job has one rank, or it has been joined before.
     """
     if world.size == 1:
         return None
     try:
-        heartbeat = open_record(world.rank)
-        if heartbeat is None:  # it has joined before
-            return None
         stacks = os.memfd_create("trainer-stacks")
+        record = open_record(world.rank, stacks)
+        if record is None:  # it has joined before
+            os.close(stacks)
+            return None
         _held.append(stacks)
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
         atexit.register(note_end)
         namespace = Path("/proc/self/ns/pid").readlink()
-        address = own_address(world.rank, heartbeat, stacks).as_dict()
-        return Entry(f"{host_id()} {namespace}", host_id(), secrets.token_hex(32), address)
+        return Entry(f"{host_id()} {namespace}", secrets.token_hex(32), str(record))
     except Exception as error:
         close_record()
-        return Entry(host_id(), host_id(), "", {}, f"{type(error).__name__}: {error}")
+        return Entry(f"{host_id()} ?", problem=f"{type(error).__name__}: {error}")
 
 
 def start(
@@ -118,20 +117,20 @@ def start(
         broadcast: returns rank 0's value on all ranks.
         recorder: the flight recorder of this rank's collectives, where it is read.
     """
-    entry_here = entries[world.rank]
-    if entry_here is None or any(entry is None for entry in entries):
-        return
     known = [entry for entry in entries if entry is not None]
+    if len(known) < len(entries):
+        return
+    here = known[world.rank]
     listener, plan = _plan(known, given_s) if world.is_root else (None, None)
     plan = broadcast(plan)
     try:
-        if plan is None or not entry_here.address:
+        if plan is None or not here.record:
             close_record()
             return
         if recorder is not None:
             follow(recorder, is_root=world.is_root)
-        if next(entry for entry in known if entry.host == entry_here.host and entry.address) is entry_here:
-            _launch(_settings(known, entry_here, plan), listener)
+        if next(entry for entry in known if entry.host == here.host and entry.record) is here:
+            _launch({**plan, **_settings(known, here.host)}, listener)
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")
     finally:
@@ -140,20 +139,20 @@ def start(
 
 
 def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socket | None, dict[str, Any] | None]:
-    """Return the hub's listener, and what all ranks have to know; no plan where nothing is watched."""
+    """Return the hub's listener, and the plan, which all ranks have to know; no plan where nothing is watched."""
     try:
         given_s = hang_timeout_s(given_s)
         if given_s == 0:
             return None, None
         if problem := next((entry.problem for entry in entries if entry.problem), ""):
             warn(f"hangs are not watched for on every rank: {problem}")
-        if not entries[0].address:
+        if not entries[0].record:
             return None, None
-        plan: dict[str, Any] = {"given_s": given_s, "endpoint": ""}
+        plan = {"given_s": given_s, "start_s": connection_limit_s(given_s), "endpoint": ""}
         if len({entry.host for entry in entries}) == 1:
             return None, plan
-        address = address_toward([entry.host_id for entry in entries])
-        listener = serve(address)
+        address = address_toward([entry.host.rpartition(" ")[0] for entry in entries])
+        listener = socket.create_server((address, 0), backlog=128)
         return listener, {**plan, "endpoint": f"{address}:{listener.getsockname()[1]}"}
     except ConfigError as error:
         warn(f"hangs are not watched for: {error}")
@@ -162,36 +161,40 @@ def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socke
     return None, None
 
 
-def _settings(entries: Sequence[Entry], here: Entry, plan: dict[str, Any]) -> dict[str, Any]:
+def _settings(entries: Sequence[Entry], here: str) -> dict[str, Any]:
+    """Return what the watcher of this host has to know beside the plan: see `main` of `trainer.ops.watch`."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry.host, []).append(rank)
     return {
-        **plan,
-        "hosts": [{"name": host.split()[0], "ranks": some} for host, some in ranks.items()],
-        "host": list(ranks).index(here.host),
-        "addresses": {rank: entries[rank].address for rank in ranks[here.host] if entries[rank].address},
+        "hosts": [(host.split()[0], some) for host, some in ranks.items()],
+        "number": list(ranks).index(here),
+        "records": {rank: entries[rank].record for rank in ranks[here] if entries[rank].record},
         "token": token_of(["watch", *(entry.part for entry in entries)]),
         "script": Path(sys.argv[0]).stem or "run",
     }
 
 
 def _launch(settings: dict[str, Any], listener: socket.socket | None) -> None:
-    number = listener.fileno() if listener is not None else -1
+    descriptors = [listener.fileno()] if listener is not None else []
     library = str(Path(__file__).resolve().parent.parent.parent)
-    paths = [library, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    # In a session of its own, because Ctrl-C and Ctrl-Z are for the ranks. What comes before it ignores signals waits.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    paths = filter(None, [library, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    # In a session of its own, because Ctrl-C and Ctrl-Z are for the ranks. A signal that comes before the watcher
+    # ignores it waits.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-S", "-m", "trainer.watch.watcher"], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=[number] if number >= 0 else [],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )  # fmt: skip
+            [sys.executable, "-P", "-S", "-m", _WATCHER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=descriptors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _held.append(process)
     with suppress(BrokenPipeError):
         assert process.stdin is not None  # noqa: S101 (for the type checker)
-        process.stdin.write(json.dumps({**settings, "listener": number}).encode())
+        process.stdin.write(json.dumps({**settings, "listener": descriptors}).encode())
         process.stdin.close()

@@ -27,7 +27,7 @@ from trainer.loop.lr_schedule import MORE_STEPS
 from trainer.loop.random_numbers import set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.failure import explain_failures
-from trainer.watch.heartbeat import PREEMPTED, report_end, report_phase
+from trainer.watch.heartbeat import PREEMPTED, report_phase
 
 _DEFAULT_EVERY_S = 600.0
 _REDUCE_EVERY_S = 0.5
@@ -249,7 +249,7 @@ class Checkpoints:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
         if not problem:
-            report_end(PREEMPTED)
+            report_phase(PREEMPTED)
         raise SystemExit(1 if problem else exit_codes.PREEMPTED)
 
     def _report(self, problem: str) -> None:

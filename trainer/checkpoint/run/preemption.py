@@ -17,7 +17,7 @@ from types import FrameType
 
 from trainer.cluster import exit_codes
 from trainer.watch.failure import end_process
-from trainer.watch.heartbeat import PREEMPTED, report_end, report_signal
+from trainer.watch.heartbeat import PREEMPTED, report_phase, report_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _POLL_S = 0.05
@@ -86,7 +86,7 @@ class Preemption:
             if self._is_closed:
                 return
             if not self._is_handled and time.monotonic() > alone and self._save_alone():
-                report_end(PREEMPTED)
+                report_phase(PREEMPTED)
                 end_process("", exit_codes.PREEMPTED)
             time.sleep(_POLL_S)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)

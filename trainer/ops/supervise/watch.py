@@ -14,8 +14,8 @@ from pathlib import Path
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
-from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat, read_heartbeat
-from trainer.watch.job_folder import folder_name, is_own
+from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
+from trainer.watch.job_folder import folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
@@ -92,8 +92,8 @@ class Ranks:
         """Read the heartbeats of the ranks, look for dead ranks, and ask other hosts if it is time to."""
         if self._here:
             with suppress(OSError):
-                for path in self._folder.glob("rank-*") if is_own(self._folder) else ():
-                    if (heartbeat := read_heartbeat(Heartbeat, path.read_bytes)) is not None:
+                for path in self._folder.glob("rank-*") if is_ours(self._folder) else ():
+                    if (heartbeat := Heartbeat.from_reader(path.read_bytes)) is not None:
                         self.note(self._here, heartbeat)
             self._look_for_dead()
         is_idle = bool(self.all) and time.monotonic() - self.progress_at > _SUSPICIOUS_S

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 
+from trainer.ops.watch.job import View
 from trainer.watch.heartbeat import TRAINING
-from trainer.watch.judge import View
 
 LEAST_S, LONGEST_S = 30.0, 540.0
-"""The longest is below the 600 s after which torch.distributed ends a job by itself."""
-NOTICE_S = 30.0
-"""Where the limit is much longer, what is waited for is said after this long."""
-START_S = 1800.0
-"""Until the first step: rank 0 may prepare the data, and the model is broadcast."""
+"""Bounds of a limit that is measured. torch.distributed ends a job by itself after 600 s."""
 FACTOR = 10.0
 _LATELY = 100
 _FIRST_STEPS = 3
-"""The first ones compile, allocate and connect."""
+"""Steps that are not measured, because they compile, allocate and connect."""
 
 
 class Limit:
@@ -26,19 +21,16 @@ class Limit:
 
     Args:
         given_s: what the user has set; None measures.
+        start_s: the limit until the first step.
     """
 
-    def __init__(self, given_s: float | None, now: float) -> None:
-        self._given_s = given_s
+    def __init__(self, given_s: float | None, start_s: float, now: float) -> None:
+        self._given_s, self._start_s = given_s, start_s
         self.progress_at = now
-        """When a rank did something last."""
+        """When a rank did something last. Set it to begin anew, where the time since then is not the job's."""
         self.stage = "start"
         self._gaps: dict[str, deque[float]] = {}
         self._left: set[str] = set()
-
-    def postpone(self, now: float) -> None:
-        """Begin anew, without taking the time since the last progress for one of the job's."""
-        self.progress_at = now
 
     def on_progress(self, views: Collection[View], now: float) -> None:
         """Note that a rank has done something."""
@@ -51,20 +43,15 @@ class Limit:
             self.stage = stage
 
     @property
-    def is_given(self) -> bool:
-        """Whether the user has set it."""
-        return self._given_s is not None
-
-    @property
     def longest(self) -> float:
-        """For what may go on by itself."""
+        """The limit for what may go on by itself, such as a slow network or work on one rank."""
         return max(LONGEST_S, self.seconds)
 
     @property
     def seconds(self) -> float:
-        """Of this stage."""
+        """The limit in the stage that the job is in."""
         if self.stage == "start":
-            return max(self._given_s or 0.0, START_S)
+            return self._start_s
         if self._given_s is not None:
             return self._given_s
         # What an evaluation or a checkpoint takes is known once the job has come through one.
@@ -72,29 +59,6 @@ class Limit:
             return LONGEST_S
         longest = max(self._gaps.get(self.stage, ()), default=0.0)
         return min(max(LEAST_S, FACTOR * longest), LONGEST_S)
-
-
-class Notices:
-    """When to say what is waited for, long before the limit: once in each wait, and each time after twice as long."""
-
-    def __init__(self) -> None:
-        self._after_s = self._next_s = NOTICE_S
-
-    def is_due(self, idle_s: float, limit_s: float) -> bool:
-        """Return whether to look at the ranks, in a wait that has taken so long and will not be judged soon."""
-        return self._next_s <= idle_s and limit_s >= 2 * self._after_s
-
-    def put_off(self, idle_s: float) -> None:
-        """Look again later: nothing was to be said."""
-        self._next_s = 2 * idle_s
-
-    def on_said(self) -> None:
-        """Say nothing more of this wait."""
-        self._after_s, self._next_s = 2 * self._after_s, math.inf
-
-    def on_progress(self) -> None:
-        """Begin to count anew."""
-        self._next_s = self._after_s
 
 
 def stage_of(views: Collection[View]) -> str:

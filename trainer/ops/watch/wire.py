@@ -1,4 +1,4 @@
-"""Messages between the watchers of a job, each proven by the job's token: whoever does not know it is not heard.
+"""Messages between the watchers of a job. Each is proven by the job's token, and nobody else is heard.
 
 The hub begins a connection with a random number, and the other watcher answers with one of its own and a proof of
 both. A message is its length, and JSON that is sealed as the next one in its direction.
@@ -21,7 +21,7 @@ from typing import Any
 from trainer.cluster.identity import PROOF_BYTES, is_proof, prove, seal, unseal
 
 TIMEOUT_S = 10.0
-"""For the hello; and for the other side to acknowledge what it was sent."""
+"""Time for the other side to prove itself, and to acknowledge what it was sent."""
 _NONCE = 32
 _HELLO = _NONCE + PROOF_BYTES
 _HEAD = struct.Struct("!I")
@@ -46,14 +46,15 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TIMEOUT_S * 1000))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self._token, self._is_hub = connection, token, is_hub
-        self._key, self._own = b"", secrets.token_bytes(_NONCE)
+        self._key, self._nonce = b"", secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
         self._sent = self._received = 0
+        self._broken: Exception | None = None
         self.opened_at = self.heard_at = time.monotonic()
         self.host = -1
         """Which host the other side is, once it has said so."""
         if is_hub:
-            self._out += self._own
+            self._out += self._nonce
 
     @property
     def is_proven(self) -> bool:
@@ -70,74 +71,66 @@ class Link:
         self.socket.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and send what can be sent now.
-
-        Raises:
-            RefusedError: the other side does not take any more.
-            OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
-        """
+        """Queue a message, and send what can be sent now; before the other side has proven itself, do nothing."""
         if not self.is_proven:
             return
         sealed = seal(self._key, json.dumps(message).encode(), "message", self._is_hub, self._sent)
         self._out += _HEAD.pack(len(sealed)) + sealed
         self._sent += 1
-        if len(self._out) > _MOST_WAITING:
-            raise RefusedError("it takes no more messages")
         self.flush()
+        if len(self._out) > _MOST_WAITING:
+            self._broken = RefusedError("it takes no more messages")
 
     def flush(self) -> None:
-        """Send what can be sent now.
-
-        Raises:
-            OSError: as for `send`.
-        """
-        with suppress(BlockingIOError):
+        """Send what can be sent now. What keeps it from being sent, `receive` raises."""
+        try:
             while self._out:
                 del self._out[: self.socket.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._broken = self._broken or error
 
     def flush_for(self, seconds: float) -> None:
         """Wait up to this long until everything is sent."""
         deadline = time.monotonic() + seconds
-        with suppress(OSError):
-            while self._out and (left := deadline - time.monotonic()) > 0:
-                select.select([], [self.socket], [], left)
-                self.flush()
+        while self._out and not self._broken and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self.socket], [], left)
+            self.flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come.
+        """Send what can be sent now, and yield the messages that have come.
 
         Raises:
-            RefusedError: the other side has ended the connection, or proves nothing.
-            OSError: as for `send`.
+            RefusedError: the other side has ended the connection, proves nothing, or takes no more messages.
+            OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
         """
-        is_over = False
-        broken: OSError | None = None
+        self.flush()
         try:
-            while not is_over and len(self._in) < (_MOST_BYTES if self.is_proven else _HELLO):
+            while len(self._in) < (_MOST_BYTES if self.is_proven else _HELLO):
                 chunk = self.socket.recv(65536 if self.is_proven else _HELLO - len(self._in))
+                if not chunk:
+                    raise RefusedError("it has ended the connection")
                 self._in += chunk
-                is_over = not chunk
         except BlockingIOError:
             pass
-        except OSError as error:
-            broken = error  # after what has come before it
+        except (OSError, RefusedError) as error:
+            self._broken = self._broken or error
         if not self.is_proven:
             self._read_hello()
         yield from self._messages()
-        if broken is not None:
-            raise broken
-        if is_over:
-            raise RefusedError("it has ended the connection")
+        if self._broken is not None:  # after what has come before it
+            raise self._broken
 
     def _read_hello(self) -> None:
         if len(self._in) < (_HELLO if self._is_hub else _NONCE):
             return
         other = bytes(self._in[:_NONCE])
-        hub, spoke = (self._own, other) if self._is_hub else (other, self._own)
+        hub, spoke = (self._nonce, other) if self._is_hub else (other, self._nonce)
         if self._is_hub and not is_proof(bytes(self._in[_NONCE:_HELLO]), self._token, "watcher", hub, spoke):
             raise RefusedError("it does not know the job's token")
         if not self._is_hub:
-            self._out += self._own + prove(self._token, "watcher", hub, spoke)
+            self._out += self._nonce + prove(self._token, "watcher", hub, spoke)
         del self._in[: _HELLO if self._is_hub else _NONCE]
         self._key = prove(self._token, "messages", hub, spoke)
         self.flush()
@@ -161,17 +154,8 @@ class Link:
                 yield message
 
 
-def serve(address: str) -> socket.socket:
-    """Return a listening socket on this address.
-
-    Raises:
-        OSError: it cannot listen there.
-    """
-    return socket.create_server((address, 0), backlog=128)
-
-
 def connect(endpoint: str, token: str) -> Link:
-    """Return a link that connects to the hub. What keeps it from connecting is raised by `receive`, and nothing blocks.
+    """Return a link that connects to the hub, without waiting. What keeps it from connecting, `receive` raises.
 
     Raises:
         OSError: there is no way to it.
@@ -186,10 +170,5 @@ def connect(endpoint: str, token: str) -> Link:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Return whether the other side has stopped to answer, in contrast to one that has ended."""
+    """Return whether the other side does not answer any more, in contrast to one that has ended."""
     return isinstance(error, OSError) and error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Return whether the other side's host has answered that nobody listens there: it can be reached."""
-    return isinstance(error, ConnectionRefusedError)

@@ -1,7 +1,4 @@
-"""The watcher of one host, a process of its own: `python -m trainer.watch.watcher`, with its settings on stdin.
-
-It ends with the ranks of its host, and outlives none of them. It has no PyTorch in it, so that it starts within 0.1 s.
-"""
+"""The program of a watcher, which ends when the ranks of its host have ended."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
-from trainer.watch.hub import Hub
-from trainer.watch.judge import Host
-from trainer.watch.ranks import Address, LocalRanks
-from trainer.watch.report import warn
-from trainer.watch.spoke import Spoke
+from trainer.cluster.output import warn
+from trainer.ops.watch.hub import Hub
+from trainer.ops.watch.job import Host, Job
+from trainer.ops.watch.ranks import LocalRanks
+from trainer.ops.watch.spoke import Spoke
 
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 """Schedulers and launchers send these to all processes of a job; the watcher ends when the ranks have."""
 _TICK_S = 0.25
 _SLEPT_S = 5.0
@@ -28,33 +23,29 @@ _SLEPT_S = 5.0
 
 
 def main() -> int:
-    """Watch until the ranks of this host have ended."""
-    for number in IGNORED:
+    """Watch until the ranks of this host have ended.
+
+    The settings are JSON on standard input: the fields of `Job`; "records", the path of each rank's heartbeat; and
+    "listener", on the hub's host the descriptor of the socket to which other watchers connect.
+    """
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the rank has had all of them blocked until here
     settings = json.loads(sys.stdin.buffer.read())
-    ranks = LocalRanks({int(rank): Address(**address) for rank, address in settings["addresses"].items()})
+    ranks = LocalRanks({int(rank): path for rank, path in settings.pop("records").items()})
     if ranks.problems:
         rank, problem = next(iter(ranks.problems.items()))
         warn(f"hangs are not watched for on rank {rank}: {problem}")
     if not ranks.by_rank:
         return 0
-    watcher = _make(settings, ranks)
+    listener = next((socket.socket(fileno=descriptor) for descriptor in settings.pop("listener")), None)
+    job = Job([Host(name, tuple(numbers)) for name, numbers in settings.pop("hosts")], **settings)
     try:
-        _watch(watcher, ranks)
+        _watch(Spoke(job, ranks) if job.number else Hub(job, ranks, listener), ranks)
     except Exception as error:  # a job does not end because nobody watches it
         warn(f"hangs are no longer watched for: {type(error).__name__}: {error}")
         return 1
     return 0
-
-
-def _make(settings: Mapping[str, Any], ranks: LocalRanks) -> Hub | Spoke:
-    hosts = [Host(host["name"], tuple(host["ranks"])) for host in settings["hosts"]]
-    number, token, given_s, script = settings["host"], settings["token"], settings["given_s"], settings["script"]
-    if number == 0:
-        listener = socket.socket(fileno=settings["listener"]) if settings["listener"] >= 0 else None
-        return Hub(hosts, ranks, listener, token, given_s, script)
-    return Spoke(hosts, number, ranks, settings["endpoint"], token, given_s, script)
 
 
 def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:
@@ -66,7 +57,7 @@ def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:
             watcher.postpone()
         watcher.tick()
         before = _clock()
-        if watcher.verdict is not None or (isinstance(watcher, Spoke) and watcher.must_end):
+        if watcher.verdict is not None:
             watcher.end()
             return
         # A tick reads a dozen files; messages that follow each other closely wait for the next one.

@@ -1,4 +1,4 @@
-"""Why a collective has failed, from the views of all ranks: some called another one than the others. No processes.
+"""Why a collective has failed, from views of all ranks: some of them called another collective. No processes.
 
 MPI, Gloo and Horovod end a job whose ranks call different collectives with an error about lengths or connections, which
 names no rank. What the ranks had noted before tells which of them it was.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.cluster.processes import GONE
+from trainer.ops.watch.job import Host, View, names_of, views_of
+from trainer.ops.watch.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, same_collectives
 from trainer.watch.heartbeat import State
-from trainer.watch.judge import EARLY_END, MOST_NAMED, Host, View, by_collective, list_of, name, same_collectives
 
 
 def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
@@ -25,20 +26,23 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
     Args:
         hosts: of the job, with what each rank did last.
     """
-    known = {rank: view for host in hosts for rank, view in host.views.items()}
     # Who has caught an error of a collective, and gone on, tells nothing about the others.
-    views = {rank: view for rank, view in sorted(known.items()) if view.failures <= (view.state == State.FAILED)}
+    known = views_of(hosts).items()
+    views = {rank: view for rank, view in known if view.failures <= (view.state == State.FAILED)}
     different = _different(views) if has_failed(views.values()) else {}
     if not different:
         return ()
-    host_of = {rank: host.name for host in hosts for rank in host.ranks}
+    names = names_of(hosts)
     behind = min(different.values(), key=lambda view: view.collectives)
     called = {rank: _called_beside(behind, view) for rank, view in views.items()}
     others = {rank: view for rank, view in called.items() if rank not in different and _place(view).is_in}
-    lines = [f"rank {rank} on {host_of[rank]} {_what_it_did(called[rank])}" for rank in list(different)[:MOST_NAMED]]
+    lines = []
+    for rank in list(different)[:MOST_NAMED]:
+        is_over = _place(called[rank]).has_ended
+        lines.append(f"{names[rank]} {HAS_ENDED if is_over else f'called {name(called[rank])}'}")
     if len(different) > MOST_NAMED:
         lines.append(f"and {len(different) - MOST_NAMED} more ranks")
-    lines += [f"{list_of(ranks)} called {what}" for what, ranks in by_collective(others).items()]
+    lines += [f"{list_of(ranks)} called {what}" for what, ranks in grouped(name, others).items()]
     has_ended = any(_place(view).has_ended for view in different.values())
     return (*lines, EARLY_END if has_ended else same_collectives(different.values()))
 
@@ -48,8 +52,7 @@ def has_failed(views: Iterable[View]) -> bool:
     return any(view.state == State.FAILED or (view.process == GONE and not view.is_at_end) for view in views)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where in its script a rank was."""
 
     is_in: bool
@@ -66,16 +69,21 @@ class _Place:
 
 def _place(view: View) -> _Place:
     is_in = view.state in (State.WAITING, State.FAILED)
-    has_ended = view.is_at_end and view.state != State.FAILED
-    collective, last = (view.what, view.elements), (view.last, view.last_elements)
-    counts = (view.collectives, view.steps, is_in and view.is_counted)
-    return _Place(is_in, has_ended, collective if is_in else ("", 0), last, *counts)
+    return _Place(
+        is_in=is_in,
+        has_ended=view.is_at_end and view.state != State.FAILED,
+        collective=(view.what, view.elements) if is_in else ("", 0),
+        last=(view.last, view.last_elements),
+        collectives=view.collectives,
+        steps=view.steps,
+        is_in_counted=is_in and view.is_counted,
+    )
 
 
 def _different(views: Mapping[int, View]) -> dict[int, View]:
-    """Return the ranks with more others that contradict them than agree. Of two halves all are returned.
+    """Return the ranks that are contradicted by more others than agree with them; where they are two halves, all ranks.
 
-    Where ranks have ended too early, it is these.
+    If some of them have ended too early, only these are returned.
     """
     ranks_at = Counter(map(_place, views.values()))
     against = {place: {other for other in ranks_at if not _are_in_order(place, other)} for place in ranks_at}
@@ -100,7 +108,7 @@ def _are_in_order(place: _Place, other: _Place) -> bool:
 
 
 def _is_past(ahead: _Place, behind: _Place) -> bool:
-    """Return whether the one may have been through what the other waits in."""
+    """Return whether a rank at one place may have been through what a rank at the other waits in."""
     if behind.has_ended:
         return False
     if behind.is_in_counted and ahead.collectives == behind.collectives + 1 and ahead.last != behind.collective:
@@ -112,7 +120,7 @@ def _is_past(ahead: _Place, behind: _Place) -> bool:
 
 
 def _called_beside(behind: View, view: View) -> View:
-    """Return a rank as it was in the collective that the other one is still in, if it has been through it."""
+    """Return a rank as it was in the collective that `behind` is still in, if it has been through it."""
     if not _place(behind).is_in_counted or view.collectives != behind.collectives + 1:
         return view
     return view.replaced(
@@ -123,9 +131,3 @@ def _called_beside(behind: View, view: View) -> View:
         collectives=behind.collectives,
         steps=behind.steps,
     )
-
-
-def _what_it_did(view: View) -> str:
-    if _place(view).has_ended:
-        return "has ended: its script has reached its end, or has called sys.exit"
-    return f"called {name(view)}"

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer.watch.judge import Host, Verdict, View, is_paused, judge, notice, view_from
-from trainer.watch.limits import Limit, Notices
-from trainer.watch.mismatch import explain, has_failed
-from trainer.watch.ranks import LocalRanks
-from trainer.watch.report import announce, say, say_why, warn, write_stacks
-from trainer.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.cluster.output import say, warn
+from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
+from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
+from trainer.ops.watch.mismatch import explain, has_failed
+from trainer.ops.watch.ranks import LocalRanks
+from trainer.ops.watch.report import WHY
+from trainer.ops.watch.watcher import SILENT_S, Watcher
+from trainer.ops.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.watch.job_folder import DIFFERENT, write_verdict
 
-SILENT_S = 15.0
-"""A host that has not been heard for so long is lost; one that never was is named."""
-_BEAT_S, _LOOK_S, _AGAIN_S = 2.0, 6.0, 15.0
+_BEAT_S = 2.0
+"""Time between two signs of life to the other watchers."""
+_LOOK_S, _AGAIN_S = 6.0, 15.0
+"""How long the other watchers have to answer a look, and how long after a look without a verdict the next one is."""
 _ANSWER_S = 4.0
-"""Four times as long as between two reports of a watcher."""
+"""A watcher that has not answered is silent after this long without a report, of which there is one a second."""
+_NOTICE_S = 30.0
+"""Where the limit is at least twice as long, it is said after this long what is waited for."""
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
 _TICK_S = 0.05
@@ -27,30 +33,30 @@ _SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
 """How long after a failure it may be explained, and how long the other hosts are heard for that."""
 
 
-class Hub:
+class Hub(Watcher):
     """Watches a whole job.
 
+    Where nothing has happened for too long, it has all watchers look at their ranks' stacks, and judges by what they
+    have seen. It says long before that what is waited for, and why a job fails whose ranks differ.
+
     Args:
-        hosts: all of the job; the first is this one.
-        listener: for the watchers of the others; None without others.
-        given_s: the user's limit; None measures one.
+        listener: for the watchers of the other hosts; None without others.
     """
 
-    def __init__(
-        self, hosts: Sequence[Host], ranks: LocalRanks, listener: socket.socket | None, token: str,
-        given_s: float | None, script: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, ranks: LocalRanks, listener: socket.socket | None) -> None:
+        super().__init__(job, ranks)
         now = time.monotonic()
-        self._hosts, self._ranks, self._listener = hosts, ranks, listener
-        self._token, self._script = token, script
-        self._links: list[Link] = []
-        self._limit, self._notices = Limit(given_s, now), Notices()
+        self._listener = listener
+        # Once in each wait it is said what is waited for, and each time after twice as long.
+        self._notice_after_s = self._next_notice_s = _NOTICE_S
         self._started = self._beat_at = now
         self._has_warned = self._has_explained = self._is_paused = False
-        self._look_until = self._next_look = self._failed_at = 0.0
+        self._failed_at = self._next_look = 0.0
+        self._look_until = 0.0
+        """When the others have to have answered the look that goes on; 0 where none does."""
         self._looked: set[int] = set()
-        self.verdict: Verdict | None = None
-        hosts[0].is_connected, hosts[0].heard_at = True, now
+        """Hosts that have answered it."""
+        self._here.problem, self._here.heard_at = "", now
         if listener is not None:
             listener.setblocking(False)
 
@@ -58,17 +64,9 @@ class Hub:
     def readers(self) -> list[Any]:
         return [*self._links, *([self._listener] if self._listener else [])]
 
-    @property
-    def writers(self) -> list[Link]:
-        return [link for link in self._links if link.wants_to_write]
-
     def postpone(self) -> None:
-        """Begin to count anew: this host has slept."""
-        now = time.monotonic()
-        self._limit.postpone(now)
+        super().postpone()
         self._look_until = 0.0
-        for link in self._links:
-            link.heard_at = now
 
     def tick(self) -> None:
         """Hear the others, and judge."""
@@ -76,15 +74,14 @@ class Hub:
         self._accept()
         for link in list(self._links):
             self._serve(link, now)
-        self._note(self._hosts[0], self._ranks.views(), now)
-        self._beat(now)
-        self._check_hosts(now)
+        self._take_views(self._here, self._ranks.views(), now)
+        self._keep_in_touch(now)
         self._explain(now)
         if is_paused(self._hosts):
             if not self._is_paused:
                 warn("the job's ranks are stopped; hangs are watched for when they go on")
             self._is_paused = True
-            self._limit.postpone(now)
+            self._limit.progress_at = now
             self._look_until = 0.0
             return
         self._is_paused = False
@@ -103,89 +100,85 @@ class Hub:
             link.flush_for(0.2)
             link.close()
 
-    def end(self) -> None:
-        """Print the verdict, and end the job on every host."""
-        verdict = self.verdict
-        if verdict is None:
-            return
-        announce(verdict)
-        self._tell({"do": "end", "said": verdict.first, "culprits": list(verdict.culprits)})
+    def _tell_verdict(self, verdict: Verdict) -> None:
+        self._tell({"do": "end", "said": verdict.first, "culprits": verdict.culprits})
         deadline = time.monotonic() + _SENT_S
         for link in self._links:
             link.flush_for(max(0.0, deadline - time.monotonic()))
-        write_stacks(verdict, self._hosts, self._script)
-        self._ranks.end(verdict.first, verdict.culprits)
 
     @property
     def _must_ask(self) -> bool:
         """Whether another host may know why the job has failed, also where the ranks of this one have just ended."""
-        return not self._has_explained and any(not (host.has_left or host.is_lost) for host in self._hosts[1:])
+        may_know = [host for host in self._hosts[1:] if not host.has_left and host.problem != UNREACHABLE]
+        return bool(may_know) and not self._has_explained
 
     def _explain(self, now: float, *, is_last: bool = False) -> None:
-        if self._has_explained or not has_failed([view for host in self._hosts for view in host.views.values()]):
+        if self._has_explained or not has_failed(views_of(self._hosts).values()):
             return
         if not self._failed_at:
             self._failed_at = now
             self._tell({"do": "report"})
         # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
-        is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.is_connected)
+        is_known = all(self._hosts[number].heard_at > self._failed_at for number in self._connected - {0})
         is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
         if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
-            say_why(lines)
-            self._ranks.note_why("; ".join(lines))
+            say(lines, WHY)
+            write_verdict(DIFFERENT, "; ".join(lines))
 
     def _judge(self, now: float) -> None:
-        idle_s = now - self._limit.progress_at
+        idle_s = self._idle_s(now)
         if self._look_until:
-            here = {number for number, host in enumerate(self._hosts) if host.is_connected and not host.is_lost}
-            if here - self._looked and now < self._look_until:
+            unanswered = [self._hosts[number] for number in self._connected - self._looked]
+            if unanswered and now < self._look_until:
                 return
             self._look_until = 0.0
-            for number in here - self._looked:
-                self._hosts[number].is_silent = now - self._hosts[number].heard_at > _ANSWER_S
+            for host in unanswered:
+                if now - host.heard_at > _ANSWER_S:
+                    host.problem = UNREACHABLE
             self._conclude(now, idle_s)
         elif self._is_look_due(now, idle_s):
             self._look_until, self._looked = now + _LOOK_S, {0}
             self._tell({"do": "look"})
-            self._note(self._hosts[0], self._ranks.views_with_stacks(), time.monotonic())
+            self._take_views(self._here, self._ranks.views_with_stacks(), time.monotonic())
+
+    @property
+    def _connected(self) -> set[int]:
+        """Numbers of the hosts whose ranks can be asked, this one included."""
+        return {number for number, host in enumerate(self._hosts) if not (host.problem or host.has_left)}
 
     def _is_look_due(self, now: float, idle_s: float) -> bool:
         if idle_s > self._limit.seconds:
             return now >= self._next_look
-        return self._notices.is_due(idle_s, self._limit.seconds)
+        return self._next_notice_s <= idle_s and self._limit.seconds >= 2 * self._notice_after_s
 
     def _conclude(self, now: float, idle_s: float) -> None:
-        """Judge by what was seen at a look, or say before the limit what is waited for."""
-        excuses = {view.excuse for host in self._hosts for view in host.views.values()} - {""}
+        """Judge by what a look has shown; before the limit, say what is waited for."""
+        excuses = {view.excuse for view in views_of(self._hosts).values()}
         if "debugger" in excuses:
-            self._limit.postpone(now)
+            self._limit.progress_at = now
         elif idle_s > self._limit.seconds:
             self._next_look = now + _AGAIN_S
             verdict = judge(self._hosts, idle_s)
             # Whoever sets the limit knows how long a rank may work by itself.
-            is_certain = verdict is not None and (verdict.is_sure or self._limit.is_given)
+            is_certain = verdict is not None and (verdict.is_sure or self._job.given_s is not None)
             if (is_certain and "compiles" not in excuses) or idle_s > self._limit.longest:
                 self.verdict = verdict
         elif "compiles" not in excuses and (text := notice(self._hosts, idle_s, self._limit.seconds)):
-            self._notices.on_said()
-            say([f"trainer: {text}"])
+            self._notice_after_s, self._next_notice_s = 2 * self._notice_after_s, math.inf
+            say([text])
         else:
-            self._notices.put_off(idle_s)
+            self._next_notice_s = 2 * idle_s
 
-    def _note(self, host: Host, views: dict[int, View], now: float) -> None:
-        moved = False
-        for rank, view in views.items():
-            before = host.views.get(rank)
-            if before is None or view.changed_since(before):
-                moved = True
-            elif not view.stacks and self._look_until:
-                # What was seen of its stack holds until it goes on.
-                view = before.replaced(process=view.process, cpu=view.cpu)
-            host.views[rank] = view
-        if moved:
-            self._limit.on_progress([view for known in self._hosts for view in known.views.values()], now)
-            self._notices.on_progress()
+    def _take_views(self, host: Host, views: dict[int, View], now: float) -> None:
+        if self._look_until:
+            # What was seen of its stack holds until it goes on.
+            for rank, view in views.items():
+                before = host.views.get(rank)
+                if before is not None and not view.stacks and not view.changed_since(before):
+                    views[rank] = before.replaced(process=view.process, cpu=view.cpu)
+        if self._note(host, views, now):
+            self._next_notice_s = self._notice_after_s
             self._look_until = 0.0
 
     def _accept(self) -> None:
@@ -194,7 +187,7 @@ class Hub:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self._links.append(Link(connection, self._token, is_hub=True))
+                self._links.append(Link(connection, self._job.token, is_hub=True))
                 unproven = [link for link in self._links if not link.is_proven]
                 if len(unproven) > _MOST_UNPROVEN:
                     self._drop(unproven[0])
@@ -204,7 +197,6 @@ class Hub:
             # What a watcher says last is there, also where it takes no more.
             for message in link.receive():
                 self._take(link, message, now)
-            link.flush()
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
                 raise RefusedError("it has not proven anything in time")
         except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
@@ -219,9 +211,9 @@ class Hub:
             for earlier in [other for other in self._links if other.host == link.host and other is not link]:
                 self._drop(earlier)
         host = self._hosts[link.host]
-        host.is_connected, host.is_lost, host.is_silent, host.heard_at = True, False, False, now
-        host.has_left = bool(message.get("bye"))
-        self._note(host, {view.rank: view for view in map(view_from, message.get("views", ()))}, now)
+        host.problem, host.has_left, host.heard_at = "", bool(message.get("bye")), now
+        views = map(View.from_dict, message.get("views", ()))
+        self._take_views(host, {view.rank: view for view in views}, now)
         if message.get("looked"):
             self._looked.add(link.host)
 
@@ -231,22 +223,17 @@ class Hub:
         link.close()
         if link.host >= 0 and not any(other.host == link.host for other in self._links):
             host = self._hosts[link.host]
-            host.is_connected, host.is_lost = False, is_lost and not host.has_left
+            if not host.has_left:
+                host.problem = UNREACHABLE if is_lost or host.problem == UNREACHABLE else UNWATCHED
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for link in list(self._links):
-            try:
-                link.send(message)
-            except (RefusedError, OSError) as error:
-                self._serve(link, time.monotonic())
-                self._drop(link, is_lost=is_timeout(error))
+        for link in self._links:
+            link.send(message)
 
-    def _beat(self, now: float) -> None:
+    def _keep_in_touch(self, now: float) -> None:
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
             self._tell({"do": "go on"})
-
-    def _check_hosts(self, now: float) -> None:
         for link in list(self._links):
             if link.host >= 0 and now - link.heard_at > SILENT_S:
                 self._drop(link, is_lost=True)

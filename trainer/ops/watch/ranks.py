@@ -1,0 +1,197 @@
+"""The ranks of one host, as its watcher sees them: their heartbeats, their processes, their stacks, and their end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.cluster.processes import GONE, Process, children_cpu_s, look
+from trainer.ops.watch.job import WORKS, View
+from trainer.ops.watch.probe import (
+    STOPPED,
+    UNINTERRUPTIBLE,
+    excuse_of,
+    frames_of,
+    main_frames,
+    place_of,
+    read_stacks,
+    takes_signal,
+    wait_for_stacks,
+)
+from trainer.watch.heartbeat import SAVING, SIGNAL, SIZE, State
+from trainer.watch.job_folder import HANG, write_verdict
+from trainer.watch.stack import Frame, collective_of, is_in_backward
+
+_LOOK_S = 1.0
+_WORKS = 0.1
+"""A thread, or a rank's children, that take more than this share of a processor are at work, also on a busy host."""
+_WAITS = 0.2
+"""In a backward pass, a rank that takes more than this share of a processor computes, and does not wait for others."""
+_FRESH_S = 2.0
+"""How long a reading of the flight recorder counts; there are four a second."""
+_TERMINATED_S = 3.0
+
+
+class LocalRank:
+    """A rank of this host.
+
+    Args:
+        record: where its process has its heartbeat: "/proc/<pid>/fd/<descriptor>".
+
+    Raises:
+        OSError, ValueError: this process may not look at it, or it is gone.
+    """
+
+    def __init__(self, rank: int, record: str) -> None:
+        self.pid = int(Path(record).parts[2])
+        # First: what is read afterwards is of this process, or of none, and no later one of that number is signalled.
+        self.process = os.pidfd_open(self.pid)
+        with Path(record).open("rb") as file:
+            self._record = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
+        heartbeat = View.from_reader(self._read)
+        if heartbeat is None or (heartbeat.pid, heartbeat.rank) != (self.pid, rank):
+            raise OSError("its heartbeat is another process's")
+        self._thread, self._native_thread = heartbeat.thread, heartbeat.native_thread
+        self.stacks_file = os.open(f"/proc/{self.pid}/fd/{heartbeat.stacks_file}", os.O_RDONLY)
+        self._looked_at, self._look, self._cpu, self._state = 0.0, Process("S", 0, 0.0), 0.0, "S"
+        self._counters: tuple[int, ...] = ()
+        self._went_on = (0.0, 0.0)
+        """When it did something last, and its thread's processor time then."""
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(select.select([self.process], [], [], 0)[0])
+
+    def _read(self) -> bytes:
+        return self._record[:]
+
+    def view(self) -> View:
+        """Return what it does now."""
+        self._look_again(time.monotonic())
+        view = View.from_reader(self._read)
+        assert view is not None  # noqa: S101 (it was one, and its head never changes)
+        view.process, view.cpu = GONE if self.is_gone else self._state, self._cpu
+        if view.counters != self._counters:
+            self._counters, self._went_on = view.counters, (self._looked_at, self._look.cpu_s)
+        return view
+
+    def _look_again(self, now: float) -> None:
+        if (passed := now - self._looked_at) < _LOOK_S:
+            return
+        process, before = look(self.pid, thread=self._native_thread), self._look
+        self._cpu = min(1.0, (process.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
+        # A healthy process is in uninterruptible sleep for moments.
+        is_moment = process.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
+        self._state, self._look, self._looked_at = "S" if is_moment else process.state, process, now
+
+    def ask(self) -> int | None:
+        """Have it write its stacks; return how much was in the file before, or None where it cannot."""
+        before = os.fstat(self.stacks_file).st_size
+        if self.view().process in (GONE, STOPPED, UNINTERRUPTIBLE) or not takes_signal(self.pid):
+            return None
+        self.signal(SIGNAL)
+        return before
+
+    def with_stacks(self, before: int | None, *, children_work: bool) -> View:
+        """Return what it does now, with the stacks that it was asked for and has written.
+
+        Args:
+            before: what `ask` has returned.
+            children_work: whether its children, such as the workers of a loader, have computed meanwhile.
+        """
+        view = self.view()
+        if before is None:
+            # Where a disk does not answer in time, it may do so later; who is stopped or gone does nothing.
+            view.excuse = WORKS if view.process == UNINTERRUPTIBLE else ""
+            return view
+        view.stacks = read_stacks(self.stacks_file, before)
+        frames = main_frames(view.stacks, self._thread)
+        view.frames, view.at = tuple(map(str, frames)), place_of(frames)
+        _note_wait(view, frames)
+        view.excuse = excuse_of(frames, frames_of(view.stacks))
+        if view.excuse in ("", WORKS):
+            is_at_work = view.excuse or view.phase == SAVING or children_work or self._works()
+            view.excuse = WORKS if is_at_work and not view.waits else ""
+        return view
+
+    def _works(self) -> bool:
+        """Return whether its thread has computed for a part of the time since it did something last."""
+        since, cpu_s = self._went_on
+        return self._look.cpu_s - cpu_s > _WORKS * max(1.0, self._looked_at - since)
+
+    def signal(self, number: int) -> None:
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.process, number)
+
+
+def _note_wait(view: View, frames: Sequence[Frame]) -> None:
+    """Note what a rank waits in that it has not noted itself: by the flight recorder, else by its stack."""
+    is_recorded = view.enqueued > 0 and time.monotonic() - view.read_at < _FRESH_S
+    if is_recorded and view.pending and view.state != State.FAILED:
+        # It has not changed since the job's last progress, as its counters are progress.
+        view.state, view.what, view.elements = State.WAITING, view.pending, view.pending_elements
+        view.is_counted, view.is_recorded = False, True
+    elif view.state == State.BETWEEN:
+        # Where no collective waits, the main thread waits for a thread of autograd's, and that one for nobody else.
+        is_alone = is_recorded or view.cpu > _WAITS
+        if (what := collective_of(frames)) and not (is_alone and is_in_backward(frames)):
+            view.state, view.what = State.WAITING, what
+
+
+class LocalRanks:
+    """All ranks of this host that can be looked at.
+
+    Args:
+        records: by the rank, where its process has its heartbeat.
+    """
+
+    def __init__(self, records: Mapping[int, str]) -> None:
+        self.by_rank: dict[int, LocalRank] = {}
+        self.problems: dict[int, str] = {}
+        """Why a rank cannot be looked at."""
+        for rank, record in records.items():
+            try:
+                self.by_rank[rank] = LocalRank(rank, record)
+            except (OSError, ValueError) as error:
+                self.problems[rank] = getattr(error, "strerror", "") or str(error)
+
+    @property
+    def are_gone(self) -> bool:
+        return all(rank.is_gone for rank in self.by_rank.values())
+
+    @property
+    def running(self) -> list[int]:
+        """Descriptors that become readable when a rank ends."""
+        return [rank.process for rank in self.by_rank.values() if not rank.is_gone]
+
+    def views(self) -> dict[int, View]:
+        """Return what each rank does now."""
+        return {number: rank.view() for number, rank in self.by_rank.items()}
+
+    def views_with_stacks(self) -> dict[int, View]:
+        """Return what each rank does now, and its stacks. Takes up to 3 s."""
+        began = time.monotonic()
+        computed = {number: children_cpu_s(rank.pid) for number, rank in self.by_rank.items()}
+        asked = {number: rank.ask() for number, rank in self.by_rank.items()}
+        wait_for_stacks({self.by_rank[number].stacks_file: size for number, size in asked.items() if size is not None})
+        enough = _WORKS * max(0.1, time.monotonic() - began)
+        return {
+            number: rank.with_stacks(asked[number], children_work=children_cpu_s(rank.pid) - computed[number] > enough)
+            for number, rank in self.by_rank.items()
+        }
+
+    def end(self, said: str, culprits: Sequence[int]) -> None:
+        """End all ranks, and note why where `trainer run` finds it."""
+        write_verdict(HANG, said, culprits)
+        for number, wait_s in ((signal.SIGTERM, _TERMINATED_S), (signal.SIGKILL, 0.0)):
+            for rank in self.by_rank.values():
+                rank.signal(number)
+            deadline = time.monotonic() + wait_s
+            while not self.are_gone and time.monotonic() < deadline:
+                select.select(self.running, [], [], 0.1)
