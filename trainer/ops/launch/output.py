@@ -10,7 +10,7 @@ import sys
 # mpirun marks each piece that a rank writes, horovodrun --gloo each line.
 _MARK = re.compile(r"\[(?P<job>\d+,)?(?P<rank>\d+)\]<std(?:out|err)>:(?P<back>\r?)")
 _BEGUN_MARK = re.compile(r"\[[\d,]{0,12}(?:\](?:<[a-z]{0,6}(?:>)?)?)?\Z")
-_LINE_ENDS = re.compile(r"(?<=[\n\r])(?!$)")
+_LINE_ENDS = re.compile(r"(?<=\n)(?!\Z)|(?<=\r)(?!\n|\Z)")
 
 
 class Tags:
