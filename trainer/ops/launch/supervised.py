@@ -73,11 +73,12 @@ def remove(folder: Path, hosts: Sequence[Host]) -> None:
     if (former := read_former(_job_folder(folder))) is not None:
         on_all_hosts(former.hosts, former.job, "kill")
     shutil.rmtree(folder, ignore_errors=True)
-    others = [(host, _start(host, _REMOVE, subprocess.DEVNULL, subprocess.DEVNULL, folder)) for host in _others(hosts)]
-    for _, process in others:
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_REMOVED_S)
-        process.kill()
+    with suppress(OSError):  # there is no ssh, and so nothing on other hosts
+        others = [_start(host, _REMOVE, subprocess.DEVNULL, subprocess.DEVNULL, folder) for host in _others(hosts)]
+        for process in others:
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_REMOVED_S)
+            process.kill()
 
 
 def _end_with(caller: int) -> None:
@@ -94,14 +95,14 @@ def _job_folder(folder: Path) -> Path:
 
 
 def _run(options: Options, folder: Path) -> Report:
-    folder.mkdir(mode=0o700)
-    with open_private(folder / CALL) as call:
-        shutil.copyfileobj(sys.stdin.buffer, call)
-    # The ranks read nothing: what is there has been read.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
     try:
+        folder.mkdir(mode=0o700)
+        with open_private(folder / CALL) as call:
+            shutil.copyfileobj(sys.stdin.buffer, call)
+        # The ranks read nothing: what is there has been read.
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
         _send(options.hosts, folder)
         # What is said of attempts is of interest where there may be several. Else results or an exception say it.
         with redirect_stderr(io.StringIO()) if options.max_restarts == 0 else nullcontext():
@@ -109,6 +110,8 @@ def _run(options: Options, folder: Path) -> Report:
             code = supervise(replace(options, name=str(_job_folder(folder))))
     except TrainerError as error:
         return Report(1, str(error), was_started=False, is_mistake=isinstance(error, ConfigError))
+    except OSError as error:  # a full disk, or no ssh
+        return Report(1, f"the job cannot be started: {error}", was_started=False)
     return Report(code, _last_text(_job_folder(folder) / "events.jsonl"))
 
 
@@ -128,7 +131,9 @@ def _start(
     host: Host, script: str, source: IO[bytes] | int, sink: IO[bytes] | int, *arguments: Path | str
 ) -> subprocess.Popen[bytes]:
     command = shlex.join(["sh", "-c", script, "sh", *map(str, arguments)])
-    return subprocess.Popen([*SSH, host.name, command], stdin=source, stdout=sink, stderr=subprocess.PIPE)
+    # A host that loses its power in the middle is given up after three times that many seconds.
+    options = ("-o", "ServerAliveInterval=10")
+    return subprocess.Popen([*SSH, *options, host.name, command], stdin=source, stdout=sink, stderr=subprocess.PIPE)
 
 
 def _send(hosts: Sequence[Host], folder: Path) -> None:
