@@ -55,7 +55,7 @@ def main(launcher: str, folder: str, port: str) -> None:
     else:
         from torch import multiprocessing
 
-        multiprocessing.spawn(spawned, (folder, port), nprocs=2)
+        multiprocessing.spawn(spawned, (folder, port), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

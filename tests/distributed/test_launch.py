@@ -227,7 +227,7 @@ def test_ranks_of_several_hosts_return_their_results(launches: Launches) -> None
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
-    pressed = []
+    pressed: list[float] = []
 
     def press(session: Session, terminal: int) -> None:
         if not pressed and len(list(launches.folder.glob("started-*"))) == 2:

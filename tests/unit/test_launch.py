@@ -36,6 +36,9 @@ class Settings:
     def __init__(self, inner: object) -> None:
         self.inner = inner
 
+    def use(self) -> None:
+        """Do nothing."""
+
 
 class TwoArgumentsError(Exception):
     """Cannot be made again from its text alone, as pickle does it."""
@@ -106,7 +109,7 @@ def _by_value(function: Callable[..., object]) -> Callable[..., object]:
             "argument 1, item 'model', item 1, attribute 'inner', attribute 'inner' (_thread.lock): ",
         ),
         ((functools.partial(print, LOCK),), "function 'partial', its arguments, item 0 (_thread.lock): "),
-        ((Settings(LOCK).__init__,), "function '__init__', its object, attribute 'inner' (_thread.lock): "),
+        ((Settings(LOCK).use,), "function 'use', its object, attribute 'inner' (_thread.lock): "),
         ((_by_value(uses_a_global),), "function 'uses_a_global', variable 'LOCK' (_thread.lock): "),
         ((_closure(),), "function '<lambda>', variable 'local' (_thread.lock): "),
     ],
