@@ -266,6 +266,16 @@ def test_a_supervisor_that_is_killed_leaves_nothing(launches: Launches) -> None:
     launches.check_nothing_is_left()
 
 
+def test_a_second_interrupt_ends_all_at_once(launches: Launches) -> None:
+    process = launches.start("gloo")
+    launches.wait_for_ranks()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(_ENDED_S) in (130, 1)
+    launches.check_nothing_is_left()
+
+
 def test_an_end_of_the_caller_before_the_ranks_start_leaves_nothing(launches: Launches) -> None:
     process = launches.start("gloo")
     deadline = time.monotonic() + _STARTED_S

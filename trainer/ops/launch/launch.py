@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import pickle
 import secrets
@@ -157,7 +158,7 @@ def _supervise(options: Sequence[str], hosts: Sequence[Host], call: IO[bytes], r
     folder = Path(parent, f"trainer-launch-{secrets.token_hex(16)}")
     command = [sys.executable, "-m", "trainer.ops.launch.supervised", str(os.getpid()), str(folder)]
     command += [str(results.fileno()), *options, sys.executable, "-m", "trainer.ops.launch.rank", str(folder)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=call,
         stdout=subprocess.PIPE,
@@ -166,23 +167,20 @@ def _supervise(options: Sequence[str], hosts: Sequence[Host], call: IO[bytes], r
         env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
         # A session of its own, so that Ctrl-C reaches it only through this process, once.
         start_new_session=True,
-    )
-    try:
-        _print_output(process, None)
-    except BaseException:  # Ctrl-C, or the interrupt of a notebook's kernel
-        # As a terminal does it: to the supervisor and to the launcher.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        _print_output(process, time.monotonic() + _ENDED_S)
-        raise
-    finally:
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-        if process.poll() is None:  # a second interrupt; the supervisor goes on without a reader
-            process.wait(_ENDED_S)
-        if process.returncode < 0:
-            remove(folder, hosts)
+    ) as process:
+        try:
+            _print_output(process)
+        except BaseException:  # Ctrl-C, or the interrupt of a notebook's kernel
+            # As a terminal does it: to the supervisor and to the launcher.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            _print_output(process, time.monotonic() + _ENDED_S)
+            raise
+        finally:
+            if process.poll() is None:  # at a second interrupt
+                process.kill()
+            if process.wait() < 0:
+                remove(folder, hosts)
     if process.returncode:
         raise LaunchError(f"the supervisor of the job has ended with code {process.returncode}")
 
@@ -195,16 +193,16 @@ def _import_path() -> list[str]:
     return [entry for entry in path if entry not in usual and not entry.startswith(library)]
 
 
-def _print_output(process: subprocess.Popen[bytes], deadline: float | None) -> None:
+def _print_output(process: subprocess.Popen[bytes], deadline: float = math.inf) -> None:
     """Print what the job prints until it ends.
 
     From this thread, because a notebook takes output of another one for that of another cell.
     """
     with selectors.DefaultSelector() as selector:
-        for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
             if stream is not None:
                 selector.register(stream, selectors.EVENT_READ, (name, Tags()))
-        while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+        while selector.get_map() and time.monotonic() < deadline:
             ready = selector.select(_QUIET_S)
             if not ready and process.poll() is not None:
                 return
@@ -214,7 +212,8 @@ def _print_output(process: subprocess.Popen[bytes], deadline: float | None) -> N
                 _print(tags.text(data), name)
                 if not data:
                     selector.unregister(key.fileobj)
-    process.wait(_ENDED_S if deadline is None else max(0.0, deadline - time.monotonic()))
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDED_S)
 
 
 def _print(text: str, name: str) -> None:
