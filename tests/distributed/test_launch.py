@@ -272,7 +272,7 @@ def test_a_second_interrupt_ends_all_at_once(launches: Launches) -> None:
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    assert process.wait(_ENDED_S) in (130, 1)
+    assert process.wait(_ENDED_S) != 0
     launches.check_nothing_is_left()
 
 
