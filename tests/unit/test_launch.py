@@ -187,9 +187,13 @@ def test_an_exception_comes_with_its_traceback_rank_and_host(tmp_path: Path) -> 
     del linecache.cache["cell 7"]
 
 
-def test_an_exception_that_cannot_be_made_again_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_an_exception_that_cannot_be_made_again_or_sent_is_told(tmp_path: Path, holds_lock: bool) -> None:
     def fail() -> None:
-        raise TwoArgumentsError("this", "that")
+        error = TwoArgumentsError("this", "that")
+        if holds_lock:
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
 
     call_rank(tmp_path / "a", fail)
     with pytest.raises(LaunchError, match=r"rank 0 of 1 on host .*TwoArgumentsError: this that"):
@@ -234,7 +238,7 @@ def test_only_the_last_attempt_counts() -> None:
     earlier = [outcome(rank, "old", attempt="0", time=0.5, size=3) for rank in range(3)]
     assert conclude(DONE, [outcome(1, "b"), *earlier, outcome(0, "a")]) == ["a", "b"]
     with pytest.raises(LaunchError, match=FAILED.text):
-        conclude(FAILED, [replace(earlier[0], trace="a bug"), outcome(0)])
+        conclude(FAILED, [replace(earlier[1], trace="a bug"), outcome(0)])
 
 
 def test_the_rank_that_failed_first_is_told_and_not_one_that_lost_it() -> None:
