@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -200,6 +201,17 @@ def test_without_restarts_it_is_not_started_again(launches: Launches) -> None:
     assert (launches.folder / "calls-1").read_text() == "1"
 
 
+def test_functions_of_modules_are_imported_from_where_the_caller_has_them(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (launches.folder / "modules").mkdir()
+    (launches.folder / "modules" / "of_the_user.py").write_text("def double(value):\n    return 2 * value\n")
+    monkeypatch.syspath_prepend(launches.folder / "modules")
+    function = importlib.import_module("of_the_user").double
+    assert trainer.launch(function, 4, np=2, launcher="gloo") == [8, 8]
+    monkeypatch.delitem(sys.modules, "of_the_user")
+
+
 # Takes the place of ssh: the command runs on this machine.
 SSH = """#!/bin/sh
 while [ "$1" = -o ]; do shift 2; done
@@ -391,7 +403,8 @@ def quick(value):
 @pytest.mark.needs("notebook")
 def test_an_interrupt_of_the_kernel_ends_the_job_and_the_kernel_goes_on(launches: Launches, kernel: Kernel) -> None:
     kernel.run(_IN_CELL)
-    request = kernel.client.execute(f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='gloo')")
+    call = f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='gloo')"
+    request = kernel.client.execute(call, stop_on_error=False)
     launches.wait_for_ranks()
     kernel.manager.interrupt_kernel()
     while (reply := kernel.client.get_shell_msg(timeout=_ENDED_S))["parent_header"]["msg_id"] != request:
