@@ -61,6 +61,10 @@ REQUIREMENTS = {
         lambda: _succeeds("docker", "image", "inspect", "trainer:gpu"),
         "there is no image trainer:gpu; `make image-gpu` builds it",
     ),
+    "notebook": Requirement(
+        lambda: all(importlib.util.find_spec(name) for name in ("ipykernel", "nbclient")),
+        "there is no ipykernel or nbclient: make setup",
+    ),
     "openssl": Requirement(lambda: _has_commands("openssl"), "there is no openssl: apt-get install openssl"),
     "peers": Requirement(
         has_peers, "Lightning Fabric and Accelerate are not installed: python scripts/install/peers.py"

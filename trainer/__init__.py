@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from trainer.config import CheckpointConfig, FsdpConfig, RunConfig, TrainerConfig, parse_interval
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
-    from trainer.errors import ConfigError, DataError, TrainerError
+    from trainer.errors import ConfigError, DataError, LaunchError, TrainerError
     from trainer.fit.trainer import Trainer
     from trainer.loop.metrics import accuracy
+    from trainer.ops.launch.launch import launch
     from trainer.options import add_options, from_options
     from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
@@ -30,10 +31,11 @@ _MODULES = {
     "config": ("CheckpointConfig", "FsdpConfig", "RunConfig", "TrainerConfig", "parse_interval"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
-    "errors": ("ConfigError", "DataError", "TrainerError"),
+    "errors": ("ConfigError", "DataError", "LaunchError", "TrainerError"),
     "watch.failure": ("report_failures",),
     "cluster.world": ("World", "current_world"),
     "loop.metrics": ("accuracy",),
+    "ops.launch.launch": ("launch",),
     "options": ("add_options", "from_options"),
     "run": ("Run", "init"),
     "fit.trainer": ("Trainer",),
@@ -51,6 +53,7 @@ __all__ = [
     "FitContext",
     "FsdpConfig",
     "InMemory",
+    "LaunchError",
     "ProgressEvent",
     "Run",
     "RunConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "current_world",
     "from_options",
     "init",
+    "launch",
     "parse_interval",
     "report_failures",
 ]

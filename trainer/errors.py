@@ -15,6 +15,10 @@ class DataError(TrainerError):
     """A data file is missing, damaged, or does not fit the others."""
 
 
+class LaunchError(TrainerError):
+    """The ranks of `trainer.launch` have failed, and no exception of the function says why."""
+
+
 def name_rank(message: str, rank: int, size: int, host: str) -> str:
     """Begin a message with the rank that it comes from, unless there is only one or it names one already."""
     return message if size == 1 or re.match(r"rank \d+ on host ", message) else f"rank {rank} on host {host}: {message}"

@@ -35,6 +35,11 @@ def units(kind: str | None = None) -> list[Unit]:
     return [unit for unit in found if kind in (None, unit.kind)]
 
 
+def launching_units() -> list[Unit]:
+    """Return the Python blocks that start ranks themselves; a launcher starts none of them."""
+    return [unit for unit in units("python") if "trainer.launch(" in unit.text]
+
+
 def read_page(page: str, text: str) -> Iterator[Unit]:
     """Yield the fenced blocks, the commands in indented blocks, and the commands in running text and tables."""
     lines, number = text.split("\n"), 0

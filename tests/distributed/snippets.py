@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.distributed.harness import Outcome, run_job
-from tests.distributed.pages import units
+from tests.distributed.pages import launching_units, units
 
 # What train.py is in these tests: it runs every snippet of the pages as a script, and writes the weights of its model.
 RUN_SNIPPETS = """
@@ -48,7 +48,8 @@ def write_snippets(folder: Path, *, with_plain_loop: bool = False, containing: s
     """
     (folder / "snippets").mkdir(parents=True)
     (folder / "train.py").write_text(RUN_SNIPPETS)
-    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in units("python")}
+    blocks = [unit for unit in units("python") if unit not in launching_units()]
+    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in blocks}
     snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in units("diff")}
     if with_plain_loop:
         snippets["plain.py"] = PLAIN_LOOP

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import trainer
 from tests.distributed.harness import run_job
 from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, has_package, need, share, transport
 
@@ -46,6 +47,18 @@ def test_the_digits_are_learned_through_the_launchers(strategy: str, launcher: s
     outcome = run_job(launcher, 1, [*MNIST, *TARGET], timeout_s=JOB_TIMEOUT_S)
     assert outcome.code == 0, outcome.output
     assert f"{transport(strategy, launcher)}rank 0 of 1" in outcome.output
+
+
+def _device_and_square(value: torch.Tensor) -> tuple[str, torch.Tensor]:
+    given = value.device.type
+    return given, value.to(DEVICE) ** 2
+
+
+def test_a_function_is_launched_after_the_gpu_was_used_and_tensors_come_as_the_cpu_s() -> None:
+    need("horovod", "horovodrun-gloo")
+    value = torch.full((2,), 3.0, device=DEVICE)
+    ((given, square),) = trainer.launch(_device_and_square, value, np=1, launcher="gloo")
+    assert (given, square.device.type, square.tolist()) == ("cpu", "cpu", [9.0, 9.0])
 
 
 @needs_digits

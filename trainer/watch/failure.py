@@ -69,13 +69,18 @@ def at_exit(handler: Callable[[], object]) -> None:
     atexit.register(handler)
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an exception is Horovod's or torch.distributed's for another rank that has gone."""
+    return type(error).__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)
+
+
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     launch = _read_launch()
     if explanation := next(filter(None, (explain(error) for explain in _explanations)), ""):
         kind, error = ConfigError, ConfigError(explanation)
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
-    lost_peer = launch.size > 1 and (kind.__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error))
+    lost_peer = launch.size > 1 and is_lost_peer(error)
     # An error of a backward pass on this rank alone has the same innermost line.
     collective = collective_of(_stack(trace)) if lost_peer else ""
     is_mistake = issubclass(kind, (ConfigError, DataError))

@@ -7,7 +7,10 @@ from typing import NoReturn
 
 def message(name: str) -> str:
     """Return one line that says what is refused, and what does the same."""
-    return f"{name} is left out of this Horovod, because it would load pickles from the network; take `trainer run`"
+    return (
+        f"{name} is left out of this Horovod, because it would load pickles from the network; take `trainer run`, "
+        "or `trainer.launch` for a function"
+    )
 
 
 def refuse(name: str) -> NoReturn:

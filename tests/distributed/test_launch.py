@@ -1,0 +1,438 @@
+"""`trainer.launch` through the real launchers: results, exceptions, restarts, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trainer
+from benchmarks.launching import PEERS
+from tests import requirements
+from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+from tests.distributed.pages import Unit, launching_units
+from tests.screen import Screen, Session, run_on_terminal
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+
+LAUNCHERS = ("mpi", "gloo", "torchrun")
+SCRIPT = ROOT / "tests" / "distributed" / "launched.py"
+_STARTED_S, _ENDED_S = 60.0, 30.0
+
+
+class Launches:
+    """A folder for everything that launches leave, and the mark of all their processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+        return inherited | {
+            MARK: str(self.folder), "TMPDIR": str(self.temporary), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }  # fmt: skip
+
+    def start(self, launcher: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, str(SCRIPT), launcher, str(self.folder)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self.environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait_for_ranks(self, ranks: int = 2) -> None:
+        deadline = time.monotonic() + _STARTED_S
+        while len(list(self.folder.glob("started-*"))) < ranks:
+            assert time.monotonic() < deadline, "the ranks have not started"
+            time.sleep(0.1)
+
+    def check_nothing_is_left(self, seconds: float = 1.0, but: int = 0) -> None:
+        """Check that all processes but one, and all files, are gone or go soon."""
+        running = [process for process in processes_of(str(self.folder)) if process.pid != but]
+        _, left = psutil.wait_procs(running, timeout=seconds)
+        assert [" ".join(process.cmdline()) for process in left] == []
+        deadline = time.monotonic() + seconds
+        while (files := self.files()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert files == []
+
+    def files(self) -> list[str]:
+        return [path.name for path in self.temporary.iterdir() if path.name.startswith("trainer-")]
+
+    def kill(self) -> None:
+        for process in processes_of(str(self.folder)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    calls = Launches(tmp_path)
+    for name, value in calls.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(calls.temporary))
+    monkeypatch.chdir(tmp_path)
+    yield calls
+    calls.kill()
+
+
+def train(scale: float, *, offset: float) -> tuple[int, list[int], list[float]]:
+    """Train a step on two ranks, whose data differ, and return the rank, all ranks and the weights."""
+    import torch
+
+    run = trainer.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = model(torch.tensor([[scale * (run.world.rank + 1) + offset]])).sum()
+    run.backward(loss)
+    optimizer.step()
+    print(f"trained by {run.world.launcher}", run.world.rank)
+    print("a word", file=sys.stderr)
+    return run.world.rank, run.all_gather(run.world.rank), [float(value) for value in model.parameters()]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_rank_s_result_is_returned_in_order(
+    launches: Launches, launcher: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = trainer.launch(train, 2.0, offset=1.0, np=2, launcher=launcher)
+    assert results == [(0, [0, 1], [-4.0]), (1, [0, 1], [-4.0])]
+    launches.check_nothing_is_left()
+    assert list(launches.folder.glob("runs")) == []
+    printed = capsys.readouterr()
+    name = "torchrun" if launcher == "torchrun" else "horovodrun"
+    for rank in (0, 1):
+        assert f"[{rank}] trained by {name} {rank}\n" in printed.out
+        assert f"[{rank}] a word\n" in printed.err
+    assert "trainer run" not in printed.err
+
+
+class Mine(Exception):  # noqa: N818
+    """An exception of the user's own."""
+
+    def __init__(self, rank: int, *, code: str) -> None:
+        super().__init__(rank)
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return (_mine, (self.args[0], self.code))
+
+
+def _mine(rank: int, code: str) -> Mine:
+    return Mine(rank, code=code)
+
+
+def fail_on_rank_1() -> None:
+    """Fail on one rank, for which the other one waits."""
+    run = trainer.init()
+    if run.world.rank == 1:
+        raise Mine(1, code="E7")
+    run.all_gather(run.world.rank)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_failing_rank_s_own_exception_is_raised(launches: Launches, launcher: str) -> None:
+    with pytest.raises(Mine) as raised:
+        trainer.launch(fail_on_rank_1, np=2, launcher=launcher)
+    assert (raised.value.args, raised.value.code) == ((1,), "E7")
+    assert raised.value.__notes__ == [f"raised by rank 1 of 2 on host {socket.gethostname()}"]
+    assert 'raise Mine(1, code="E7")' in str(raised.value.__cause__)
+    launches.check_nothing_is_left()
+
+
+def kill_rank_1() -> None:
+    """Kill one rank, for which the other one waits."""
+    run = trainer.init()
+    if run.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.all_gather(run.world.rank)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_killed_is_named(launches: Launches, launcher: str) -> None:
+    with pytest.raises(trainer.LaunchError, match="rank 1 on localhost died without a word before its first update"):
+        trainer.launch(kill_rank_1, np=2, launcher=launcher)
+    launches.check_nothing_is_left()
+
+
+def fail_once(folder: str) -> int:
+    """Fail on rank 1 at the first call, and return the number of calls at the second one."""
+    rank = int(os.environ["HOROVOD_RANK"])
+    calls = [Path(folder, f"calls-{number}") for number in (0, 1)]
+    count = int(calls[rank].read_text()) + 1 if calls[rank].exists() else 1
+    calls[rank].write_text(str(count))
+    while not calls[0].exists():
+        time.sleep(0.05)
+    if count == 1 and rank == 1:
+        raise RuntimeError("the first time")
+    if count == 1:
+        time.sleep(60)
+    return count
+
+
+def test_a_job_that_fails_is_started_again(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
+    results = trainer.launch(fail_once, str(launches.folder), np=2, launcher="gloo", max_restarts=1)
+    assert results == [2, 2]
+    assert "trainer run: attempt 2: 2 ranks on localhost:2" in capsys.readouterr().err
+    launches.check_nothing_is_left()
+
+
+def test_without_restarts_it_is_not_started_again(launches: Launches) -> None:
+    with pytest.raises(RuntimeError, match="the first time"):
+        trainer.launch(fail_once, str(launches.folder), np=2, launcher="gloo")
+    assert (launches.folder / "calls-1").read_text() == "1"
+
+
+def test_functions_of_modules_are_imported_from_where_the_caller_has_them(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (launches.folder / "modules").mkdir()
+    (launches.folder / "modules" / "of_the_user.py").write_text("def double(value):\n    return 2 * value\n")
+    monkeypatch.syspath_prepend(launches.folder / "modules")
+    function = importlib.import_module("of_the_user").double
+    assert trainer.launch(function, 4, np=2, launcher="gloo") == [8, 8]
+    monkeypatch.delitem(sys.modules, "of_the_user")
+
+
+# Takes the place of ssh: the command runs on this machine.
+SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+shift
+exec sh -c "$*"
+"""
+
+
+def where() -> tuple[str, str]:
+    """Return the rank, and the node that torchrun has numbered."""
+    return os.environ["RANK"], os.environ["GROUP_RANK"]
+
+
+def test_ranks_of_several_hosts_return_their_results(launches: Launches) -> None:
+    tools = launches.folder / "bin"
+    tools.mkdir()
+    (tools / "ssh").write_text(SSH)
+    (tools / "ssh").chmod(0o755)
+    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"  # which the fixture restores
+    results = trainer.launch(where, np=2, hosts="localhost:1,elsewhere:1", launcher="torchrun")
+    assert results == [("0", "0"), ("1", "1")]
+    launches.check_nothing_is_left()
+    assert list(Path("/tmp").glob("trainer-launch-*")) == []  # noqa: S108 (where it lies on several hosts)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
+    pressed: list[float] = []
+
+    def press(session: Session, terminal: int) -> None:
+        if not pressed and len(list(launches.folder.glob("started-*"))) == 2:
+            pressed.append(time.monotonic())
+            os.write(terminal, b"\x03")
+
+    session = run_on_terminal(
+        [sys.executable, str(SCRIPT), launcher, str(launches.folder)],
+        env=launches.environment, screen=Screen(200, 60), on_change=press, timeout_s=_STARTED_S,
+    )  # fmt: skip
+    assert session.code == 130
+    assert "interrupted, and ended in good order" in "\n".join(map("".join, session.screen.rows))
+    assert time.monotonic() - pressed[0] < _ENDED_S
+    launches.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_caller_that_is_killed_leaves_nothing(launches: Launches, launcher: str) -> None:
+    process = launches.start(launcher)
+    launches.wait_for_ranks()
+    assert len(launches.files()) >= 1
+    process.kill()
+    process.wait()
+    launches.check_nothing_is_left(_ENDED_S)
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing(launches: Launches) -> None:
+    process = launches.start("gloo")
+    launches.wait_for_ranks()
+    (supervisor,) = [
+        child for child in psutil.Process(process.pid).children() if "supervised" in " ".join(child.cmdline())
+    ]
+    supervisor.kill()
+    assert process.wait(_ENDED_S) == 1
+    assert "LaunchError: the supervisor of the job has ended with code -9" in (launches.folder / "log").read_text()
+    launches.check_nothing_is_left()
+
+
+def test_a_second_interrupt_ends_all_at_once(launches: Launches) -> None:
+    process = launches.start("gloo")
+    launches.wait_for_ranks()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(_ENDED_S) != 0
+    launches.check_nothing_is_left()
+
+
+def test_an_end_of_the_caller_before_the_ranks_start_leaves_nothing(launches: Launches) -> None:
+    process = launches.start("gloo")
+    deadline = time.monotonic() + _STARTED_S
+    while not launches.files() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    launches.check_nothing_is_left(_ENDED_S)
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "elastic", "accelerate"])
+def test_a_function_trains_where_another_library_starts_it(launches: Launches, launcher: str) -> None:
+    python = sys.executable
+    if launcher == "accelerate" and importlib.util.find_spec("accelerate") is None:
+        requirements.need("peers")
+        python = str(PEERS / "bin/python")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = ROOT / "tests" / "distributed" / "launched_by_others.py"
+    done = subprocess.run(
+        [python, str(script), launcher, str(launches.folder), str(port)],
+        capture_output=True, text=True, check=False, timeout=100, env=launches.environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert json.loads((launches.folder / f"weights-{rank}").read_text()) == ["torchrun", -4.0]
+
+
+@pytest.mark.parametrize("unit", launching_units(), ids=str)
+def test_the_pages_snippets_run(launches: Launches, unit: Unit) -> None:
+    script = launches.folder / "train.py"
+    script.write_text(unit.text)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100,
+        env=launches.environment, cwd=launches.folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    launches.check_nothing_is_left()
+
+
+@pytest.mark.needs("notebook")
+def test_the_notebook_trains_on_two_ranks_with_a_bar(launches: Launches) -> None:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.outputs for cell in cells] == [[] for cell in cells], "it is committed without outputs"
+    assert [cell.execution_count for cell in cells] == [None for cell in cells]
+    assert '"auto"' in cells[0].source
+    cells[0].source = cells[0].source.replace('"auto"', '"digits"')
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
+    printed = {
+        name: "".join(o.text for o in cells[2].outputs if o.get("name") == name) for name in ("stdout", "stderr")
+    }
+    assert "[0] epoch 1:" in printed["stdout"]
+    assert "[0] epoch 3: 100%|" in printed["stderr"]
+    assert "\r[0] epoch 3:" in printed["stderr"]
+    assert float(cells[3].outputs[0].text.partition("%")[0]) > 85
+    launches.check_nothing_is_left()
+
+
+class Kernel:
+    """A notebook's kernel, without a notebook."""
+
+    def __init__(self) -> None:
+        from jupyter_client.manager import start_new_kernel
+
+        self.manager, self.client = start_new_kernel(startup_timeout=_STARTED_S)
+        self.pid = self.manager.provisioner.pid
+
+    def run(self, code: str) -> tuple[dict[str, Any], str]:
+        """Run a cell to its end; return the reply, and what it has printed."""
+        printed: list[str] = []
+        reply = self.client.execute_interactive(
+            code, timeout=_STARTED_S, output_hook=lambda message: printed.append(message["content"].get("text", ""))
+        )
+        return reply["content"], "".join(printed)
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(launches.folder / name))
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+_IN_CELL = """
+import os, time, trainer
+from pathlib import Path
+
+class Mine(Exception):
+    pass
+
+def wait_for_ever(folder):
+    Path(folder, f"started-{os.getpid()}").touch()
+    time.sleep(600)
+
+def quick(value):
+    if value < 0:
+        raise Mine("of a cell")
+    print("from a rank")
+    return value, os.getppid()
+"""
+
+
+@pytest.mark.needs("notebook")
+def test_an_interrupt_of_the_kernel_ends_the_job_and_the_kernel_goes_on(launches: Launches, kernel: Kernel) -> None:
+    kernel.run(_IN_CELL)
+    call = f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='gloo')"
+    request = kernel.client.execute(call, stop_on_error=False)
+    launches.wait_for_ranks()
+    kernel.manager.interrupt_kernel()
+    while (reply := kernel.client.get_shell_msg(timeout=_ENDED_S))["parent_header"]["msg_id"] != request:
+        pass
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    launches.check_nothing_is_left(but=kernel.pid)
+    reply, printed = kernel.run("print([value for value, _ in trainer.launch(quick, 3, launcher='gloo')])")
+    assert reply["status"] == "ok"
+    assert "[1] from a rank\n" in printed
+    assert "[3, 3]" in printed
+
+
+@pytest.mark.needs("notebook")
+def test_an_exception_shows_the_cell_and_is_of_the_cell_s_own_class(kernel: Kernel) -> None:
+    kernel.run(_IN_CELL)
+    reply, _ = kernel.run(
+        "try:\n    trainer.launch(quick, -1, launcher='gloo')\nexcept Mine as error:\n    mine = error"
+    )
+    assert reply["status"] == "ok"
+    _, printed = kernel.run("print(mine.__cause__, mine.__notes__)")
+    assert 'raise Mine("of a cell")' in printed
+    assert "raised by rank" in printed
+
+
+@pytest.mark.needs("notebook")
+def test_a_kernel_that_is_killed_leaves_nothing(launches: Launches, kernel: Kernel) -> None:
+    kernel.run(_IN_CELL)
+    kernel.client.execute(f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='torchrun')")
+    launches.wait_for_ranks()
+    os.kill(kernel.pid, signal.SIGKILL)
+    launches.check_nothing_is_left(_ENDED_S, but=kernel.pid)

@@ -1,0 +1,364 @@
+"""`trainer.launch` without a launcher: what is refused, sent, printed, and made of the ranks' outcomes."""
+
+from __future__ import annotations
+
+import functools
+import io
+import linecache
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer
+from trainer.errors import ConfigError, LaunchError
+from trainer.ops.launch.launch import _write_call
+from trainer.ops.launch.outcome import CALL, Outcome, RankTracebackError, Report, conclude, read_outcomes
+from trainer.ops.launch.output import Tags, tag_output
+from trainer.ops.launch.sending import describe_unsendable, dumps
+from trainer.ops.launch.supervised import _collect, _last_text, _send, remove
+from trainer.ops.supervise.hosts import parse_hosts
+
+LOCK = threading.Lock()
+DONE, FAILED = Report(0, "done"), Report(1, "rank 1 died without a word")
+
+
+class Settings:
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def use(self) -> None:
+        """Do nothing."""
+
+
+class TwoArgumentsError(Exception):
+    """Cannot be made again from its text alone, as pickle does it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "within rank 1 of 2"),
+        (
+            {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "4"},
+            "within rank 0 of 4",
+        ),
+        ({"TRAINER_JOB": "1f"}, "within a rank"),
+    ],
+)
+def test_within_a_rank_it_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"trainer.launch is called {said}, and starts ranks itself") as refused:
+        trainer.launch(print)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"np": 0}, "np is 0; valid is a number of at least 1"),
+        ({"np": 3, "hosts": "a:1,b:1"}, "np is 3, and the hosts 'a:1,b:1' have 2 slots"),
+        ({"launcher": "mpirun"}, "launcher is 'mpirun'; valid are horovodrun, mpi, gloo, torchrun"),
+        ({"max_restarts": -1}, "max_restarts is -1; valid is a number of at least 0"),
+        ({"min_np": 3}, "min_np is 3; valid is 1 to 2, which np is"),
+        ({"timeout_s": -1.0}, "timeout_s is -1.0; valid is a number of at least 0"),
+    ],
+)
+def test_an_option_that_is_not_valid_is_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        trainer.launch(print, **options)
+    assert str(refused.value) == said
+
+
+def uses_a_global() -> bool:
+    return LOCK.locked()
+
+
+def _closure() -> Callable[[], bool]:
+    local = threading.Lock()
+    return lambda: local.locked()
+
+
+def _by_value(function: Callable[..., object]) -> Callable[..., object]:
+    """Make a function one of `__main__`, which is sent with what it uses, as those of a notebook's cells are."""
+    function.__module__ = "__main__"
+    return function
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((print, LOCK), "argument 1 (_thread.lock): TypeError: cannot pickle '_thread.lock' object"),
+        (
+            (print, {"model": [0, Settings(Settings(LOCK))]}),
+            "argument 1, item 'model', item 1, attribute 'inner', attribute 'inner' (_thread.lock): ",
+        ),
+        ((functools.partial(print, LOCK),), "function 'partial', its arguments, item 0 (_thread.lock): "),
+        ((Settings(LOCK).use,), "function 'use', its object, attribute 'inner' (_thread.lock): "),
+        ((_by_value(uses_a_global),), "function 'uses_a_global', variable 'LOCK' (_thread.lock): "),
+        ((_closure(),), "function '<lambda>', variable 'local' (_thread.lock): "),
+    ],
+)
+def test_what_cannot_be_sent_is_named(arguments: Sequence[Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        trainer.launch(*arguments)
+    assert str(refused.value).startswith(f"trainer.launch cannot send {said}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_keyword_argument_is_named_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer.launch cannot send argument 'file' \(_io.TextIOWrapper\): "):
+        trainer.launch(print, file=sys.__stdout__)
+
+
+def test_a_value_that_holds_itself_is_searched_to_an_end() -> None:
+    loop: list[Any] = [LOCK]
+    loop.insert(0, loop)
+    assert describe_unsendable({"argument 1": loop}).startswith("argument 1, item 1 (_thread.lock): ")
+    assert describe_unsendable({"argument 1": [1, 2]}) == ""
+
+
+def call_rank(folder: Path, function: Callable[..., object], *args: object) -> subprocess.CompletedProcess[str]:
+    """Run a function as the only rank of a job."""
+    folder.mkdir()
+    with (folder / CALL).open("wb") as file:
+        _write_call(file, function, args, {})
+    return subprocess.run(
+        [sys.executable, "-m", "trainer.ops.launch.rank", str(folder)],
+        capture_output=True, text=True, check=False, timeout=60, env=os.environ | {"TRAINER_SECRET": "1"},
+    )  # fmt: skip
+
+
+def outcomes_in(folder: Path) -> list[Outcome]:
+    return [outcome for file in folder.glob("outcome-*") for outcome in read_outcomes(io.BytesIO(file.read_bytes()))]
+
+
+def test_a_rank_leaves_its_result_to_its_user_alone(tmp_path: Path) -> None:
+    done = call_rank(tmp_path / "a", _by_value(lambda a, b: (a, b)), 1, {"two": torch.ones(2)})
+    (result,) = conclude(DONE, outcomes_in(tmp_path / "a"))
+    assert (done.returncode, result[0], result[1]["two"].tolist()) == (0, 1, [1.0, 1.0])
+    assert stat.S_IMODE((tmp_path / "a" / "outcome-0").stat().st_mode) == 0o600
+
+
+def test_a_class_of_the_caller_comes_back_as_the_same_class(tmp_path: Path) -> None:
+    class Mine(Exception):  # noqa: N818
+        pass
+
+    def fail() -> None:
+        raise Mine("why")
+
+    call_rank(tmp_path / "a", fail)
+    with pytest.raises(Mine, match="why"):
+        conclude(FAILED, outcomes_in(tmp_path / "a"))
+
+
+def test_an_exception_comes_with_its_traceback_rank_and_host(tmp_path: Path) -> None:
+    # As a cell of a notebook: its source is in no file.
+    source = "def fail(value):\n    return 1 / value\n"
+    linecache.cache["cell 7"] = (len(source), None, source.splitlines(keepends=True), "cell 7")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "cell 7", "exec"), names)  # noqa: S102 (the line above)
+    done = call_rank(tmp_path / "a", names["fail"], 0)
+    assert done.returncode == 1
+    assert "return 1 / value" in done.stderr
+    with pytest.raises(ZeroDivisionError, match="division by zero") as raised:
+        conclude(FAILED, outcomes_in(tmp_path / "a"))
+    (note,) = raised.value.__notes__
+    assert note.startswith("raised by rank 0 of 1 on host ")
+    assert isinstance(raised.value.__cause__, RankTracebackError)
+    trace = str(raised.value.__cause__)
+    assert 'File "cell 7", line 2, in fail\n    return 1 / value' in trace
+    assert "rank.py" not in trace
+    del linecache.cache["cell 7"]
+
+
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_an_exception_that_cannot_be_made_again_or_sent_is_told(tmp_path: Path, holds_lock: bool) -> None:
+    def fail() -> None:
+        error = TwoArgumentsError("this", "that")
+        if holds_lock:
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    call_rank(tmp_path / "a", fail)
+    with pytest.raises(LaunchError, match=r"rank 0 of 1 on host .*TwoArgumentsError: this that"):
+        conclude(FAILED, outcomes_in(tmp_path / "a"))
+
+
+def test_a_result_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    done = call_rank(tmp_path / "a", _by_value(lambda: {"lock": __import__("threading").Lock()}))
+    assert done.returncode == 1
+    with pytest.raises(
+        trainer.TrainerError, match=r"cannot send back the result of rank 0, item 'lock' \(_thread.lock\): TypeError"
+    ):
+        conclude(FAILED, outcomes_in(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("code", "written"), [(0, 1), (None, 1), (3, 0)])
+def test_sys_exit_ends_the_function_and_has_no_result_after_a_failure(
+    tmp_path: Path, code: int | None, written: int
+) -> None:
+    done = call_rank(tmp_path / "a", sys.exit, code)
+    assert done.returncode == (code or 0)
+    assert len(outcomes_in(tmp_path / "a")) == written
+
+
+def outcome(rank: int, value: object = None, **others: Any) -> Outcome:
+    given: dict[str, Any] = {"rank": rank, "size": 2, "host": "a", "attempt": "1", "time": 1.0, "value": dumps(value)}
+    return Outcome(**{**given, **others})
+
+
+def test_results_are_in_the_order_of_ranks() -> None:
+    assert conclude(DONE, [outcome(1, "b"), outcome(0, "a")]) == ["a", "b"]
+
+
+def test_a_rank_without_a_result_is_named() -> None:
+    with pytest.raises(LaunchError, match="rank 1 has ended without a result"):
+        conclude(DONE, [outcome(0)])
+    with pytest.raises(LaunchError, match="rank 0 has ended without a result"):
+        conclude(DONE, [])
+
+
+def test_only_the_last_attempt_counts() -> None:
+    earlier = [outcome(rank, "old", attempt="0", time=0.5, size=3) for rank in range(3)]
+    assert conclude(DONE, [outcome(1, "b"), *earlier, outcome(0, "a")]) == ["a", "b"]
+    with pytest.raises(LaunchError, match=FAILED.text):
+        conclude(FAILED, [replace(earlier[1], trace="a bug"), outcome(0)])
+
+
+def test_the_rank_that_failed_first_is_told_and_not_one_that_lost_it() -> None:
+    lost = outcome(0, RuntimeError("lost"), trace="t", follows=True, time=1.0)
+    later = outcome(2, ValueError("later"), trace="t", time=3.0)
+    with pytest.raises(KeyError, match="first"):
+        conclude(FAILED, [later, lost, outcome(1, KeyError("first"), trace="t", time=2.0)])
+    with pytest.raises(LaunchError, match=FAILED.text):
+        conclude(FAILED, [lost])
+
+
+def test_outcomes_are_read_up_to_one_that_is_cut_off() -> None:
+    data = pickle.dumps(outcome(0)) + pickle.dumps(outcome(1))
+    assert [read.rank for read in read_outcomes(io.BytesIO(data))] == [0, 1]
+    assert [read.rank for read in read_outcomes(io.BytesIO(data[:-5]))] == [0]
+
+
+def test_the_last_attempt_s_end_is_what_is_told_and_what_may_tell_more(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    start = '{"event": "start", "attempt": 1, "text": "2 ranks"}\n'
+    first = '{"event": "failed", "attempt": 1, "text": "attempt 1: one reason"}\n'
+    second = '{"event": "failed", "attempt": 2, "text": "attempt 2: another"}\n'
+    hint = '{"event": "hint", "text": "look there"}\n{"event": "end", "text": "given up"}\n'
+    for text, told in [
+        (start + first, "one reason"), (start + first + second, "attempt 2: another"),
+        (start + first + hint, "one reason; look there"), ('{"event": "end", "text": "no command"}', "no command"),
+    ]:  # fmt: skip
+        events.write_text(text)
+        assert _last_text(events) == told
+
+
+# Takes the place of ssh: what is in a folder "here" on this host is in a folder "there" on the other.
+SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+[ "$1" = elsewhere ] || { echo "ssh: Could not resolve hostname $1" >&2; exit 255; }
+shift
+exec sh -c "$(echo "$*" | sed s:/here/:/there/:g)"
+"""
+
+
+@pytest.fixture
+def other_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("bin", "here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "here" / "launch").mkdir()
+    (tmp_path / "here" / "launch" / CALL).write_bytes(b"function")
+    return tmp_path / "there" / "launch"
+
+
+def test_the_function_goes_to_other_hosts_and_outcomes_come_back(other_host: Path, tmp_path: Path) -> None:
+    here, hosts = tmp_path / "here" / "launch", parse_hosts("localhost:1,elsewhere:1")
+    _send(hosts, here)
+    assert (other_host / CALL).read_bytes() == b"function"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (other_host, other_host / CALL)]
+    assert modes == [0o700, 0o600]
+    (here / "outcome-0").write_bytes(b"zero,")
+    (other_host / "outcome-1").write_bytes(b"one")
+    collected = io.BytesIO()
+    _collect(hosts, here, collected)
+    assert collected.getvalue() == b"zero,one"
+    remove(here, hosts)
+    assert not here.exists()
+    assert not other_host.exists()
+
+
+def test_a_host_that_cannot_take_the_function_is_named(other_host: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here" / "launch"
+    with pytest.raises(trainer.TrainerError, match="cannot be sent to host nowhere: ssh: Could not resolve hostname"):
+        _send(parse_hosts("elsewhere:1,nowhere:1"), here)
+    remove(here, parse_hosts("elsewhere:1"))
+    # A link that somebody has put there leads to a folder that is no place for it.
+    other_host.symlink_to(tmp_path / "bin")
+    (tmp_path / "here" / "launch").mkdir()
+    (tmp_path / "here" / "launch" / CALL).write_bytes(b"function")
+    with pytest.raises(trainer.TrainerError, match="cannot be sent to host elsewhere: ssh has ended with code 1"):
+        _send(parse_hosts("elsewhere:1"), here)
+    assert [path.name for path in (tmp_path / "bin").iterdir()] == ["ssh"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        ([b"[1,0]<stdout>:one\n[1,0]<stdout>:two\n"], "[0] one\n[0] two\n"),
+        ([b"[1,0]<std", b"out>:one\n[1", b",1]<stderr>:two\n"], "[0] one\n[1] two\n"),
+        ([b"[1]<stdout>:over Gloo\n"], "[1] over Gloo\n"),
+        # mpirun's mark stands before the piece, where a bar goes back to the line's beginning.
+        ([b"[1,0]<stderr>:\r 10%", b"[1,0]<stderr>:\r 20%"], "\r[0]  10%\r[0]  20%"),
+        # horovodrun --gloo passes on whole lines.
+        ([b"[0]<stderr>:\r", b"[0]<stderr>: 10%\r"], "[0] \r[0]  10%\r"),
+        (["é".encode()[:1], "é".encode()[1:]], "é"),
+        ([b"\xff and [12"], "\N{REPLACEMENT CHARACTER} and [12"),
+    ],
+)
+def test_the_launchers_marks_become_a_rank_in_brackets(pieces: Sequence[bytes], shown: str) -> None:
+    tags = Tags()
+    assert "".join(map(tags.text, [*pieces, b""])) == shown
+
+
+def test_a_rank_of_torchrun_says_who_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, buffer in buffers.items():
+        monkeypatch.setattr(sys, f"__{name}__", None)
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(buffer, encoding="utf-8"))
+    tag_output(3)
+    print("one", 2)
+    print("a\nb", end="")
+    print("", end="")
+    print("c\r\nd\r\n")
+    sys.stderr.write("\r 10%\r 20%")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    assert buffers["stdout"].getvalue() == b"[3] one 2\n[3] a\n[3] bc\r\n[3] d\r\n[3] \n"
+    assert buffers["stderr"].getvalue() == b"[3] \r[3]  10%\r[3]  20%"
+    assert sys.__stderr__ is sys.stderr
+
+
+def test_importing_the_package_loads_no_cloudpickle() -> None:
+    code = "import sys, trainer; print('cloudpickle' in sys.modules); trainer.launch; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.split() == ["False", "False"]

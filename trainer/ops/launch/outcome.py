@@ -1,0 +1,110 @@
+"""How the function has ended on each rank, and what its caller is told of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import LaunchError
+
+CALL = "call"
+"""File with the function and its arguments, in the folder of a launch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the function has ended on one rank, as this rank has written it."""
+
+    rank: int
+    size: int
+    host: str
+    attempt: str
+    """The start of the job; each has another text."""
+    time: float
+    """By the host's clock, seconds."""
+    value: bytes
+    """The result, or the exception, as a pickle; empty for an exception that has none."""
+    trace: str = ""
+    """The traceback of the exception; empty where the function has returned."""
+    follows: bool = False
+    """Whether the exception follows from the end of another rank."""
+
+    @property
+    def place(self) -> str:
+        return f"rank {self.rank} of {self.size} on host {self.host}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the supervisor has to say of a launch that has ended."""
+
+    code: int
+    text: str
+    """How the last attempt has ended; or why there was none."""
+    was_started: bool = True
+    is_mistake: bool = False
+    """Whether it was not started for a mistake of the caller's."""
+
+
+class RankTracebackError(Exception):
+    """The traceback of a rank's exception, shown as the exception's cause."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return where a rank writes its outcome."""
+    return folder / f"outcome-{rank}"
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file to be written, which only this user may read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+def read_outcomes(file: BinaryIO) -> Iterator[Outcome]:
+    """Yield the outcomes that stand in a file one after another, up to one that is cut off."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(file)  # noqa: S301 (written by this user's own ranks, and brought by ssh)
+
+
+def conclude(report: Report, outcomes: Iterable[Outcome]) -> list[Any]:
+    """Return what the ranks have returned, in their order.
+
+    Raises:
+        Exception: that of the rank which has failed first, with its traceback as the cause.
+        LaunchError: the job has failed without an exception, or that one cannot be sent.
+    """
+    by_time = sorted(outcomes, key=lambda outcome: outcome.time)
+    # An earlier attempt may have left some, also of ranks that the last one did not have.
+    last = {outcome.rank: outcome for outcome in by_time if outcome.attempt == by_time[-1].attempt}
+    if report.code == 0:
+        return [_value(last, rank) for rank in range(next(iter(last.values())).size if last else 1)]
+    failed = [outcome for outcome in last.values() if outcome.trace and not outcome.follows]
+    if failed:
+        _raise(min(failed, key=lambda outcome: outcome.time))
+    raise LaunchError(report.text)
+
+
+def _value(outcomes: dict[int, Outcome], rank: int) -> Any:
+    if rank not in outcomes or outcomes[rank].trace:
+        raise LaunchError(f"rank {rank} has ended without a result, as os._exit in the function ends it")
+    return pickle.loads(outcomes[rank].value)  # noqa: S301 (as above)
+
+
+def _raise(failed: Outcome) -> None:
+    """Raise the exception of a rank."""
+    error: BaseException | None = None
+    with suppress(Exception):  # a class that cannot be imported here, or that cannot be made from its arguments
+        error = pickle.loads(failed.value) if failed.value else None  # noqa: S301 (as above)
+    if error is None:
+        error = LaunchError(f"{failed.place}: {failed.trace.rstrip().rpartition(chr(10))[2]}")
+    error.add_note(f"raised by {failed.place}")
+    raise error from RankTracebackError(failed.trace)

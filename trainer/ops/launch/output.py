@@ -1,0 +1,60 @@
+"""What ranks print: each line begins with its rank in brackets, whichever launcher passes it on."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+import sys
+
+# mpirun marks each piece that a rank writes, horovodrun --gloo each line.
+_MARK = re.compile(r"\[(?P<job>\d+,)?(?P<rank>\d+)\]<std(?:out|err)>:(?P<back>\r?)")
+_BEGUN_MARK = re.compile(r"\[[\d,]{0,12}(?:\](?:<[a-z]{0,6}(?:>)?)?)?\Z")
+_LINE_ENDS = re.compile(r"(?<=\n)(?!\Z)|(?<=\r)(?!\n|\Z)")
+
+
+class Tags:
+    """Makes plain text of one stream of a launcher's output, with `[rank] ` in place of the launcher's own marks."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._kept = ""
+
+    def text(self, data: bytes) -> str:
+        """Return what can be shown by now. Without data, the stream has ended."""
+        text = self._kept + self._decoder.decode(data, final=not data)
+        self._kept = ""
+        if data and (begun := _BEGUN_MARK.search(text)):
+            text, self._kept = text[: begun.start()], text[begun.start() :]
+        return _MARK.sub(_tag, text)
+
+
+def _tag(mark: re.Match[str]) -> str:
+    # A progress bar goes back to the beginning of its line, which is where the rank belongs.
+    if mark["job"] and mark["back"]:
+        return f"\r[{mark['rank']}] "
+    return f"[{mark['rank']}] {mark['back']}"
+
+
+class _TaggedStream(io.TextIOWrapper):
+    """Standard output or error of a rank whose launcher does not say who prints."""
+
+    tag: str
+    _at_start = True
+
+    def write(self, text: str, /) -> int:
+        if text:
+            first, *others = _LINE_ENDS.split(text)
+            super().write("".join([self.tag if self._at_start else "", first, *(self.tag + line for line in others)]))
+            self._at_start = text.endswith(("\n", "\r"))
+        return len(text)
+
+
+def tag_output(rank: int) -> None:
+    """Have what this process prints begin with its rank, line by line, and be written line by line."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        tagged = _TaggedStream(stream.detach(), stream.encoding, stream.errors, line_buffering=True)
+        tagged.tag = f"[{rank}] "
+        setattr(sys, name, tagged)
+        setattr(sys, f"__{name}__", tagged)

@@ -1,0 +1,98 @@
+"""What each rank runs: it reads the function, calls it, and writes how that has ended.
+
+python -m trainer.ops.launch.rank FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster.environment import SECRET, Launch, read_launch
+from trainer.cluster.output import write_whole_lines
+from trainer.errors import TrainerError
+from trainer.ops.launch.outcome import CALL, Outcome, file_of, open_private
+from trainer.ops.launch.output import tag_output
+from trainer.ops.launch.sending import describe_unsendable, dumps
+from trainer.watch.failure import is_lost_peer, report_failures
+
+
+def main() -> None:
+    """Call the function as this rank of the job."""
+    folder, launch = Path(sys.argv[1]), read_launch()
+    if launch.launcher == "torchrun":
+        tag_output(launch.rank)
+    write_whole_lines()
+    report_failures()
+    try:
+        value = _pickle(_call(folder / CALL), launch)
+    except Exception as error:
+        _write(folder, launch, _pickle_error(error), _trace(error), is_lost_peer(error))
+        raise
+    _write(folder, launch, value)
+
+
+def _call(file: Path) -> Any:
+    with file.open("rb") as call:
+        sys.argv, sources, load = pickle.load(call)  # noqa: S301 (the caller has written it, into a folder of this user's)
+        linecache.cache.update(sources)
+        function, args, kwargs = pickle.loads(load)  # noqa: S301 (as above)
+    try:
+        return function(*args, **kwargs)
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            raise
+        return None
+
+
+def _pickle(value: Any, launch: Launch) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:
+        why = describe_unsendable({f"the result of rank {launch.rank}": value}) or str(error)
+        raise TrainerError(f"trainer.launch cannot send back {why}") from None
+
+
+def _pickle_error(error: Exception) -> bytes:
+    try:
+        return dumps(error)
+    except Exception:  # it holds what cannot be sent; its traceback says enough
+        return b""
+
+
+def _trace(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _write(folder: Path, launch: Launch, value: bytes, trace: str = "", follows: bool = False) -> None:
+    outcome = Outcome(
+        rank=launch.rank,
+        size=launch.size,
+        host=socket.gethostname(),
+        # Another secret is made for every start of the job.
+        attempt=hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest(),
+        time=time.time(),
+        value=value,
+        trace=trace,
+        follows=follows and launch.size > 1,
+    )
+    file = file_of(folder, launch.rank)
+    partial = file.with_name(f".{file.name}")
+    with open_private(partial) as output:
+        pickle.dump(outcome, output)
+    partial.replace(file)
+
+
+if __name__ == "__main__":
+    main()
