@@ -5,6 +5,7 @@ python tests/distributed/launched.py LAUNCHER FOLDER
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def wait_for_ever(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where the tests run in the background
     try:
         trainer.launch(wait_for_ever, str(Path(sys.argv[2])), np=2, launcher=sys.argv[1])
     except KeyboardInterrupt:

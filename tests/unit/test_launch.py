@@ -73,6 +73,7 @@ def test_within_a_rank_it_refuses_in_one_line(
     [
         ({"np": 0}, "np is 0; valid is a number of at least 1"),
         ({"np": 3, "hosts": "a:1,b:1"}, "np is 3, and the hosts 'a:1,b:1' have 2 slots"),
+        ({"hosts": "a:x"}, "hosts has 'a:x'; valid is HOST:SLOTS, as in a:2,b:2"),
         ({"launcher": "mpirun"}, "launcher is 'mpirun'; valid are horovodrun, mpi, gloo, torchrun"),
         ({"max_restarts": -1}, "max_restarts is -1; valid is a number of at least 0"),
         ({"min_np": 3}, "min_np is 3; valid is 1 to 2, which np is"),
@@ -83,6 +84,12 @@ def test_an_option_that_is_not_valid_is_named(options: dict[str, Any], said: str
     with pytest.raises(ConfigError) as refused:
         trainer.launch(print, **options)
     assert str(refused.value) == said
+
+
+def test_without_horovod_the_launcher_that_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=r'horovodrun is not installed; launcher="torchrun" starts the ranks'):
+        trainer.launch(print)
 
 
 def uses_a_global() -> bool:

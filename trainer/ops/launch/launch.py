@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import selectors
+import shutil
 import signal
 import site
 import subprocess
@@ -28,6 +29,7 @@ from trainer.ops.launch.output import Tags
 from trainer.ops.launch.sending import describe_unsendable, dump, dumps
 from trainer.ops.launch.supervised import remove
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
+from trainer.ops.supervise.launchers import environment_for
 from trainer.watch.job_folder import JOB
 
 LAUNCHERS = ("horovodrun", "mpi", "gloo", "torchrun")
@@ -114,11 +116,16 @@ def _check(
     """
     if np < 1:
         raise ConfigError(f"np is {np}; valid is a number of at least 1")
-    places = parse_hosts(hosts) if hosts else (Host("localhost", np),)
+    try:
+        places = parse_hosts(hosts) if hosts else (Host("localhost", np),)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("-H has", "hosts has")) from None
     if slots_of(places) < np:
         raise ConfigError(f"np is {np}, and the hosts {hosts!r} have {slots_of(places)} slots")
     if launcher not in LAUNCHERS:
         raise ConfigError(f"launcher is {launcher!r}; valid are {', '.join(LAUNCHERS)}")
+    if launcher != "torchrun" and shutil.which("horovodrun", path=environment_for("")["PATH"]) is None:
+        raise ConfigError('horovodrun is not installed; launcher="torchrun" starts the ranks with PyTorch alone')
     if max_restarts < 0:
         raise ConfigError(f"max_restarts is {max_restarts}; valid is a number of at least 0")
     if min_np is not None and not 1 <= min_np <= np:
