@@ -198,7 +198,9 @@ class Run:
 
         Args:
             loss: a mean over samples, as a tensor without dimensions; with others where `gradient` is given.
-            gradient, retain_graph, inputs: as those of `torch.Tensor.backward`.
+            gradient: as that of `torch.Tensor.backward`.
+            retain_graph: the same.
+            inputs: the same.
             create_graph: is refused: mean gradients have no graph.
             samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, where no loader of this
                 run says so. Passes within `no_sync` before it belong to the same update. Every rank gives them.

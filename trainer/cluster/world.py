@@ -32,6 +32,7 @@ class World(Launch):
 
     @property
     def is_root(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def __str__(self) -> str:

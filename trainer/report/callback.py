@@ -76,6 +76,7 @@ class ProgressEvent:
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second, of all ranks together."""
         return self.done / max(self.seconds, 1e-9)
 
 
@@ -117,6 +118,7 @@ class EpochRecord:
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second, of all ranks together."""
         return self.samples / max(self.seconds, 1e-9)
 
 

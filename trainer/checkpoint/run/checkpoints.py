@@ -174,11 +174,13 @@ class Checkpoints:
         self.finish()
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
+        """Note that a pass over a loader begins."""
         if is_resumed and self._positions.was_saved_in(loader):
             self._restore_random_state()
         self._positions.begin_pass(loader)
 
     def updated(self, loader: Loader) -> None:
+        """Note an update, and save where it is time to."""
         if not self._counts(loader):
             return
         self.updates += 1
@@ -191,11 +193,13 @@ class Checkpoints:
                 self._save_or_end()
 
     def exhausted(self, loader: Loader) -> None:
+        """Note that a loader has given its last batch."""
         if self._counts(loader):
             # What follows may be a long evaluation, in which no update is to come.
             self._saver.take_standby(self._state())
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
+        """Note that a pass has ended, early where the loop was left."""
         self.updates += was_left and self._positions.has_begun and loader is self._positions.first
         self._positions.end_pass(loader)
 
