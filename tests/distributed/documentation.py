@@ -206,6 +206,7 @@ ELSEWHERE = {
     "make test-fast": (".ci/run", "make test-fast\n"),
     "make test-jobs": (".ci/run", "make test-jobs"),
     "make lint": (".ci/run", "make lint\n"),
+    "make docs": (".ci/run", "make docs\n"),
     "make test-docker": (".ci/run", "make test-docker "),
     "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py
     "make image-gpu": ("Makefile", "|| $(MAKE) image-gpu"),
