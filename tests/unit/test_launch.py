@@ -336,6 +336,7 @@ def test_a_host_that_cannot_take_the_function_is_named(other_host: Path, tmp_pat
         ([b"[1]<stdout>:over Gloo\n"], "[1] over Gloo\n"),
         # mpirun's mark stands before the piece, where a bar goes back to the line's beginning.
         ([b"[1,0]<stderr>:\r 10%", b"[1,0]<stderr>:\r 20%"], "\r[0]  10%\r[0]  20%"),
+        ([b"[1,0]<stderr>:\r 100%[1,0]<stderr>:", b"\n[1,1]<stdout>:one\n"], "\r[0]  100%\n[1] one\n"),
         # horovodrun --gloo passes on whole lines.
         ([b"[0]<stderr>:\r", b"[0]<stderr>: 10%\r"], "[0] \r[0]  10%\r"),
         (["é".encode()[:1], "é".encode()[1:]], "é"),

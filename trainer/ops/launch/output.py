@@ -8,8 +8,8 @@ import re
 import sys
 
 # mpirun marks each piece that a rank writes, horovodrun --gloo each line.
-_MARK = re.compile(r"\[(?P<job>\d+,)?(?P<rank>\d+)\]<std(?:out|err)>:(?P<back>\r?)")
-_BEGUN_MARK = re.compile(r"\[[\d,]{0,12}(?:\](?:<[a-z]{0,6}(?:>)?)?)?\Z")
+_MARK = re.compile(r"\[(?P<job>\d+,)?(?P<rank>\d+)\]<std(?:out|err)>:(?P<next>[\r\n]?)")
+_BEGUN_MARK = re.compile(r"\[[\d,]{0,12}(?:\](?:<[a-z]{0,6}(?:>:?)?)?)?\Z")
 _LINE_ENDS = re.compile(r"(?<=\n)(?!\Z)|(?<=\r)(?!\n|\Z)")
 
 
@@ -30,10 +30,11 @@ class Tags:
 
 
 def _tag(mark: re.Match[str]) -> str:
-    # A progress bar goes back to the beginning of its line, which is where the rank belongs.
-    if mark["job"] and mark["back"]:
-        return f"\r[{mark['rank']}] "
-    return f"[{mark['rank']}] {mark['back']}"
+    rank, following = f"[{mark['rank']}] ", mark["next"]
+    # A progress bar goes back to the beginning of its line, where the rank belongs, and at last ends this line.
+    if mark["job"] and following:
+        return f"\r{rank}" if following == "\r" else following
+    return rank + following
 
 
 class _TaggedStream(io.TextIOWrapper):
