@@ -44,9 +44,11 @@ class Launches:
     @property
     def environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+        # Without ours, as scripts/comm would hide the package `comm` from a notebook's kernel.
+        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if str(ROOT) not in entry]
         return inherited | {
             MARK: str(self.folder), "TMPDIR": str(self.temporary), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *path]),
         }  # fmt: skip
 
     def start(self, launcher: str) -> subprocess.Popen[bytes]:
@@ -359,7 +361,8 @@ class Kernel:
         from jupyter_client.manager import start_new_kernel
 
         self.manager, self.client = start_new_kernel(startup_timeout=_STARTED_S)
-        self.pid = self.manager.provisioner.pid
+        _, printed = self.run("import os; print(os.getpid())")
+        self.pid = int(printed)
 
     def run(self, code: str) -> tuple[dict[str, Any], str]:
         """Run a cell to its end; return the reply, and what it has printed."""
