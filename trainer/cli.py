@@ -5,28 +5,47 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
+from trainer.ops import environment, self_test
 from trainer.ops.doctor import options as doctor
 from trainer.ops.doctor.examine import examine
 from trainer.ops.submit.options import add_parser as add_submit_parser
 from trainer.ops.submit.submit import run as submit
-from trainer.ops.supervise.options import add_parser, make_parser, to_options
+from trainer.ops.supervise.options import add_parser, make_parser, parse
 from trainer.ops.supervise.supervisor import supervise
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line. `shtab trainer.cli.get_parser` makes a shell's completion of it."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of the command line, and that of `trainer run`."""
+    parser = make_parser("trainer")
+    parser.add_argument("--version", action="version", version=f"trainer {metadata.version('horovod-trainer')}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    of_run = add_parser(subparsers)
+    doctor.add_parser(subparsers)
+    add_submit_parser(subparsers)
+    self_test.add_parser(subparsers)
+    environment.add_parser(subparsers)
+    add_merge_parser(subparsers)
+    return parser, of_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    parser = make_parser("trainer")
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    add_parser(subparsers)
-    doctor.add_parser(subparsers)
-    add_submit_parser(subparsers)
-    add_merge_parser(subparsers)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser, of_run = _parsers()
     parsed = parser.parse_args(arguments)
     try:
+        if parsed.subcommand == "run":
+            return supervise(parse(arguments[1:], of_run))
         return _run(parsed)
     except TrainerError as error:
         print(f"trainer {parsed.subcommand}: {error}", file=sys.stderr)
@@ -38,6 +57,8 @@ def _run(parsed: argparse.Namespace) -> int:
         return examine(doctor.to_options(parsed))
     if parsed.subcommand == "submit":
         return submit(parsed.arguments)
-    if parsed.subcommand == "merge":
-        return merge(parsed.checkpoint, parsed.file)
-    return supervise(to_options(parsed))
+    if parsed.subcommand == "test":
+        return self_test.self_test(parsed)
+    if parsed.subcommand == "env":
+        return environment.print_environment()
+    return merge(parsed.checkpoint, parsed.file)

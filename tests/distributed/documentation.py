@@ -69,6 +69,9 @@ HERE = {
     ),
     "trainer run -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
     **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
+    "trainer --version": Run(prints="trainer 0."),
+    "trainer test": Run(prints="trainer test: all right: 2 ranks on localhost, Horovod over MPI: "),
+    "trainer env": Run(prints="Horovod has mpi, gloo"),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
     "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
@@ -135,6 +138,7 @@ ON_NODE_A = {
     "mpirun -np 4 -H a:2,b:2 --bind-to none python examples/mnist.py": _MNIST,
     "trainer run -np 4 -H a:2,b:2 --min-np 2 python examples/mnist.py": _MNIST,
     "trainer doctor -H a:2,b:2": Run(prints="trainer doctor: ok: "),
+    "trainer test -np 4 -H a:2,b:2": Run(prints="trainer test: all right: 4 ranks on a:2,b:2, "),
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
         append="--repeats 1", prints="ranks: 2", is_slow=True
     ),
@@ -188,6 +192,14 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 -- train.py --log INFO": (
         "tests/distributed/test_supervise.py",
         '"torchrun", "--nproc-per-node", "2", "--", "train.py", "--log", "INFO"',
+    ),
+    **dict.fromkeys(
+        (
+            "trainer run --config job.toml",
+            "trainer run --config job.toml -np 2 -H localhost:2 python train.py --epochs 1",
+            "trainer submit --config job.toml --dry-run",
+        ),
+        ("tests/unit/test_config_file.py", "def test_the_manuals_file_is_valid"),
     ),
     "python -m tests.security.attacks elastic PORT /tmp/marker": (
         "tests/security/test_exploits.py",
@@ -281,6 +293,8 @@ UNTESTED = {
     "python benchmarks/compare.py --data-dir /path/to/data --repeats 3 --only ours ddp fabric accelerate limit "
     "--no-overhead": "the same",
     "make accuracy": "trains 20 times; tests/unit/test_benchmarks.py",
+    "pip install shtab": "needs the package index",
+    "shtab --shell bash trainer.cli.get_parser > ~/.local/share/bash-completion/completions/trainer": "needs shtab",
     "make clean": "would take this environment away",
     "make wheels PYTHON=python3.12": "would make the environment anew",
     "make lock": "resolves all versions anew from the package index",
@@ -320,7 +334,7 @@ def claims(unit: Unit) -> int:
     """Return how many checks a unit has."""
     if unit.kind == "command":
         return sum(unit.text in table for table in _TABLES)
-    return int(unit.kind in ("python", "diff", "yaml", "text", "dockerfile"))
+    return int(unit.kind in ("python", "diff", "yaml", "toml", "text", "dockerfile"))
 
 
 def claimed() -> set[str]:

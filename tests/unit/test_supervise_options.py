@@ -56,6 +56,7 @@ def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("x",), "-np is missing; valid is a number of at least 1"),
         (("-np", "0", "x"), "-np is 0; valid is a number of at least 1"),
         (("-np", "3", "-H", "a:2", "x"), "-np is 3, and -H a:2 has 2 slots"),
         (("-np", "2", "--min-np", "3", "x"), "--min-np is 3; valid is 1 to 2"),
@@ -86,7 +87,6 @@ def test_a_value_that_is_not_valid_is_named(
     [
         (("-np", "2", "--frobnicate", "x"), "no such option: --frobnicate; see trainer run --help"),
         (("-np", "two", "x"), "argument -np: invalid int value: 'two'"),
-        (("x",), "the following arguments are required: -np"),
         (("-np", "2", "--mpi", "--gloo", "x"), "argument --gloo: not allowed with argument --mpi"),
     ],
 )

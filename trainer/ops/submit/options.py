@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.config_file import read_config
 from trainer.ops.submit.job import INDEX, Job
 from trainer.ops.submit.schedulers import SCHEDULERS, Scheduler
 from trainer.ops.submit.secrets import secrets_in
@@ -110,13 +111,37 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     Raises:
         ConfigError: names everything that is not valid, and what would be.
     """
-    arguments = list(arguments)
+    parser, arguments = _make_parser(), list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = _make_parser()
-    parsed, unknown = parser.parse_known_args(arguments[:end])
+    parsed, _ = parser.parse_known_args(arguments[:end])
     if parsed.help:
         parser.print_help()
         return None
+    if parsed.config is None:
+        return _to_options(parser, arguments, arguments)
+    file = read_config(parsed.config, "submit", parser)
+    # The scheduler is the only word of the file's that is no option: that of the command line counts.
+    words = [word for word in file.words if word.startswith("-") or not parsed.scheduler]
+    command = arguments[end:] if end < len(arguments) else ["--", *file.command] if file.command else []
+    try:
+        return _to_options(parser, [*words, *arguments[:end], *command], arguments)
+    except ConfigError as error:
+        raise ConfigError(file.locate(str(error))) from None
+
+
+def _to_options(parser: _Parser, arguments: list[str], typed: list[str]) -> Options:
+    """Return the checked options.
+
+    Args:
+        parser: that of `trainer submit`.
+        arguments: with those of a file.
+        typed: without them, for the head of the job file.
+
+    Raises:
+        ConfigError: names everything that is not valid, and what would be.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parsed, unknown = parser.parse_known_args(arguments[:end])
     scheduler = SCHEDULERS.get(parsed.scheduler)
     valid = sorted({word for action in parser._actions for word in action.option_strings if word.startswith("--")})
     problems = []
@@ -129,7 +154,8 @@ def to_options(arguments: Sequence[str]) -> Options | None:
         problems.append(f"{shlex.join(unknown)} is no option" + hint)
     elif unknown:
         problems.append(_unknown_option(unknown, valid))
-    words = [word for at, word in enumerate(arguments) if at >= end or word not in _NOT_IN_FILE]
+    begins = typed.index("--") if "--" in typed else len(typed)
+    words = [word for at, word in enumerate(typed) if at >= begins or word not in _NOT_IN_FILE]
     made_by = shlex.join(["trainer", "submit", *words])
     job = _read(parsed, to_command(arguments[end:]), scheduler, made_by, problems)
     if job.command:
@@ -145,7 +171,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     return Options(job, scheduler, parsed.dry_run, parsed.follow)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> _Parser:
     schedulers = "\n".join(f"  {name:<11}{scheduler.summary}" for name, scheduler in SCHEDULERS.items())
     parser = _Parser(
         prog="trainer submit",
@@ -165,6 +191,7 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("what is done")
     group.add_argument("--dry-run", action="store_true", help="print the job file; submit nothing")
     group.add_argument("--follow", action="store_true", help="print the job's output until it ends")
+    group.add_argument("--config", metavar="FILE", help="read options and command from [submit] of a TOML file first")
     group.add_argument("-h", "--help", action="store_true", help="show this help")
     return parser
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.config_file import read_config
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
 
 _DESCRIPTION = """\
@@ -97,8 +98,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
         usage="trainer run -np N [-H HOST:SLOTS,…] [options] COMMAND …",
     )
+    parser.add_argument("--config", metavar="FILE", help="read options and command from [run] of a TOML file first")
     group = parser.add_argument_group("the job")
-    group.add_argument("-np", dest="ranks", type=int, metavar="N", required=True, help="number of ranks")
+    group.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks")
     group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
     launchers = group.add_mutually_exclusive_group()
     for name, text in _LAUNCHERS.items():
@@ -122,6 +124,29 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return _Parser(prog=prog, description="Runs trainings on several processes and hosts.", allow_abbrev=False)
 
 
+def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Options:
+    """Return the checked options of `trainer run`, those of a --config file among them.
+
+    Args:
+        arguments: behind "run".
+        parser: which `add_parser` has returned.
+
+    Raises:
+        ConfigError: a value is not valid, or there is no command.
+    """
+    parsed = parser.parse_args(arguments)
+    if parsed.config is None:
+        return to_options(parsed)
+    file = read_config(parsed.config, "run", parser)
+    # Of two launchers, the command line's counts; argparse would refuse them.
+    of_launchers = {f"--{name}" for name in _LAUNCHERS} if parsed.launcher != Options.launcher else ()
+    words = [word for word in file.words if word not in of_launchers]
+    try:
+        return to_options(parser.parse_args([*words, *arguments, *(() if parsed.command else file.command)]))
+    except ConfigError as error:
+        raise ConfigError(file.locate(str(error))) from None
+
+
 def to_options(parsed: argparse.Namespace) -> Options:
     """Return the checked options.
 
@@ -129,6 +154,8 @@ def to_options(parsed: argparse.Namespace) -> Options:
         ConfigError: a value is not valid, or there is no command.
     """
     ranks = parsed.ranks
+    if ranks is None:
+        raise ConfigError("-np is missing; valid is a number of at least 1")
     if ranks < 1:
         raise ConfigError(f"-np is {ranks}; valid is a number of at least 1")
     hosts = parse_hosts(parsed.hosts) if parsed.hosts else (Host("localhost", ranks),)

@@ -1,0 +1,110 @@
+"""`trainer env`: what to paste into a bug report, without secrets, addresses or names of hosts and users."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.cluster.environment import launches
+from trainer.errors import ConfigError
+from trainer.ops.doctor.agent.gpus import gpus
+from trainer.ops.doctor.agent.machine import machine
+from trainer.ops.doctor.agent.software import software
+
+_VARIABLES = re.compile(r"(TRAINER|HOROVOD|NCCL|OMPI_MCA|OMP|MKL|GLOO|UCX|CUDA|TORCH|PYTORCH)_\w+|PYTHON\w+")
+_HIDDEN = re.compile(r"SECRET|KEY|TOKEN|PASS|ADDR|HOST|HOME|PATH|DIR")
+"""Variables of which only the name is shown."""
+_BUILD = """\
+import torch, torch.distributed as d
+has = lambda name: getattr(d, f"is_{name}_available")()
+print("PyTorch has", ", ".join(n for n in ("gloo", "mpi", "nccl", "ucc") if has(n)))
+try:
+    import horovod.torch as hvd
+    print("Horovod has", ", ".join(n for n in ("mpi", "gloo", "nccl") if getattr(hvd, f"{n}_built")()))
+except ImportError:
+    print("Horovod is not installed")
+"""
+_GIB = 1 << 30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `env` to the subcommands."""
+    description = "Print what a bug report needs: versions, how they were built, GPUs, launcher, network. No secrets."
+    subparsers.add_parser("env", help="print what a bug report needs", description=description, allow_abbrev=False)
+
+
+def print_environment() -> int:
+    """Print a line for each fact; return the exit code."""
+    for name, value in describe():
+        print(f"* {name}: {value or 'none'}")
+    return 0
+
+
+def describe() -> Iterator[tuple[str, str]]:
+    """Yield what is known of this host and this environment, as names and values."""
+    import psutil  # not at the start of every other command
+
+    facts, host = software(str(Path.cwd()), "", os.environ.get("PYTHONPATH", "")), machine(str(Path.cwd()))
+    versions = {name: version for name, version in facts["versions"].items() if version}
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "builds", f"trainer {_revision() or facts['library']}, Horovod {facts['horovod_build'] or 'none'}; {_built()}"
+    yield "programs", ", ".join(name for name, path in facts["programs"].items() if path)
+    yield "system", f"{_distribution()}, Linux {platform.release()}, {platform.machine()}, {platform.libc_ver()[1]}"
+    memory = psutil.virtual_memory().total / _GIB
+    yield (
+        "machine",
+        f"{host['cores']:g} cores, {memory:.0f} GiB of memory, /dev/shm has {host['shm_free'] / _GIB:.1f} GiB",
+    )
+    yield "GPUs", "; ".join(" ".join(line.split(", ")[1:3]) for line in gpus()["query"].splitlines())
+    yield "network", ", ".join(_interfaces())
+    yield "launcher", _launcher()
+    shown = {name: "(set)" if _HIDDEN.search(name) else value for name, value in os.environ.items()}
+    yield "variables", ", ".join(f"{name}={shown[name]}" for name in sorted(shown) if _VARIABLES.fullmatch(name))
+
+
+def _built() -> str:
+    """Return what PyTorch and Horovod were built with; in a process of its own, because either may fail to start."""
+    done = subprocess.run([sys.executable, "-c", _BUILD], capture_output=True, text=True, timeout=120, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode:
+        lines.append(f"importing them fails: {(done.stderr.splitlines() or [''])[-1]}")
+    return "; ".join(lines)
+
+
+def _revision() -> str:
+    """Return the commit of a checkout; empty for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    with suppress(OSError):
+        if (root / ".git").exists():
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        return "an unknown distribution"
+
+
+def _interfaces() -> Iterator[str]:
+    import psutil
+
+    for name, state in psutil.net_if_stats().items():
+        if state.isup and name != "lo":
+            yield f"{name} with an MTU of {state.mtu}" + (f" and {state.speed} Mbit/s" if state.speed else "")
+
+
+def _launcher() -> str:
+    try:
+        return ", ".join(f"{launch.launcher}, rank {launch.rank} of {launch.size}" for launch in launches())
+    except ConfigError as error:
+        return f"cannot be told: {error}"
