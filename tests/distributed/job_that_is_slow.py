@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import trainer
-from trainer.ops.watch.limits import LEAST_S
+from trainer.ops.watcher.limits import LEAST_S
 
 SLOW_S = LEAST_S + 6
 

@@ -132,3 +132,16 @@ def test_links_and_paths_lead_somewhere(page: str) -> None:
             assert heading in [re.sub(r"[^\w-]", "", one.lower().replace(" ", "-")) for one in headings], link
     for path in re.findall(rf"`((?:{_FOLDERS})/[^` ]*)`", text):
         assert list(ROOT.glob(f"{path.rstrip('/')}*")), path
+
+
+def test_names_in_the_table_of_changes_are_in_the_files_beside_them() -> None:
+    table = (ROOT / "docs/architecture.md").read_text().split("## Where to change what")[1]
+    checked = 0
+    for row in table.splitlines():
+        places = [ROOT / path for path in re.findall(rf"`((?:{_FOLDERS})/[^` ]*)`", row)]
+        files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))]
+        text = "\n".join(file.read_text() for file in files)
+        for name in re.findall(r"`(_?[A-Za-z]\w*)`", row) if places else ():
+            checked += 1
+            assert re.search(rf"\b{name}\b", text), f"{name}: {row}"
+    assert checked > 10

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.hang_watchers import Ranks, both, endpoint, listener, make, spoke_of, waiting
-from trainer.ops.watch import hub as hub_module
-from trainer.ops.watch.hub import Hub
-from trainer.ops.watch.job import Host, View
-from trainer.ops.watch.spoke import Spoke
+from trainer.ops.watcher import hub as hub_module
+from trainer.ops.watcher.hub import Hub
+from trainer.ops.watcher.job import Host, View
+from trainer.ops.watcher.spoke import Spoke
 from trainer.watch import failure
 from trainer.watch.heartbeat import State
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, hub_of, listener, make, run, spoke_of, waiting
-from trainer.ops.watch import hub as hub_module
-from trainer.ops.watch import limits as limits_module
-from trainer.ops.watch import report, wire
-from trainer.ops.watch.job import WORKS, Host, View
-from trainer.ops.watch.wire import Link, RefusedError, connect, is_timeout
+from trainer.ops.watcher import hub as hub_module
+from trainer.ops.watcher import limits as limits_module
+from trainer.ops.watcher import report, wire
+from trainer.ops.watcher.job import WORKS, Host, View
+from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
 from trainer.watch.heartbeat import State
 
 __all__ = ["listener"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, WORKS, Host, View
-from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
-from trainer.ops.watch.limits import LEAST_S, LONGEST_S, Limit, stage_of
+from trainer.ops.watcher.job import UNREACHABLE, UNWATCHED, WORKS, Host, View
+from trainer.ops.watcher.judge import Verdict, is_paused, judge, notice
+from trainer.ops.watcher.limits import LEAST_S, LONGEST_S, Limit, stage_of
 from trainer.watch.heartbeat import State
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, waiting
-from trainer.ops.watch.job import UNREACHABLE, Host, View
-from trainer.ops.watch.wire import Link, RefusedError
+from trainer.ops.watcher.job import UNREACHABLE, Host, View
+from trainer.ops.watcher.wire import Link, RefusedError
 
 
 class Job:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.watch.job import Host, View
-from trainer.ops.watch.mismatch import explain, has_failed
+from trainer.ops.watcher.job import Host, View
+from trainer.ops.watcher.mismatch import explain, has_failed
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import BATCH_NORM, State
 

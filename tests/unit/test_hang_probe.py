@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-import trainer.ops.watch.probe
+import trainer.ops.watcher.probe
 from trainer.cluster.processes import children_cpu_s, look
-from trainer.ops.watch.job import WORKS, View
-from trainer.ops.watch.probe import excuse_of, main_frames, place_of, read_stacks, takes_signal, wait_for_stacks
-from trainer.ops.watch.ranks import LocalRank, LocalRanks
+from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.probe import excuse_of, main_frames, place_of, read_stacks, takes_signal, wait_for_stacks
+from trainer.ops.watcher.ranks import LocalRank, LocalRanks
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import SIGNAL, State
 from trainer.watch.job_folder import JobVerdict, parse_verdict
@@ -177,7 +177,7 @@ def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.ops.watch.probe.__file__
+    library = trainer.ops.watcher.probe.__file__
     theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
     assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
         "model.py:31"
@@ -221,7 +221,7 @@ def test_what_a_stack_excuses(
     own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[int, str]
 ) -> None:
     stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
-    monkeypatch.setattr("trainer.ops.watch.ranks.read_stacks", lambda *_: stacks)
+    monkeypatch.setattr("trainer.ops.watcher.ranks.read_stacks", lambda *_: stacks)
     heartbeat.report_phase(phase)
     view = own_rank.with_stacks(0, children_work=False)
     assert (view.state, view.excuse) == seen
@@ -232,10 +232,10 @@ def test_a_rank_whose_loader_computes_is_at_work(
     own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     began = time.monotonic()
-    monkeypatch.setattr("trainer.ops.watch.ranks.children_cpu_s", lambda _: share * (time.monotonic() - began))
+    monkeypatch.setattr("trainer.ops.watcher.ranks.children_cpu_s", lambda _: share * (time.monotonic() - began))
     ranks = LocalRanks({})
     ranks.by_rank[0] = own_rank
-    monkeypatch.setattr("trainer.ops.watch.ranks.wait_for_stacks", lambda _: time.sleep(0.3))
+    monkeypatch.setattr("trainer.ops.watcher.ranks.wait_for_stacks", lambda _: time.sleep(0.3))
     monkeypatch.setattr(own_rank, "ask", lambda: 0)
     assert ranks.views_with_stacks()[0].excuse == (WORKS if share > 0.1 else "")
 
@@ -245,7 +245,7 @@ def test_a_rank_in_a_backward_pass_waits_unless_it_computes(
     own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, cpu: float
 ) -> None:
     frames = [frame(f"{SITE}/torch/autograd/graph.py")]
-    monkeypatch.setattr("trainer.ops.watch.ranks.main_frames", lambda *_: frames)
+    monkeypatch.setattr("trainer.ops.watcher.ranks.main_frames", lambda *_: frames)
     own_rank.view()
     own_rank._cpu = cpu
     view = own_rank.with_stacks(0, children_work=False)

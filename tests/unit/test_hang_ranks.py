@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from trainer.cluster.processes import Process
-from trainer.ops.watch import ranks as ranks_module
-from trainer.ops.watch.job import WORKS, View
-from trainer.ops.watch.ranks import LocalRank, LocalRanks
+from trainer.ops.watcher import ranks as ranks_module
+from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.ranks import LocalRank, LocalRanks
 from trainer.watch import heartbeat
 
 # A rank that cannot be ended by a signal it may ignore.

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.ops.watch import ranks as ranks_module
-from trainer.ops.watch.job import WORKS, View
-from trainer.ops.watch.ranks import LocalRank
+from trainer.ops.watcher import ranks as ranks_module
+from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.ranks import LocalRank
 from trainer.watch import heartbeat
 from trainer.watch import recorder as recorder_module
 from trainer.watch.heartbeat import SIZE, Heartbeat, Recorded, State

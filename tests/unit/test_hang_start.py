@@ -76,7 +76,7 @@ def entries(ranks: Ranks) -> list[Entry | None]:
 def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
     start(ranks, entries(ranks), None)
     ((command, options),) = Process.started
-    assert command[-2:] == ["-m", "trainer.ops.watch"]
+    assert command[-2:] == ["-m", "trainer.ops.watcher"]
     assert options["pass_fds"] == []
     assert options["start_new_session"] is True
     assert ranks.broadcasts == [{"given_s": None, "start_s": 1800.0, "endpoint": ""}]
@@ -105,7 +105,7 @@ def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     start(ranks, entries(ranks), None)
     ((_, options),) = Process.started
-    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/ops/watch/__main__.py").is_file()
+    assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/ops/watcher/__main__.py").is_file()
     assert options["blocked"] >= {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
@@ -244,7 +244,7 @@ def test_a_second_join_starts_no_second_watcher(ranks: Ranks) -> None:
 
 
 def test_the_watcher_starts_without_pytorch() -> None:
-    script = "import sys, trainer.ops.watch.__main__; print('torch' in sys.modules, 'psutil' in sys.modules)"
+    script = "import sys, trainer.ops.watcher.__main__; print('torch' in sys.modules, 'psutil' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
 

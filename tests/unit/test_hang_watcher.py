@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import Ranks, both, endpoint, job_of, listener, make, run, spoke_of, waiting
-from trainer.ops.watch import __main__ as watcher_module
-from trainer.ops.watch import spoke as spoke_module
-from trainer.ops.watch.hub import Hub
-from trainer.ops.watch.job import WORKS, Host, View
-from trainer.ops.watch.spoke import Spoke
+from trainer.ops.watcher import __main__ as watcher_module
+from trainer.ops.watcher import spoke as spoke_module
+from trainer.ops.watcher.hub import Hub
+from trainer.ops.watcher.job import WORKS, Host, View
+from trainer.ops.watcher.spoke import Spoke
 
 __all__ = ["listener"]
 
@@ -79,7 +79,7 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
         settings["records"] = {0: rank.stdout.readline().strip()}
         # As start.py does it: a signal that comes before they are ignored waits.
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.ops.watch"], stdin=subprocess.PIPE)
+        watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.ops.watcher"], stdin=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
         for number in watcher_module._IGNORED:
             watcher.send_signal(number)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, listener, spoke_of, waiting
-from trainer.ops.watch import wire
-from trainer.ops.watch.wire import Link, RefusedError, connect, is_timeout
+from trainer.ops.watcher import wire
+from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
 
 __all__ = ["listener"]
 

@@ -106,7 +106,7 @@ def _refuse_nested(candidates: list[Launch], environ: Mapping[str, str]) -> None
     """Refuse a launcher that several ranks of another one have called, each for a training of its own.
 
     The other one may be the usual way to start on every node: torchrun is called once on each node, and mpirun has srun
-    start its daemons. patch 0028 of Horovod has horovodrun itself refuse it earlier.
+    start its daemons. Our horovodrun refuses it earlier (`nested.py` in third_party/horovod/overlay).
 
     Raises:
         ConfigError: names both launchers.

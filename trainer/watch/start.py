@@ -33,7 +33,7 @@ from trainer.watch.recorder import Recorder, follow
 
 _START_S = 1800.0
 """The limit until the first step: rank 0 may prepare the data, and the model is broadcast."""
-_WATCHER = "trainer.ops.watch"
+_WATCHER = "trainer.ops.watcher"
 """The module that a watcher runs: a program, which the library does not import."""
 _held: list[Any] = []  # the file of the stacks, and the watcher, for as long as this process runs
 
@@ -162,7 +162,7 @@ def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socke
 
 
 def _settings(entries: Sequence[Entry], here: str) -> dict[str, Any]:
-    """Return what the watcher of this host has to know beside the plan: see `main` of `trainer.ops.watch`."""
+    """Return what the watcher of this host has to know beside the plan: see `main` of `trainer.ops.watcher`."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry.host, []).append(rank)

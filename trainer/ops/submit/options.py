@@ -35,7 +35,7 @@ examples:
       python train.py --checkpoint runs/checkpoints
 
 exit codes:
-  0    submitted (pbs, lsf, tione: written); with --follow, the training is done
+  0    submitted ({{written}}: written); with --follow, the training is done
   78   with --follow: a mistake of the user's in the script or its data
   1    the scheduler has refused the job; with --follow, the job has failed or was cancelled
   2    these options are not valid; 130: Ctrl-C, which ends --follow and leaves the job alone
@@ -173,10 +173,11 @@ def _to_options(parser: _Parser, arguments: list[str], typed: list[str]) -> Opti
 
 def _make_parser() -> _Parser:
     schedulers = "\n".join(f"  {name:<11}{scheduler.summary}" for name, scheduler in SCHEDULERS.items())
+    written = [name for name, scheduler in SCHEDULERS.items() if not scheduler.submit_command]
     parser = _Parser(
         prog="trainer submit",
         description=_DESCRIPTION,
-        epilog=_EPILOG.replace("{schedulers}", schedulers),
+        epilog=_EPILOG.replace("{schedulers}", schedulers).replace("{written}", ", ".join(written)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,

@@ -12,9 +12,9 @@ from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import launch, program_of
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Attempt, Facts, judge
+from trainer.ops.supervise.ranks import Ranks
 from trainer.ops.supervise.remote import Answer, Inquiry, on_all_hosts
 from trainer.ops.supervise.signals import Signals
-from trainer.ops.supervise.watch import Ranks
 from trainer.watch.job_folder import HANG
 
 _TICK_S = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from trainer.ops.watch.job import View
+from trainer.ops.watcher.job import View
 from trainer.watch.heartbeat import TRAINING
 
 LEAST_S, LONGEST_S = 30.0, 540.0

@@ -12,8 +12,8 @@ import pytest
 
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.ranks import Ranks
 from trainer.ops.supervise.remote import Answer
-from trainer.ops.supervise.watch import Ranks
 from trainer.watch.heartbeat import Heartbeat
 
 HOSTS = (Host("localhost", 1), Host("b", 1))

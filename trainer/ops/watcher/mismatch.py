@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.cluster.processes import GONE
-from trainer.ops.watch.job import Host, View, names_of, views_of
-from trainer.ops.watch.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, same_collectives
+from trainer.ops.watcher.job import Host, View, names_of, views_of
+from trainer.ops.watcher.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, same_collectives
 from trainer.watch.heartbeat import State
 
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.cluster.processes import GONE, Process, children_cpu_s, look
-from trainer.ops.watch.job import WORKS, View
-from trainer.ops.watch.probe import (
+from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.probe import (
     STOPPED,
     UNINTERRUPTIBLE,
     excuse_of,

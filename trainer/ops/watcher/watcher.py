@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from trainer.cluster.output import say
-from trainer.ops.watch.job import Host, Job, View, views_of
-from trainer.ops.watch.judge import Verdict
-from trainer.ops.watch.limits import Limit
-from trainer.ops.watch.ranks import LocalRanks
-from trainer.ops.watch.report import HANG, write_stacks
-from trainer.ops.watch.wire import Link
+from trainer.ops.watcher.job import Host, Job, View, views_of
+from trainer.ops.watcher.judge import Verdict
+from trainer.ops.watcher.limits import Limit
+from trainer.ops.watcher.ranks import LocalRanks
+from trainer.ops.watcher.report import HANG, write_stacks
+from trainer.ops.watcher.wire import Link
 
 SILENT_S = 15.0
 """A watcher that was not heard for so long is lost. Hosts whose watcher never was are named after this time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trainer.ops.watch.job import View
+from trainer.ops.watcher.job import View
 from trainer.watch.heartbeat import BATCH_NORM, SAVING
 
 MOST_NAMED = 8

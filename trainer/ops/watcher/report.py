@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster.output import say
-from trainer.ops.watch.job import Host, View, names_of, views_of
-from trainer.ops.watch.judge import Verdict
+from trainer.ops.watcher.job import Host, View, names_of, views_of
+from trainer.ops.watcher.judge import Verdict
 
 HANG, WHY = "trainer: hang: ", "trainer: why it failed: "
 _WRITTEN_S = 3.0

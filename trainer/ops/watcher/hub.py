@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.cluster.output import say, warn
-from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
-from trainer.ops.watch.judge import Verdict, is_paused, judge, notice
-from trainer.ops.watch.mismatch import explain, has_failed
-from trainer.ops.watch.ranks import LocalRanks
-from trainer.ops.watch.report import WHY
-from trainer.ops.watch.watcher import SILENT_S, Watcher
-from trainer.ops.watch.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.ops.watcher.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
+from trainer.ops.watcher.judge import Verdict, is_paused, judge, notice
+from trainer.ops.watcher.mismatch import explain, has_failed
+from trainer.ops.watcher.ranks import LocalRanks
+from trainer.ops.watcher.report import WHY
+from trainer.ops.watcher.watcher import SILENT_S, Watcher
+from trainer.ops.watcher.wire import TIMEOUT_S, Link, RefusedError, is_timeout
 from trainer.watch.job_folder import DIFFERENT, write_verdict
 
 _BEAT_S = 2.0

@@ -10,10 +10,10 @@ import sys
 import time
 
 from trainer.cluster.output import warn
-from trainer.ops.watch.hub import Hub
-from trainer.ops.watch.job import Host, Job
-from trainer.ops.watch.ranks import LocalRanks
-from trainer.ops.watch.spoke import Spoke
+from trainer.ops.watcher.hub import Hub
+from trainer.ops.watcher.job import Host, Job
+from trainer.ops.watcher.ranks import LocalRanks
+from trainer.ops.watcher.spoke import Spoke
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 """Schedulers and launchers send these to all processes of a job; the watcher ends when the ranks have."""

@@ -6,12 +6,12 @@ import errno
 import time
 from typing import Any
 
-from trainer.ops.watch.job import Job, View
-from trainer.ops.watch.judge import Verdict, is_paused
-from trainer.ops.watch.mismatch import has_failed
-from trainer.ops.watch.ranks import LocalRanks
-from trainer.ops.watch.watcher import SILENT_S, Watcher
-from trainer.ops.watch.wire import Link, RefusedError, connect, is_timeout
+from trainer.ops.watcher.job import Job, View
+from trainer.ops.watcher.judge import Verdict, is_paused
+from trainer.ops.watcher.mismatch import has_failed
+from trainer.ops.watcher.ranks import LocalRanks
+from trainer.ops.watcher.watcher import SILENT_S, Watcher
+from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
 
 _REPORT_S = 1.0
 _AGAIN_S, _TRIES = 5.0, 6

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.ops.watch.job import WORKS
+from trainer.ops.watcher.job import WORKS
 from trainer.watch.heartbeat import SIGNAL
 from trainer.watch.stack import Frame, is_in_backward
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.cluster.processes import GONE
-from trainer.ops.watch.job import UNREACHABLE, UNWATCHED, WORKS, Host, View, names_of, views_of
-from trainer.ops.watch.probe import STOPPED, TRACED, UNINTERRUPTIBLE, is_users
-from trainer.ops.watch.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, place, same_collectives
+from trainer.ops.watcher.job import UNREACHABLE, UNWATCHED, WORKS, Host, View, names_of, views_of
+from trainer.ops.watcher.probe import STOPPED, TRACED, UNINTERRUPTIBLE, is_users
+from trainer.ops.watcher.words import EARLY_END, HAS_ENDED, MOST_NAMED, grouped, list_of, name, place, same_collectives
 from trainer.watch.heartbeat import TRAINING, State
 
 _MOST_FRAMES, _MOST_PLACES, _INNERMOST = 6, 4, 2
