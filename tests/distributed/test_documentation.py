@@ -141,7 +141,7 @@ def test_names_in_the_table_of_changes_are_in_the_files_beside_them() -> None:
         places = [ROOT / path for path in re.findall(rf"`((?:{_FOLDERS})/[^` ]*)`", row)]
         files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))]
         text = "\n".join(file.read_text() for file in files)
-        for name in re.findall(r"`(_?[A-Za-z]\w*)`", row) if places else ():
+        for name in re.findall(r"`(\w*_\w+|[A-Z]\w*[A-Z]\w*)`", row) if places else ():
             checked += 1
             assert re.search(rf"\b{name}\b", text), f"{name}: {row}"
     assert checked > 10
