@@ -1,4 +1,4 @@
-"""The causes that benchmarks/doctor_faults.py makes, in the order of docs/doctor.md."""
+"""The causes that benchmarks/doctor_faults.py makes, in the order of docs/measured-failures.md."""
 
 from __future__ import annotations
 

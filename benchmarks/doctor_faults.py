@@ -105,7 +105,7 @@ def _note(trial: Trial) -> None:
 
 
 def render(trials: list[Trial]) -> str:
-    """Return the table of docs/doctor.md."""
+    """Return the table of docs/measured-failures.md."""
     rows = ["| | cause | first line | s | right |", "|---|---|---|---|---|"]
     for trial in trials:
         text = trial.first_line.partition("; ")[0].replace("|", "\\|")

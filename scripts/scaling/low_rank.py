@@ -16,7 +16,7 @@ from trainer.cluster.world import World
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 
 RANK = 8
-"""Of the approximation that is advised: the smallest one that kept the accuracy in docs/strategies.md."""
+"""Of the approximation that is advised: the smallest one that kept the accuracy in docs/measured-strategies.md."""
 _REPEATS = 5
 
 
