@@ -161,7 +161,7 @@ MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
     "all_to_all": ("element r of every rank's, on rank r: a transpose", lambda r, n: torch.stack(starts(n))[:, r]),
     "send_receive": ("the left neighbour's values: one message from rank to rank", lambda r, n: start((r - 1) % n, n)),
     "grouped": ("the same, sending and receiving at once, so that no rank waits", lambda r, n: start((r - 1) % n, n)),
-}  # fmt: skip
+}
 
 
 def start(rank: int, size: int) -> Tensor:

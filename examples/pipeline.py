@@ -37,10 +37,17 @@ def make_layers() -> list[nn.Module]:
     """Return a network for MNIST as a list of layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
     torch.manual_seed(0)
     return [
-        nn.Conv2d(1, 16, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 4 * 4, 160), nn.ReLU(), nn.Linear(160, 10),
-    ]  # fmt: skip
+        nn.Conv2d(1, 16, kernel_size=5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 160),
+        nn.ReLU(),
+        nn.Linear(160, 10),
+    ]
 
 
 # First layer of each stage but the first, by number of stages; the first convolution takes the most time.

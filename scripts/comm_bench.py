@@ -257,9 +257,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=_parse_size, nargs="+", metavar="SIZE", help="exactly these sizes")
     add("--repeats", type=int, default=3, metavar="N", help="timed repeats for each size (default: %(default)s)")
     add(
-        "--max-seconds", type=float, default=2.0, metavar="S",
+        "--max-seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
         help="skip a transport's larger sizes after one that takes longer (default: %(default)s)",
-    )  # fmt: skip
+    )
     add("--compute-ms", type=float, default=0.0, metavar="MS", help="computing before each operation (default: 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write all results to this file")

@@ -102,8 +102,10 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
         parts.append(
             f"The link carries {link.gbit_per_s:.3g} Gbit/s; a small message takes {link.latency_s * 1e3:.2g} ms."
         )
-    parts.append(f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
-                 f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×")  # fmt: skip
+    parts.append(
+        f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
+        f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×"
+    )
     if run.input > lost and run.input > 0.1 * run.step:
         parts[-1] += f"; input takes {run.input / run.step:.0%} of a step: load with more workers, or from memory"
     if not advice:

@@ -112,8 +112,11 @@ def _medians(timings: Sequence[dict[str, Any]]) -> Rank:
     found = {name: statistics.median(timing[name] for timing in timings) for name in (*PHASES, "window")}
     return Rank(
         # Without an exchange, what follows the last gradient is computed as well.
-        input=found["input"], compute=sum(found[name] for name in PHASES[1:]), window=found["window"],
-        gradient_bytes=timings[0]["gradient_bytes"], messages=messages_of(timings[0]),
+        input=found["input"],
+        compute=sum(found[name] for name in PHASES[1:]),
+        window=found["window"],
+        gradient_bytes=timings[0]["gradient_bytes"],
+        messages=messages_of(timings[0]),
         step_groups=tuple(map(statistics.median, rounds)),
         accumulate=steps_per_update(timings[0]),
-    )  # fmt: skip
+    )

@@ -20,8 +20,16 @@ _COLORS = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "wai
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
 _STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute")
 _PREDICTION_HEAD = (
-    "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
-)  # fmt: skip
+    "shape",
+    "strategy",
+    "scaling",
+    "model",
+    "exchange ms",
+    "waiting ms",
+    "predicted samples/s",
+    "measured",
+    "error",
+)
 
 
 def render_text(results: Results) -> str:
@@ -62,7 +70,9 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
                 _link_cells(where, name, link)
                 for name, network in results.networks.items()
                 for where, link in (
-                    ("on one host", network.local), ("on two hosts", network.remote), ("in a ring", network.one_way),
+                    ("on one host", network.local),
+                    ("on two hosts", network.remote),
+                    ("in a ring", network.one_way),
                 )
                 if link is not None
             ],
@@ -77,7 +87,7 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
             ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
             [_larger_cells(*found) for found in results.larger()],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def trial_lines(results: Results) -> list[str]:
@@ -234,10 +244,16 @@ def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def _run_cells(row: Row) -> Sequence[str]:
     return (
-        str(row.shape), row.strategy, row.scaling, str(row.batch), f"{row.measured.samples_per_s:,.0f}",
-        f"{row.least:,.0f}-{row.most:,.0f}", f"{row.epoch_s:.2f}", f"{row.speedup:.2f}" if row.speedup else "",
+        str(row.shape),
+        row.strategy,
+        row.scaling,
+        str(row.batch),
+        f"{row.measured.samples_per_s:,.0f}",
+        f"{row.least:,.0f}-{row.most:,.0f}",
+        f"{row.epoch_s:.2f}",
+        f"{row.speedup:.2f}" if row.speedup else "",
         "" if row.measured.efficiency is None else f"{row.measured.efficiency:.0%}",
-    )  # fmt: skip
+    )
 
 
 def _step_cells(row: Row) -> Sequence[str]:
@@ -254,10 +270,16 @@ def _larger_cells(strategy: str, one: Prediction, efficiency: float) -> tuple[st
 def _prediction_cells(row: Row) -> Sequence[str]:
     assert row.predicted is not None  # noqa: S101 (the caller has checked)
     return (
-        str(row.shape), row.strategy, row.scaling, row.predicted.model, f"{row.predicted.exchange * 1e3:.3g}",
+        str(row.shape),
+        row.strategy,
+        row.scaling,
+        row.predicted.model,
+        f"{row.predicted.exchange * 1e3:.3g}",
         f"{row.predicted.waiting * 1e3:.3g}",
-        f"{row.predicted_samples_per_s:,.0f}", f"{row.measured.samples_per_s:,.0f}", f"{row.error:+.0%}",
-    )  # fmt: skip
+        f"{row.predicted_samples_per_s:,.0f}",
+        f"{row.measured.samples_per_s:,.0f}",
+        f"{row.error:+.0%}",
+    )
 
 
 def _link_cells(where: str, strategy: str, link: Link) -> Sequence[str]:

@@ -167,19 +167,34 @@ class Results:
         rate = statistics.median(rates)
         cores, threads = timings[0]["cores"] * timings[0]["machines"], timings[0]["threads"] * shape.ranks
         measured = Measured(
-            shape=str(shape), strategy=strategy, ranks=shape.ranks, samples_per_s=rate, cores=cores, threads=threads,
+            shape=str(shape),
+            strategy=strategy,
+            ranks=shape.ranks,
+            samples_per_s=rate,
+            cores=cores,
+            threads=threads,
             efficiency=self._efficiency(rate, shape, timings[0]["threads"]),
-            gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
-        )  # fmt: skip
+            gradient_bytes=timings[0]["gradient_bytes"],
+            **_medians(timings),
+        )
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
         rank = self.baselines.rank(runs[0].batch, timings[0]["threads"], ranks_at_once(timings[0]))
         predicted = self._predict(rank, shape, strategy, threads / cores, runs[0].batch)
         return Row(
-            shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
-            least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
-            accumulate=steps_per_update(timings[0]), speedup=rate / base if base else None, predicted=predicted,
+            shape=shape,
+            strategy=strategy,
+            scaling=scaling,
+            batch=batch,
+            runs=len(runs),
+            measured=measured,
+            least=min(rates),
+            most=max(rates),
+            epoch_s=timings[0]["samples_in_epoch"] / rate,
+            accumulate=steps_per_update(timings[0]),
+            speedup=rate / base if base else None,
+            predicted=predicted,
             predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
-        )  # fmt: skip
+        )
 
     def _predict(
         self, rank: Rank | None, shape: Shape, strategy: str, threads_per_core: float, batch: int
@@ -190,9 +205,13 @@ class Results:
         model = model_of(strategy, rank.gradient_bytes, shape)
         beside = self.beside_compute.get((shape, strategy, batch))
         return predict(
-            rank, shape, network, model, threads_per_core=self._threads_per_core(threads_per_core),
+            rank,
+            shape,
+            network,
+            model,
+            threads_per_core=self._threads_per_core(threads_per_core),
             together=statistics.median(beside) / rank.accumulate if beside else None,
-        )  # fmt: skip
+        )
 
     def _threads_per_core(self, on_cpu: float) -> float:
         """Return the computing threads per core; 0 where GPUs compute, which leaves the cores to the exchange."""
