@@ -67,7 +67,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--steps is {options.steps!r}; valid is a positive number, or all")
     for name, valid in (("strategies", tuple(TRANSPORT_OF)), ("scaling", SCALINGS)):
         chosen = list(dict.fromkeys(getattr(options, name).split(",")))
-        if unknown := [one for one in chosen if one not in valid]:
+        if unknown := [value for value in chosen if value not in valid]:
             raise ConfigError(f"--{name} has {unknown[0]!r}; valid are {', '.join(valid)}")
         setattr(options, name, chosen)
     hosts = parse_hosts(options.hosts)

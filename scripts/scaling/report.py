@@ -85,7 +85,7 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         (
             "Predicted for more hosts of the same kind",
             ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
-            [_larger_cells(*found) for found in results.larger()],
+            [_larger_cells(*prediction) for prediction in results.larger()],
         ),
     ]
 
@@ -122,10 +122,10 @@ def write_json(path: Path, results: Results) -> None:
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
-            {"strategy": strategy, **asdict(one), "efficiency": efficiency}
-            for strategy, one, efficiency in results.larger()
+            {"strategy": strategy, **asdict(prediction), "efficiency": efficiency}
+            for strategy, prediction, efficiency in results.larger()
         ],
-        "advice": [{"text": text, "found": [asdict(one) for one in found]} for _, found, text in results.advice()],
+        "advice": [{"text": text, "found": [asdict(item) for item in items]} for _, items, text in results.advice()],
         "tried": [{**_entry(run), "promised": asdict(trial)} for run, trial in results.tried],
         "problems": results.problems(),
     }
@@ -140,7 +140,7 @@ def write_page(path: Path, results: Results) -> None:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     page = environment.from_string(TEMPLATE.read_text()).render(
         facts=results.facts(),
-        tables=[one for one in tables(results) if one[2]],
+        tables=[table for table in tables(results) if table[2]],
         advice=[text for _, _, text in results.advice()],
         trials=trial_lines(results),
         problems=results.problems(),
@@ -168,9 +168,9 @@ def _curves(results: Results) -> Any:
     for row in rows:
         if row.shape.ranks > 1:
             lines.setdefault((row.strategy, row.scaling), []).append(row)
-    for (strategy, scaling), own in lines.items():
+    for (strategy, scaling), line_rows in lines.items():
         # Of shapes with the same number of ranks, the one on fewer hosts comes first.
-        line = sorted([*alone, *own], key=lambda row: (row.shape.ranks, row.shape.hosts))
+        line = sorted([*alone, *line_rows], key=lambda row: (row.shape.ranks, row.shape.hosts))
         points, style = [row.shape.ranks for row in line], "-" if scaling == "weak" else "--"
         rates = [row.measured.samples_per_s for row in line]
         (drawn,) = left.plot(points, rates, style, marker="o", label=f"{strategy}, {scaling}")
@@ -257,14 +257,21 @@ def _run_cells(row: Row) -> Sequence[str]:
 
 
 def _step_cells(row: Row) -> Sequence[str]:
-    one = row.measured
-    phases = (one.step, one.input, one.compute, one.exchange, one.waiting, one.hidden)
+    measured = row.measured
+    phases = (measured.step, measured.input, measured.compute, measured.exchange, measured.waiting, measured.hidden)
     return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
 
 
-def _larger_cells(strategy: str, one: Prediction, efficiency: float) -> tuple[str, ...]:
-    milliseconds = (f"{seconds * 1e3:.3g}" for seconds in (one.exchange, one.waiting, one.step))
-    return (str(one.shape.ranks), str(one.shape), one.model, strategy, *milliseconds, f"{efficiency:.0%}")
+def _larger_cells(strategy: str, prediction: Prediction, efficiency: float) -> tuple[str, ...]:
+    milliseconds = (f"{seconds * 1e3:.3g}" for seconds in (prediction.exchange, prediction.waiting, prediction.step))
+    return (
+        str(prediction.shape.ranks),
+        str(prediction.shape),
+        prediction.model,
+        strategy,
+        *milliseconds,
+        f"{efficiency:.0%}",
+    )
 
 
 def _prediction_cells(row: Row) -> Sequence[str]:
