@@ -70,6 +70,7 @@ class Updates:
             leave_out(self.prepared.norms, self._is_padding)
 
     def _keep_local(self) -> None:
+        """Have gradients stay on this rank within `no_sync`, and in batches that do not close an update."""
         local = self._in_no_sync > 0 or not self.batches.current.closes_update
         if local is not self._is_local:
             self._is_local = local
@@ -136,6 +137,7 @@ class Updates:
             synchronizer.after_backward()
 
     def _reached(self) -> list[Synchronizer]:
+        """Return the synchronizers of the models that the last backward pass has reached on this rank."""
         return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
 
     def _finish_failed_pass(self) -> None:

@@ -152,7 +152,7 @@ class GradientSynchronizer(Synchronizer):
     def before_backward(self) -> None:
         self._reached.clear()
         self._is_in_pass = True
-        self._run_last()
+        self._move_hooks_last()
 
     def discard(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
@@ -191,14 +191,15 @@ class GradientSynchronizer(Synchronizer):
             self.on_gradient(place, parameter)  # type: ignore[arg-type]
         self._reached.add(place)
 
-    def _run_last(self) -> None:
+    def _move_hooks_last(self) -> None:
         """Move our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
         for hook, parameter in zip(self._hooks, self.parameters, strict=True):
             registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
                 registered[hook.id] = registered.pop(hook.id)
 
-    def _twice(self, place: int) -> TrainerError:
+    def _completed_twice(self, place: int) -> TrainerError:
+        """Return the error for a second gradient of the same parameter in a pass, the first of which may be sent."""
         return TrainerError(
             f"one backward pass has completed the gradient of {self.names[place]} twice, as reentrant activation "
             "checkpointing of a block that is used twice does; give use_reentrant=False to torch.utils.checkpoint"
