@@ -27,14 +27,14 @@ from trainer.tuning import tune
 class Calls(Protocol):
     """One library's calls; tensors have one element per rank."""
 
-    def broadcast(self, own: Tensor) -> Tensor: ...
-    def reduce(self, own: Tensor) -> Tensor: ...
-    def all_reduce(self, own: Tensor) -> Tensor: ...
-    def all_gather(self, own: Tensor) -> Tensor: ...
-    def reduce_scatter(self, own: Tensor) -> Tensor: ...
-    def all_to_all(self, own: Tensor) -> Tensor: ...
-    def send_receive(self, own: Tensor) -> Tensor: ...
-    def grouped(self, own: Tensor) -> Tensor: ...
+    def broadcast(self, values: Tensor) -> Tensor: ...
+    def reduce(self, values: Tensor) -> Tensor: ...
+    def all_reduce(self, values: Tensor) -> Tensor: ...
+    def all_gather(self, values: Tensor) -> Tensor: ...
+    def reduce_scatter(self, values: Tensor) -> Tensor: ...
+    def all_to_all(self, values: Tensor) -> Tensor: ...
+    def send_receive(self, values: Tensor) -> Tensor: ...
+    def grouped(self, values: Tensor) -> Tensor: ...
     def close(self) -> None: ...
 
 
@@ -48,48 +48,51 @@ class OverTorch:
         self._rank, self._size = world.rank, world.size
         init_process_group(backend, world, rendezvous)
 
-    def broadcast(self, own: Tensor) -> Tensor:
-        self._dist.broadcast(own, src=0)
-        return own
+    def broadcast(self, values: Tensor) -> Tensor:
+        self._dist.broadcast(values, src=0)
+        return values
 
-    def reduce(self, own: Tensor) -> Tensor:
-        self._dist.reduce(own, dst=0)
-        return own
+    def reduce(self, values: Tensor) -> Tensor:
+        self._dist.reduce(values, dst=0)
+        return values
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        self._dist.all_reduce(own)
-        return own
+    def all_reduce(self, values: Tensor) -> Tensor:
+        self._dist.all_reduce(values)
+        return values
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        parts = [torch.empty_like(own) for _ in range(self._size)]
-        self._dist.all_gather(parts, own)
+    def all_gather(self, values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(self._size)]
+        self._dist.all_gather(parts, values)
         return torch.cat(parts)
 
-    def reduce_scatter(self, own: Tensor) -> Tensor:
-        result = own.new_empty(1)
-        self._dist.reduce_scatter_single(result, own)
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        result = values.new_empty(1)
+        self._dist.reduce_scatter_single(result, values)
         return result
 
-    def all_to_all(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
-        self._dist.all_to_all_single(result, own)
+    def all_to_all(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
+        self._dist.all_to_all_single(result, values)
         return result
 
-    def send_receive(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
+    def send_receive(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         # If all ranks sent first, each would wait for a receiver: even ranks send first, odd ranks receive first.
         first, second = (
             (self._dist.send, self._dist.recv) if self._rank % 2 == 0 else (self._dist.recv, self._dist.send)
         )
         for call in (first, second):
-            call(own, right) if call is self._dist.send else call(result, left)
+            call(values, right) if call is self._dist.send else call(result, left)
         return result
 
-    def grouped(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
+    def grouped(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        operations = [self._dist.P2POp(self._dist.isend, own, right), self._dist.P2POp(self._dist.irecv, result, left)]
+        operations = [
+            self._dist.P2POp(self._dist.isend, values, right),
+            self._dist.P2POp(self._dist.irecv, result, left),
+        ]
         for request in self._dist.batch_isend_irecv(operations):
             request.wait()
         return result
@@ -107,44 +110,44 @@ class OverMPI:
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._size = world.rank, world.size
 
-    def broadcast(self, own: Tensor) -> Tensor:
-        self._comm.Bcast(own.numpy(), root=0)
-        return own
+    def broadcast(self, values: Tensor) -> Tensor:
+        self._comm.Bcast(values.numpy(), root=0)
+        return values
 
-    def reduce(self, own: Tensor) -> Tensor:
-        result = own.clone()
-        self._comm.Reduce(own.numpy(), result.numpy(), root=0)
+    def reduce(self, values: Tensor) -> Tensor:
+        result = values.clone()
+        self._comm.Reduce(values.numpy(), result.numpy(), root=0)
         return result
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        self._comm.Allreduce(self._mpi.IN_PLACE, own.numpy())
-        return own
+    def all_reduce(self, values: Tensor) -> Tensor:
+        self._comm.Allreduce(self._mpi.IN_PLACE, values.numpy())
+        return values
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        result = own.new_empty(self._size * len(own))
-        self._comm.Allgather(own.numpy(), result.numpy())
+    def all_gather(self, values: Tensor) -> Tensor:
+        result = values.new_empty(self._size * len(values))
+        self._comm.Allgather(values.numpy(), result.numpy())
         return result
 
-    def reduce_scatter(self, own: Tensor) -> Tensor:
-        result = own.new_empty(1)
-        self._comm.Reduce_scatter_block(own.numpy(), result.numpy())
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        result = values.new_empty(1)
+        self._comm.Reduce_scatter_block(values.numpy(), result.numpy())
         return result
 
-    def all_to_all(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
-        self._comm.Alltoall(own.numpy(), result.numpy())
+    def all_to_all(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
+        self._comm.Alltoall(values.numpy(), result.numpy())
         return result
 
-    def send_receive(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
+    def send_receive(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        self._comm.Sendrecv(own.numpy(), dest=right, recvbuf=result.numpy(), source=left)
+        self._comm.Sendrecv(values.numpy(), dest=right, recvbuf=result.numpy(), source=left)
         return result
 
-    def grouped(self, own: Tensor) -> Tensor:
-        result = torch.empty_like(own)
+    def grouped(self, values: Tensor) -> Tensor:
+        result = torch.empty_like(values)
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        self._mpi.Request.Waitall([self._comm.Isend(own.numpy(), right), self._comm.Irecv(result.numpy(), left)])
+        self._mpi.Request.Waitall([self._comm.Isend(values.numpy(), right), self._comm.Irecv(result.numpy(), left)])
         return result
 
     def close(self) -> None:
@@ -161,7 +164,7 @@ MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
     "all_to_all": ("element r of every rank's, on rank r: a transpose", lambda r, n: torch.stack(starts(n))[:, r]),
     "send_receive": ("the left neighbour's values: one message from rank to rank", lambda r, n: start((r - 1) % n, n)),
     "grouped": ("the same, sending and receiving at once, so that no rank waits", lambda r, n: start((r - 1) % n, n)),
-}  # fmt: skip
+}
 
 
 def start(rank: int, size: int) -> Tensor:

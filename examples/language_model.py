@@ -48,9 +48,13 @@ args = parser.parse_args()
 trainer.report_failures()
 precision = "bf16" if args.bf16 else "fp32"
 run = trainer.init(
-    args.strategy, accumulate=args.accumulate, compression=args.compression, sync_every=args.sync_every,
-    precision=precision, compile=args.compile,
-)  # fmt: skip
+    args.strategy,
+    accumulate=args.accumulate,
+    compression=args.compression,
+    sync_every=args.sync_every,
+    precision=precision,
+    compile=args.compile,
+)
 torch.manual_seed(0)
 train, test = load_text(args.text, args.length, args.bytes)
 model = Transformer(*SIZES[args.size], args.length)

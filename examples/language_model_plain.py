@@ -41,7 +41,7 @@ args = parser.parse_args()
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-train, test = (TensorDataset(one.inputs, one.targets) for one in load_text(args.text, args.length, args.bytes))
+train, test = (TensorDataset(part.inputs, part.targets) for part in load_text(args.text, args.length, args.bytes))
 model = Transformer(*SIZES[args.size], args.length).to(device)
 if args.compile:
     model.compile()

@@ -37,10 +37,17 @@ def make_layers() -> list[nn.Module]:
     """Return a network for MNIST as a list of layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
     torch.manual_seed(0)
     return [
-        nn.Conv2d(1, 16, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 4 * 4, 160), nn.ReLU(), nn.Linear(160, 10),
-    ]  # fmt: skip
+        nn.Conv2d(1, 16, kernel_size=5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 160),
+        nn.ReLU(),
+        nn.Linear(160, 10),
+    ]
 
 
 # First layer of each stage but the first, by number of stages; the first convolution takes the most time.
@@ -63,17 +70,17 @@ class Pipeline:
         self.part = nn.Sequential(*self._layers[cuts[self.stage] : cuts[self.stage + 1]]).to(world.device)
         self._numbers = range(len(self._layers))[cuts[self.stage] : cuts[self.stage + 1]]
         # torch.distributed requires every rank to create every group, in the same order.
-        own: dict[str, Any] = {}
+        groups: dict[str, Any] = {}
         for replica in range(self.replicas):
             group = dist.new_group([replica * stages + stage for stage in range(stages)])
-            own |= {"pipeline": group} if replica == self.replica else {}
+            groups |= {"pipeline": group} if replica == self.replica else {}
         for stage in range(stages):
             group = dist.new_group([replica * stages + stage for replica in range(self.replicas)])
-            own |= {"replicas": group} if stage == self.stage else {}
-        self._replicas_group = own["replicas"]
+            groups |= {"replicas": group} if stage == self.stage else {}
+        self._replicas_group = groups["replicas"]
         self._schedule = None
         if stages > 1:
-            runner = PipelineStage(self.part, self.stage, stages, world.device, group=own["pipeline"])
+            runner = PipelineStage(self.part, self.stage, stages, world.device, group=groups["pipeline"])
             # The mean of the micro-batches' mean losses is the batch's, since they are of one size.
             self._schedule = ScheduleGPipe(runner, microbatches, loss_fn=F.cross_entropy)
 
@@ -99,13 +106,13 @@ class Pipeline:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole network's weights on every rank, gathered from the stages of the first replica."""
-        own = {
+        state = {
             f"{number}.{name}": value.detach().cpu()
             for number, layer in zip(self._numbers, self.part, strict=True)
             for name, value in layer.state_dict().items()
         }
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own if self.replica == 0 else {})
+        dist.all_gather_object(parts, state if self.replica == 0 else {})
         return {name: value for part in parts for name, value in part.items()}
 
 

@@ -73,7 +73,7 @@ def main() -> int:
     facts = describe(world, rendezvous.all_gather(world.host))
     if options.compute_ms:
         facts["operation"] = f"{options.compute_ms:g} ms of computing on each rank, then an all-reduce"
-    if shared := describe_sharing([one or None for one in rendezvous.all_gather(gpu_id(world.device) or "")]):
+    if shared := describe_sharing([gpu or None for gpu in rendezvous.all_gather(gpu_id(world.device) or "")]):
         facts["GPUs"] = shared
     if world.is_root:
         print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
@@ -104,7 +104,7 @@ def _measure(
         transport = TRANSPORTS[name](world, rendezvous)
     except (ConfigError, ImportError) as error:
         problem = str(error) or type(error).__name__
-    problems = [one for one in rendezvous.all_gather(problem) if one]
+    problems = [text for text in rendezvous.all_gather(problem) if text]
     if transport is None or problems:
         if world.is_root:
             print_line(f"# {name}: left out: {problems[0]}")
@@ -142,12 +142,12 @@ def _measure_size(
         _time(operation, transport, _WARM_UP_OPERATIONS if size < 2**24 else 1)
     compute_s = options.compute_ms / 1e3
     trial_s = max(_time(operation, transport, 1, compute_s) for operation in operations)
-    number = _operations_per_repeat(max(float(one) for one in rendezvous.all_gather(str(trial_s))))
+    number = _operations_per_repeat(max(float(seconds) for seconds in rendezvous.all_gather(str(trial_s))))
     for _ in range(options.repeats):
         for kind, operation in enumerate(operations):
             rendezvous.all_gather("ready")
-            own = _time(operation, transport, number, compute_s)
-            times[kind].append(statistics.mean(float(one) for one in rendezvous.all_gather(str(own))))
+            seconds_here = _time(operation, transport, number, compute_s)
+            times[kind].append(statistics.mean(float(seconds) for seconds in rendezvous.all_gather(str(seconds_here))))
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # every subclass sets it
         key=name,
@@ -156,7 +156,7 @@ def _measure_size(
         operations=number,
         out_of_place_s=statistics.median(times[0]),
         in_place_s=statistics.median(times[1]),
-        wrong=sum(int(one) for one in rendezvous.all_gather(str(wrong))),
+        wrong=sum(int(count) for count in rendezvous.all_gather(str(wrong))),
         bytes_sent=_mean(sent, rendezvous),
         tcp_bytes=_mean(over_tcp, rendezvous),
     )
@@ -176,14 +176,14 @@ def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int |
     transport.wait()
     time.sleep(_SETTLE_S)
     after = (transport.bytes_sent, tcp_bytes_sent())
-    own, kernel = (None if a is None or b is None else b - a for a, b in zip(before, after, strict=True))
-    return own, kernel
+    counted, kernel = (None if a is None or b is None else b - a for a, b in zip(before, after, strict=True))
+    return counted, kernel
 
 
 def _mean(count: int | None, rendezvous: Rendezvous) -> float | None:
     """Return the mean over all ranks; None where a rank has no count."""
     counts = rendezvous.all_gather("" if count is None else str(count))
-    return statistics.mean(int(one) for one in counts) if all(counts) else None
+    return statistics.mean(int(count) for count in counts) if all(counts) else None
 
 
 def _time(operation: Callable[[], None], transport: Transport, number: int, compute_s: float = 0.0) -> float:
@@ -257,9 +257,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=_parse_size, nargs="+", metavar="SIZE", help="exactly these sizes")
     add("--repeats", type=int, default=3, metavar="N", help="timed repeats for each size (default: %(default)s)")
     add(
-        "--max-seconds", type=float, default=2.0, metavar="S",
+        "--max-seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
         help="skip a transport's larger sizes after one that takes longer (default: %(default)s)",
-    )  # fmt: skip
+    )
     add("--compute-ms", type=float, default=0.0, metavar="MS", help="computing before each operation (default: 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write all results to this file")

@@ -127,7 +127,7 @@ def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any], ba
     if count == 1 or shape is None:
         return
     done = results.baselines.side_by_side.setdefault((run.batch, threads, count), [])
-    if any(one.round == run.round for one in done):
+    if any(earlier.round == run.round for earlier in done):
         return
     measured = Run(shape=shape, strategy=run.strategy, scaling="side by side", round=run.round, batch=run.batch)
     done.append(_run_once(measured, results.plan, threads, exchanges=False))

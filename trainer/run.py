@@ -1,4 +1,4 @@
-"""Run: the handle on the job that this process was launched into, for a training loop of one's own."""
+"""Run: a process's handle on its job, for a training loop that you write yourself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What not every transport adds, or what a sum of several ranks does not fit in.
+# Types that not every transport can add, or that a sum over ranks may overflow, each with the type that is sent.
 _SENT_AS = {
     **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16), torch.int64),
     torch.bfloat16: torch.float32,
@@ -42,12 +42,12 @@ _SENT_AS = {
 
 
 def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Any) -> Run:
-    """Join the job that this process was launched into, and return the handle on it. Collective.
+    """Join the job that this process was launched into, and return its handle. Collective.
 
     Args:
-        strategy: a name out of `trainer.strategies.NAMES`, of which "auto" chooses by launcher; or a strategy.
-        config: the settings as a whole. Of a `TrainerConfig`, `Trainer(…, run=run)` takes those of the loop as well.
-        settings: the fields of `RunConfig` instead, as in `init(precision="bf16", accumulate=4)`.
+        strategy: a name from `trainer.strategies.NAMES` ("auto" chooses by launcher), or a `Strategy`.
+        config: all settings at once. From a `TrainerConfig`, `Trainer(…, run=run)` also takes the loop's settings.
+        settings: the fields of `RunConfig`, in place of `config`: `init(precision="bf16", accumulate=4)`.
 
     Raises:
         ConfigError: a setting is not valid, or the strategy is not available here.
@@ -63,10 +63,10 @@ class Run:
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
     All methods but `print`, `log`, `save`, `mean`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every
-    rank calls them, in the same order.
+    rank has to call them, in the same order.
 
     Args:
-        strategy: a name out of `trainer.strategies.NAMES`, or a strategy.
+        strategy: a name from `trainer.strategies.NAMES`, or a `Strategy`.
         config: see `RunConfig`.
     """
 
@@ -74,39 +74,40 @@ class Run:
         self.config = config
         self.strategy = join(strategy, config)
         self.world = world = self.strategy.world
-        # By the names that Fabric and Accelerate give them.
+        # These names are those of Fabric and Accelerate.
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_root, self.device, self.host = world.is_root, world.device, world.host
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
         self._loaders: list[weakref.ref[Loader]] = []
-        """The loaders in the order in which they were made; the place is a loader's number, the same on every rank."""
+        """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch that was drawn last ends an update: clip, step and zero the gradients then."""
+        """Whether the most recent batch ends an update: only then clip, step and zero the gradients."""
         return self._updates.batches.current.closes_update
 
     @property
     def batch_samples(self) -> int:
-        """Samples in the training batch that was drawn last, for sums of one's own; 0 for a padding batch."""
+        """Number of samples in the most recent training batch, to weight sums of your own; 0 for a padding batch."""
         return self._updates.batches.current.count
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
-        """Prepare models, and optimizers over their parameters, for training with all other ranks.
+        """Prepare models and their optimizers for training together with all other ranks.
 
         Models are moved to this rank's device and get rank 0's weights; optimizers get rank 0's state, and their
-        `step()` applies the mean gradient over all ranks. An optimizer stays the object that it was, so a learning
-        rate scheduler that was made for it before, or is made afterwards, works. Ranks that were seeded alike draw
-        random numbers of their own from now on; rank 0's are those of one process.
+        `step()` applies the mean gradient over all ranks. An optimizer stays the same object, so a learning rate
+        scheduler works whether it is made before or after. Ranks that were seeded alike draw different random numbers
+        from here on; rank 0 draws those that a single process would.
 
         Returns:
-            The models to call and the optimizers, in the order of the arguments; one alone is returned by itself.
+            The models to call and the optimizers, in the order of the arguments; for one argument, the object itself.
 
         Raises:
-            ConfigError: something else was given, an optimizer holds a parameter of no model, or ranks differ.
+            ConfigError: an argument is neither a model nor an optimizer, an optimizer has a parameter that belongs to
+                no prepared model, or the ranks' arguments differ.
         """
         objects = tuple(self.unwrap(item) if isinstance(item, nn.Module) else item for item in objects)
         models = [item for item in objects if isinstance(item, nn.Module)]
@@ -160,8 +161,8 @@ class Run:
         kind = StreamLoader if is_stream(dataset) else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
-                "an iterable dataset has another number of evaluation steps on each rank, and under this strategy each "
-                "forward pass is every rank's; give a dataset with a length, or training=True"
+                "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "
+                "every forward pass is collective; give a dataset with a length, or training=True"
             )
         loader: Loader = kind(
             dataset,
@@ -191,23 +192,24 @@ class Run:
         *,
         samples: float | None = None,
     ) -> None:
-        """Run the backward pass; if it closes an update, the gradients are the mean over all ranks when it returns.
+        """Run the backward pass. If it closes an update, it returns with the mean gradients over all ranks.
 
-        The loss is a mean over a batch, and is weighted by that batch's samples: the mean over ranks is then that over
-        samples, in uneven last batches too.
+        The loss has to be a mean over its batch. It is weighted by the batch's number of samples, so that the gradients
+        are those of the mean over all ranks' samples, even if the last batches are uneven.
 
         Args:
-            loss: a mean over samples, as a tensor without dimensions; with others where `gradient` is given.
-            gradient: as that of `torch.Tensor.backward`.
-            retain_graph: the same.
-            inputs: the same.
-            create_graph: is refused: mean gradients have no graph.
-            samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, where no loader of this
-                run says so. Passes within `no_sync` before it belong to the same update. Every rank gives them.
+            loss: the mean over samples, a scalar tensor; of any shape if `gradient` is given.
+            gradient: as in `torch.Tensor.backward`.
+            retain_graph: as in `torch.Tensor.backward`.
+            inputs: as in `torch.Tensor.backward`.
+            create_graph: must be false, because mean gradients have no graph.
+            samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, if its batch is not from
+                a loader of this run. Earlier passes within `no_sync` belong to the same update. All ranks give it, or
+                none does.
 
         Raises:
-            TrainerError: parameters were unfrozen after `prepare`, the loss is of batches that count differently, or
-                ranks have parted: their weights differ, or one has skipped a batch; or `create_graph` is true.
+            TrainerError: `create_graph` is true, parameters were unfrozen after `prepare`, the loss combines batches
+                with different weights, or ranks have diverged: their weights differ, or one has skipped a batch.
         """
         if create_graph:
             raise TrainerError(
@@ -219,22 +221,22 @@ class Run:
         self._updates.backward(loss, samples, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context for passes whose gradients stay on this rank until a later backward pass."""
+        """Return a context manager: backward passes within it leave their gradients to be sent by a later pass."""
         return self._updates.no_sync()
 
     def synchronize(self, *optimizers: Optimizer) -> None:
-        """Make gradients that `no_sync` has kept on this rank the mean over all ranks; all others are that already.
+        """All-reduce gradients that `no_sync` has kept on this rank. All others are mean gradients already.
 
         Args:
-            optimizers: are checked to have been prepared.
+            optimizers: if given, each is checked to have been prepared.
 
         Raises:
-            ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines finished steps.
+            ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines steps, not gradients.
         """
         self._updates.synchronize(optimizers)
 
     def clip_grad_norm_(self, target: nn.Module | Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the mean gradients so that their 2-norm is at most `max_norm`; return the norm before.
+        """Scale the mean gradients so that their 2-norm is at most `max_norm`; return the norm before scaling.
 
         `target` is a model, or its parameters.
         """
@@ -243,14 +245,14 @@ class Run:
         return gather(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass and the loss under the precision of `init`."""
+        """Return the autocast context for the forward pass and the loss, as `init`'s `precision` asks for."""
         dtype = _AUTOCAST.get(self.config.precision)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
 
     def average_weights(self) -> None:
-        """Give all ranks the same weights, where `sync_every` lets them differ, to use them between two updates.
+        """Average the weights over all ranks if `sync_every` lets them differ, to use them between two updates.
 
-        The end of a loader's epoch does so itself, and so do checkpoints and `Trainer.evaluate`.
+        This happens by itself at the end of a loader's epoch, for checkpoints, and in `Trainer.evaluate`.
         """
         for synchronizer in self._updates.prepared.models.values():
             synchronizer.settle()
@@ -258,7 +260,7 @@ class Run:
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.
 
-        Booleans are counted, as integers.
+        Booleans are summed as integers.
 
         Raises:
             ConfigError: `reduction` is neither "mean" nor "sum".
@@ -275,19 +277,19 @@ class Run:
         return total.to(local.dtype) if local.dtype == torch.bfloat16 else total
 
     def mean(self) -> Mean:
-        """Return a running mean over the samples of all ranks, of a loss say, which is all-reduced when it is read."""
+        """Return a running mean over all ranks' samples, of the loss for example. Reading it is what all-reduces it."""
         return Mean(self.all_reduce, lambda: self.batch_samples if self._updates.batches.has_loader else 1, self.device)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of the ranks; anything that can be pickled."""
+        """Return the values of all ranks, in rank order. A value is anything that can be pickled."""
         return self.strategy.all_gather_object(value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return rank `root`'s value on every rank; anything that can be pickled."""
+        """Return rank `root`'s value on every rank. A value is anything that can be pickled."""
         return self.strategy.broadcast_object(value, root=root)
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
         self.strategy.barrier()
 
     def print(self, *values: Any) -> None:
@@ -296,18 +298,18 @@ class Run:
             print_line(" ".join(map(str, values)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model that was given to `prepare`, for what `prepare` has returned."""
+        """Return the model that was given to `prepare`, from the one that `prepare` returned."""
         if isinstance(model, nn.DataParallel) and model.module in self._updates.prepared.models:
             return cast(nn.Module, model.module)
         return model
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's whole `state_dict` in host memory, as plain PyTorch loads it, on rank 0; {} on others."""
+        """Return, on rank 0, a model's whole `state_dict` in host memory, as plain PyTorch loads it; {} elsewhere."""
         self.average_weights()
         return whole_state(self.unwrap(model), keep=self.is_root)
 
     def save(self, value: Any, path: str | Path) -> None:
-        """Save what `torch.save` takes on rank 0, whole or not at all; other ranks do nothing, and do not wait.
+        """Save a value by `torch.save` on rank 0, whole or not at all; other ranks return at once.
 
         Raises:
             TrainerError: rank 0 cannot write it.
@@ -318,11 +320,10 @@ class Run:
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs' numbers, from `start` to `count` - 1.
 
-        With a `start`, loaders that were made before go on with the order of these epochs, as a run that was not
-        interrupted does.
+        If `start` is given, loaders that were made before use the order of these epochs, as an uninterrupted run would.
 
         Raises:
-            ConfigError: `count` is not positive, or `start` is not within it.
+            ConfigError: `count` is less than 1, or `start` is not from 0 to `count`.
         """
         if count < 1:
             raise ConfigError(f"epochs is {count}; it must be at least 1")
@@ -334,15 +335,15 @@ class Run:
         return self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter)
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
-        """Save this run beside its training from now on, and go on where an earlier one stopped. Collective.
+        """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.
 
-        Models and optimizers that were prepared are kept, and the positions of the training's loaders, the epoch of
-        `epochs`, the random numbers, and the scale under fp16. Call it before the loop, when everything is there.
+        A checkpoint holds the prepared models and optimizers, the positions of the training loaders, the epoch of
+        `epochs`, the random states, and the loss scale under fp16. Call this before the loop, after all of these exist.
 
         Args:
             folder: on a disk of each host, or on a file system that hosts share.
-            state: what else is kept, by name: objects with `state_dict` and `load_state_dict`, such as schedulers, or
-                dicts of plain data. Every rank calls `state_dict`; rank 0's result counts.
+            state: what else to save, by name: objects with `state_dict` and `load_state_dict`, such as schedulers, or
+                dicts of plain data. `state_dict` is called on every rank; rank 0's result is saved.
             options: the other fields of `CheckpointConfig`, as in `every_s=60, keep=3, resume="auto"`.
 
         Raises:
@@ -366,18 +367,18 @@ class Run:
         return [loader for made in self._loaders if (loader := made()) is not None]
 
     def progress(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's batches, and show on rank 0 how far they are: a bar on a terminal, lines elsewhere."""
+        """Yield the loader's batches, and show the progress on rank 0: a bar on a terminal, lines elsewhere."""
         return self._report.watch(loader)
 
     def record(
         self, folder: str | Path = "auto", *, settings: Settings | None = None, tensorboard: bool = False
     ) -> Path:
-        """Make a folder for this run, with settings.json, on rank 0; return it on every rank. `log` writes to it.
+        """Make this run's folder and its settings.json on rank 0; return the path on every rank. `log` writes to it.
 
         Args:
-            folder: must not hold a run yet, unless it is this one, which `checkpoints` (called before) goes on with;
+            folder: must not hold a run yet, except the run that `checkpoints`, called before, has resumed;
                 "auto" makes `runs/<script>-<date>-<time>`.
-            settings: what else belongs into settings.json, such as the script's arguments.
+            settings: what else to write into settings.json, such as the script's arguments.
             tensorboard: also write TensorBoard events there.
 
         Raises:
@@ -391,7 +392,7 @@ class Run:
         self._report.log(values, step)
 
     def close(self) -> None:
-        """Leave the job. A script that ends leaves it by itself."""
+        """Leave the job. This happens by itself when the script ends."""
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._report.close()

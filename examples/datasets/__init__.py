@@ -44,7 +44,7 @@ def load_dataset(
         problem = download_mnist(data_dir)
         if find_mnist(data_dir) is not None:
             problem = None  # Another host that shares the folder was faster.
-    problem = next((one for one in all_gather(problem) if one is not None), None)
+    problem = next((reason for reason in all_gather(problem) if reason is not None), None)
     folder = find_mnist(data_dir)
     if problem is None and folder is not None:
         return read_mnist(folder)

@@ -33,10 +33,10 @@ def load_text(folder: Path, length: int, limit: int | None = None) -> tuple[InMe
             break
         if file.is_file() and _LEFT_OUT.isdisjoint(file.relative_to(folder).parts):
             try:
-                found = file.read_bytes()
+                content = file.read_bytes()
             except OSError as error:
                 raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-            text += found if b"\0" not in found else b""
+            text += content if b"\0" not in content else b""
     del text[limit:]
     count = (len(text) - 1) // length
     if count < 100:

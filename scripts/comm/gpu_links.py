@@ -36,7 +36,7 @@ def describe_links() -> list[str]:
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
     """Return the kind of link between each pair of GPUs, from the output of `nvidia-smi topo -m`."""
-    found = {}
+    links = {}
     for line in text.splitlines():
         head, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()[:64] or [""]
         row = re.fullmatch(r"GPU(\d+)", head)
@@ -44,10 +44,10 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
             continue
         for column, cell in enumerate(cells):
             if lanes := re.fullmatch(r"NV(\d+)", cell):
-                found[int(row[1]), column] = f"NVLink, {lanes[1]} links"
+                links[int(row[1]), column] = f"NVLink, {lanes[1]} links"
             elif cell in _MEANING:
-                found[int(row[1]), column] = _MEANING[cell]
-    return found
+                links[int(row[1]), column] = _MEANING[cell]
+    return links
 
 
 def describe_rdma(sys_root: Path) -> str:

@@ -112,10 +112,10 @@ def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for transport in dict.fromkeys(row.transport for row in rows):
-        own = [row for row in rows if row.transport == transport]
-        sizes = [row.size for row in own]
-        left.plot(sizes, [row.in_place_s * 1e6 for row in own], marker="o", markersize=3, label=transport)
-        right.plot(sizes, [row.bus_bandwidth(row.in_place_s) / 1e9 for row in own], marker="o", markersize=3)
+        of_transport = [row for row in rows if row.transport == transport]
+        sizes = [row.size for row in of_transport]
+        left.plot(sizes, [row.in_place_s * 1e6 for row in of_transport], marker="o", markersize=3, label=transport)
+        right.plot(sizes, [row.bus_bandwidth(row.in_place_s) / 1e9 for row in of_transport], marker="o", markersize=3)
     left.set(title="Time of one all-reduce (lower is better)", ylabel="µs")
     right.set(title="Bus bandwidth (higher is better)", ylabel="GB/s")
     ticks = [4**power for power in range(1, 15, 2)]

@@ -110,9 +110,9 @@ def _verified(sdist: Path) -> Path:
     wanted = re.findall(r"--hash=sha256:(\w+)", PIN.read_text())
     if not sdist.is_file():
         raise SetupError(f"--sdist {sdist}: there is no such file")
-    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    if found not in wanted:
-        raise SetupError(f"--sdist {sdist}: its SHA-256 is {found}, but {PIN.name} pins {', '.join(wanted)}")
+    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    if digest not in wanted:
+        raise SetupError(f"--sdist {sdist}: its SHA-256 is {digest}, but {PIN.name} pins {', '.join(wanted)}")
     return sdist
 
 

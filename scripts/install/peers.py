@@ -53,8 +53,8 @@ def main() -> int:
 def _show_packages_of(folder: str, python: Path) -> None:
     """Let an environment import another's packages, editable ones as well, and pip see that they are installed."""
     find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    own = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
-    Path(own, "venv-beside.pth").write_text(f"import site; site.addsitedir({folder!r})\n")
+    packages = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+    Path(packages, "venv-beside.pth").write_text(f"import site; site.addsitedir({folder!r})\n")
 
 
 if __name__ == "__main__":

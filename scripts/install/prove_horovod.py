@@ -79,9 +79,9 @@ def _check_cuda() -> None:
     packages = path.parent.parent.parent
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     for name in ("libnccl.so.2", "libcudart.so.13"):
-        found = sorted(file for file in mapped if Path(file).name.startswith(name))
-        if len(found) != 1 or not Path(found[0]).is_relative_to(packages / "nvidia"):
-            raise SetupError(f"Horovod shall use the {name} that torch brings, once; loaded: {found or 'none'}")
+        loaded = sorted(file for file in mapped if Path(file).name.startswith(name))
+        if len(loaded) != 1 or not Path(loaded[0]).is_relative_to(packages / "nvidia"):
+            raise SetupError(f"Horovod shall use the {name} that torch brings, once; loaded: {loaded or 'none'}")
     if _CUDA_KERNEL not in path.read_bytes():
         raise SetupError(f"{path.name} has no CUDA kernels in it")
 

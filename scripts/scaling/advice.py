@@ -81,9 +81,9 @@ def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advi
         *_compress(run, known.half_size_ratio),
         *_approximate(run, known),
     ]
-    found = [one for one in predicted if one.gain >= _LEAST_PREDICTED_GAIN]
-    found += [one for one in _change(run, others) if one.gain >= _LEAST_GAIN]
-    return sorted(found, key=lambda one: -one.gain)
+    worthwhile = [advice for advice in predicted if advice.gain >= _LEAST_PREDICTED_GAIN]
+    worthwhile += [advice for advice in _change(run, others) if advice.gain >= _LEAST_GAIN]
+    return sorted(worthwhile, key=lambda advice: -advice.gain)
 
 
 def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
@@ -102,34 +102,36 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
         parts.append(
             f"The link carries {link.gbit_per_s:.3g} Gbit/s; a small message takes {link.latency_s * 1e3:.2g} ms."
         )
-    parts.append(f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
-                 f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×")  # fmt: skip
+    parts.append(
+        f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
+        f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×"
+    )
     if run.input > lost and run.input > 0.1 * run.step:
         parts[-1] += f"; input takes {run.input / run.step:.0%} of a step: load with more workers, or from memory"
     if not advice:
         parts[-1] += "; no known change is predicted to gain a fifth, or was measured to gain a tenth."
         return " ".join(parts)
-    listed = [f"{one.what} for about {one.gain:.2g} ×" for one in advice[:3]]
+    listed = [f"{item.what} for about {item.gain:.2g} ×" for item in advice[:3]]
     return f"{' '.join(parts)}. Advice: {', or '.join(listed)}."
 
 
 def _accumulate(run: Measured, full_load_s: float) -> list[Advice]:
-    found = []
+    advice = []
     for steps in _STEPS:
         what = f"accumulate {steps} (a global batch {steps} times as large)"
         gain = run.step / _exchange_every(steps, run, run.exchange, full_load_s)
-        found.append(Advice(what=what, gain=gain, options=("--accumulate", str(steps))))
-    return _fewest_steps(found)
+        advice.append(Advice(what=what, gain=gain, options=("--accumulate", str(steps))))
+    return _fewest_steps(advice)
 
 
 def _average_weights(run: Measured, full_load_s: float) -> list[Advice]:
     """Advise to average the weights after k updates of each rank's own; no backward pass hides that exchange."""
-    found = []
+    advice = []
     for steps in _STEPS:
         what = f"average weights every {steps} updates (sync_every={steps}: other weights)"
         gain = run.step / _exchange_every(steps, run, run.exchange + run.hidden, full_load_s)
-        found.append(Advice(what=what, gain=gain, options=("--sync-every", str(steps))))
-    return _fewest_steps(found)
+        advice.append(Advice(what=what, gain=gain, options=("--sync-every", str(steps))))
+    return _fewest_steps(advice)
 
 
 def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: float) -> float:
@@ -140,10 +142,10 @@ def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: f
     return max(full_load_s, run.input + run.compute) + exchange_s / steps + run.waiting / math.sqrt(steps)
 
 
-def _fewest_steps(found: Sequence[Advice]) -> list[Advice]:
+def _fewest_steps(advice: Sequence[Advice]) -> list[Advice]:
     """Return the first with most of the largest gain, because more steps without an exchange can cost accuracy."""
-    enough = 1 + 0.75 * (max(one.gain for one in found) - 1)
-    return [one for one in found if one.gain >= enough][:1]
+    enough = 1 + 0.75 * (max(item.gain for item in advice) - 1)
+    return [item for item in advice if item.gain >= enough][:1]
 
 
 def _approximate(run: Measured, known: Known) -> list[Advice]:
@@ -170,16 +172,16 @@ def _compress(run: Measured, half_size_ratio: float | None) -> list[Advice]:
 
 def _change(run: Measured, others: Sequence[Measured]) -> list[Advice]:
     """Advise the fastest other strategy on this shape, and the fastest smaller shape."""
-    same = [one for one in others if one.shape == run.shape and one.strategy != run.strategy]
-    smaller = [one for one in others if one.ranks < run.ranks]
-    found = []
+    same = [other for other in others if other.shape == run.shape and other.strategy != run.strategy]
+    smaller = [other for other in others if other.ranks < run.ranks]
+    advice = []
     if same:
-        best = max(same, key=lambda one: one.samples_per_s)
+        best = max(same, key=lambda other: other.samples_per_s)
         gain = best.samples_per_s / run.samples_per_s
-        found.append(Advice(what=f"take strategy {best.strategy}", gain=gain, options=("--strategy", best.strategy)))
+        advice.append(Advice(what=f"take strategy {best.strategy}", gain=gain, options=("--strategy", best.strategy)))
     if smaller:
-        best = max(smaller, key=lambda one: one.samples_per_s)
-        found.append(
+        best = max(smaller, key=lambda other: other.samples_per_s)
+        advice.append(
             Advice(what=f"stay with {best.shape} ({best.strategy})", gain=best.samples_per_s / run.samples_per_s)
         )
-    return found
+    return advice

@@ -56,7 +56,7 @@ class Baselines:
     def side_by_side_rates(self) -> dict[tuple[int, int, int], float]:
         """Return the median samples/s of ranks that exchange nothing, by batch, threads and number of ranks."""
         rates = {key: [run.samples_per_s for run in runs if run.timing] for key, runs in self.side_by_side.items()}
-        return {key: statistics.median(found) for key, found in rates.items() if found}
+        return {key: statistics.median(values) for key, values in rates.items() if values}
 
 
 def ranks_at_once(timing: dict[str, Any]) -> int:
@@ -109,11 +109,14 @@ def _timings(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _medians(timings: Sequence[dict[str, Any]]) -> Rank:
     # Not strict, because a run of fewer than 100 updates has fewer groups.
     rounds = zip(*(timing["own"] for timing in timings), strict=False)
-    found = {name: statistics.median(timing[name] for timing in timings) for name in (*PHASES, "window")}
+    medians = {name: statistics.median(timing[name] for timing in timings) for name in (*PHASES, "window")}
     return Rank(
         # Without an exchange, what follows the last gradient is computed as well.
-        input=found["input"], compute=sum(found[name] for name in PHASES[1:]), window=found["window"],
-        gradient_bytes=timings[0]["gradient_bytes"], messages=messages_of(timings[0]),
+        input=medians["input"],
+        compute=sum(medians[name] for name in PHASES[1:]),
+        window=medians["window"],
+        gradient_bytes=timings[0]["gradient_bytes"],
+        messages=messages_of(timings[0]),
         step_groups=tuple(map(statistics.median, rounds)),
         accumulate=steps_per_update(timings[0]),
-    )  # fmt: skip
+    )

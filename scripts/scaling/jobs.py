@@ -141,12 +141,12 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
     if second is None:
         return {name: Network(local=local.get(name)) for name in strategies}
     remote = _time_links(plan, f"{first.name}:1,{second.name}:1", strategies, size, device)
-    found = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
+    networks = {name: Network(local=local.get(name), remote=remote.get(name)) for name in strategies}
     # Two ranks send in both directions over one connection, which some transports do at reduced speed. Rings of more
     # ranks send in one direction per connection, so the link is measured again with three ranks.
     four = Shape(hosts=2, per_host=2)
     rings = [
-        name for name in strategies if model_of(name, size, four) == "ring" and is_network_bound(found[name], size)
+        name for name in strategies if model_of(name, size, four) == "ring" and is_network_bound(networks[name], size)
     ]
     if rings and first.slots > 1:
         three = _time_links(plan, f"{first.name}:2,{second.name}:1", rings, size, device)
@@ -154,8 +154,8 @@ def time_network(plan: Plan, strategies: Sequence[str], size: int, device: str) 
             # Horovod uses a ring only from a certain size on. The time of 4 bytes is latency under any algorithm.
             least = ring_from_bytes(3) if name == "horovod" else 0
             points = tuple(point for point in times.points if point[0] == 4 or point[0] >= least)
-            found[name] = replace(found[name], one_way=link_from_ring(Link(points), 3))
-    return found
+            networks[name] = replace(networks[name], one_way=link_from_ring(Link(points), 3))
+    return networks
 
 
 def time_beside_compute(plan: Plan, shape: Shape, strategy: str, size: int, compute_s: float) -> float:

@@ -42,9 +42,11 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     add("--scaling", default=",".join(SCALINGS), metavar="LIST", help="weak, strong or both (default: %(default)s)")
     add("--batch-size", type=int, default=100, metavar="N", help="samples per step on 1x1 (default: %(default)s)")
     add(
-        "--batch-flag", default="--batch-size", metavar="FLAG",
+        "--batch-flag",
+        default="--batch-size",
+        metavar="FLAG",
         help="the script's option for samples per rank and step; '' for none (default: %(default)s)",
-    )  # fmt: skip
+    )
     add("--global-batch", action="store_true", help="--batch-flag is for the samples of all ranks per step")
 
 
@@ -65,7 +67,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--steps is {options.steps!r}; valid is a positive number, or all")
     for name, valid in (("strategies", tuple(TRANSPORT_OF)), ("scaling", SCALINGS)):
         chosen = list(dict.fromkeys(getattr(options, name).split(",")))
-        if unknown := [one for one in chosen if one not in valid]:
+        if unknown := [value for value in chosen if value not in valid]:
             raise ConfigError(f"--{name} has {unknown[0]!r}; valid are {', '.join(valid)}")
         setattr(options, name, chosen)
     hosts = parse_hosts(options.hosts)

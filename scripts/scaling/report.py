@@ -20,8 +20,16 @@ _COLORS = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "wai
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
 _STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute")
 _PREDICTION_HEAD = (
-    "shape", "strategy", "scaling", "model", "exchange ms", "waiting ms", "predicted samples/s", "measured", "error",
-)  # fmt: skip
+    "shape",
+    "strategy",
+    "scaling",
+    "model",
+    "exchange ms",
+    "waiting ms",
+    "predicted samples/s",
+    "measured",
+    "error",
+)
 
 
 def render_text(results: Results) -> str:
@@ -62,7 +70,9 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
                 _link_cells(where, name, link)
                 for name, network in results.networks.items()
                 for where, link in (
-                    ("on one host", network.local), ("on two hosts", network.remote), ("in a ring", network.one_way),
+                    ("on one host", network.local),
+                    ("on two hosts", network.remote),
+                    ("in a ring", network.one_way),
                 )
                 if link is not None
             ],
@@ -75,9 +85,9 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
         (
             "Predicted for more hosts of the same kind",
             ("ranks", "shape", "model", "over the links of", "exchange ms", "waiting ms", "step ms", "efficiency"),
-            [_larger_cells(*found) for found in results.larger()],
+            [_larger_cells(*prediction) for prediction in results.larger()],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def trial_lines(results: Results) -> list[str]:
@@ -112,10 +122,10 @@ def write_json(path: Path, results: Results) -> None:
         "runs": [_entry(run) for run in results.runs],
         "rows": [{**asdict(row), "error": row.error} for row in results.rows()],
         "larger": [
-            {"strategy": strategy, **asdict(one), "efficiency": efficiency}
-            for strategy, one, efficiency in results.larger()
+            {"strategy": strategy, **asdict(prediction), "efficiency": efficiency}
+            for strategy, prediction, efficiency in results.larger()
         ],
-        "advice": [{"text": text, "found": [asdict(one) for one in found]} for _, found, text in results.advice()],
+        "advice": [{"text": text, "found": [asdict(item) for item in items]} for _, items, text in results.advice()],
         "tried": [{**_entry(run), "promised": asdict(trial)} for run, trial in results.tried],
         "problems": results.problems(),
     }
@@ -130,7 +140,7 @@ def write_page(path: Path, results: Results) -> None:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     page = environment.from_string(TEMPLATE.read_text()).render(
         facts=results.facts(),
-        tables=[one for one in tables(results) if one[2]],
+        tables=[table for table in tables(results) if table[2]],
         advice=[text for _, _, text in results.advice()],
         trials=trial_lines(results),
         problems=results.problems(),
@@ -158,9 +168,9 @@ def _curves(results: Results) -> Any:
     for row in rows:
         if row.shape.ranks > 1:
             lines.setdefault((row.strategy, row.scaling), []).append(row)
-    for (strategy, scaling), own in lines.items():
+    for (strategy, scaling), line_rows in lines.items():
         # Of shapes with the same number of ranks, the one on fewer hosts comes first.
-        line = sorted([*alone, *own], key=lambda row: (row.shape.ranks, row.shape.hosts))
+        line = sorted([*alone, *line_rows], key=lambda row: (row.shape.ranks, row.shape.hosts))
         points, style = [row.shape.ranks for row in line], "-" if scaling == "weak" else "--"
         rates = [row.measured.samples_per_s for row in line]
         (drawn,) = left.plot(points, rates, style, marker="o", label=f"{strategy}, {scaling}")
@@ -234,30 +244,49 @@ def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def _run_cells(row: Row) -> Sequence[str]:
     return (
-        str(row.shape), row.strategy, row.scaling, str(row.batch), f"{row.measured.samples_per_s:,.0f}",
-        f"{row.least:,.0f}-{row.most:,.0f}", f"{row.epoch_s:.2f}", f"{row.speedup:.2f}" if row.speedup else "",
+        str(row.shape),
+        row.strategy,
+        row.scaling,
+        str(row.batch),
+        f"{row.measured.samples_per_s:,.0f}",
+        f"{row.least:,.0f}-{row.most:,.0f}",
+        f"{row.epoch_s:.2f}",
+        f"{row.speedup:.2f}" if row.speedup else "",
         "" if row.measured.efficiency is None else f"{row.measured.efficiency:.0%}",
-    )  # fmt: skip
+    )
 
 
 def _step_cells(row: Row) -> Sequence[str]:
-    one = row.measured
-    phases = (one.step, one.input, one.compute, one.exchange, one.waiting, one.hidden)
+    measured = row.measured
+    phases = (measured.step, measured.input, measured.compute, measured.exchange, measured.waiting, measured.hidden)
     return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
 
 
-def _larger_cells(strategy: str, one: Prediction, efficiency: float) -> tuple[str, ...]:
-    milliseconds = (f"{seconds * 1e3:.3g}" for seconds in (one.exchange, one.waiting, one.step))
-    return (str(one.shape.ranks), str(one.shape), one.model, strategy, *milliseconds, f"{efficiency:.0%}")
+def _larger_cells(strategy: str, prediction: Prediction, efficiency: float) -> tuple[str, ...]:
+    milliseconds = (f"{seconds * 1e3:.3g}" for seconds in (prediction.exchange, prediction.waiting, prediction.step))
+    return (
+        str(prediction.shape.ranks),
+        str(prediction.shape),
+        prediction.model,
+        strategy,
+        *milliseconds,
+        f"{efficiency:.0%}",
+    )
 
 
 def _prediction_cells(row: Row) -> Sequence[str]:
     assert row.predicted is not None  # noqa: S101 (the caller has checked)
     return (
-        str(row.shape), row.strategy, row.scaling, row.predicted.model, f"{row.predicted.exchange * 1e3:.3g}",
+        str(row.shape),
+        row.strategy,
+        row.scaling,
+        row.predicted.model,
+        f"{row.predicted.exchange * 1e3:.3g}",
         f"{row.predicted.waiting * 1e3:.3g}",
-        f"{row.predicted_samples_per_s:,.0f}", f"{row.measured.samples_per_s:,.0f}", f"{row.error:+.0%}",
-    )  # fmt: skip
+        f"{row.predicted_samples_per_s:,.0f}",
+        f"{row.measured.samples_per_s:,.0f}",
+        f"{row.error:+.0%}",
+    )
 
 
 def _link_cells(where: str, strategy: str, link: Link) -> Sequence[str]:

@@ -116,7 +116,7 @@ class Results:
         Returns:
             The strategy whose links the model uses, the prediction, and the efficiency, for each.
         """
-        first, found = self.first(), []
+        first, larger = self.first(), []
         alone = self.baselines.rank(self.batch, first["threads"])
         slots = min(host.slots for host in self.plan.hosts)
         if alone is None:
@@ -134,30 +134,30 @@ class Results:
                 rank = self.baselines.rank(self.batch, first["threads"], at_once) or alone
                 threads_per_core = self._threads_per_core(1.0)
                 predicted = predict(rank, shape, self.network(strategy), model, threads_per_core=threads_per_core)
-                found.append((strategy, predicted, (alone.input + alone.compute) / predicted.step))
-        return found
+                larger.append((strategy, predicted, (alone.input + alone.compute) / predicted.step))
+        return larger
 
     def advice(self) -> list[tuple[Row, list[Advice], str]]:
         """Return the largest shape under each strategy, in weak scaling if measured, with its advice and a summary."""
-        rows, found = self.rows(), []
+        rows, advised = self.rows(), []
         for strategy in self.strategies():
-            own = [row for row in rows if row.strategy == strategy]
-            weak = [row for row in own if row.scaling == "weak"] or own
+            of_strategy = [row for row in rows if row.strategy == strategy]
+            weak = [row for row in of_strategy if row.scaling == "weak"] or of_strategy
             if not weak:
                 continue
-            row = max(weak, key=lambda one: (one.shape.ranks, one.shape.hosts))
-            others = [one.measured for one in rows if one is not row and one.scaling in (row.scaling, "both")]
+            row = max(weak, key=lambda other: (other.shape.ranks, other.shape.hosts))
+            others = [other.measured for other in rows if other is not row and other.scaling in (row.scaling, "both")]
             advice = advise(row.measured, others, self._known(row))
-            found.append((row, advice, summarize(row.measured, advice, self._slowest_link(row))))
-        return found
+            advised.append((row, advice, summarize(row.measured, advice, self._slowest_link(row))))
+        return advised
 
     def trials(self) -> Iterator[tuple[Run, Trial]]:
         """Yield a run for each advice that is an option of the script."""
         for row, advice, _ in self.advice():
-            for one in advice:
-                if one.options and one.options[0] != "--strategy":
+            for item in advice:
+                if item.options and item.options[0] != "--strategy":
                     run = Run(shape=row.shape, strategy=row.strategy, scaling=row.scaling, round=1, batch=row.batch)
-                    yield replace(run, options=one.options), Trial(advice=one, base=row.measured.samples_per_s)
+                    yield replace(run, options=item.options), Trial(advice=item, base=row.measured.samples_per_s)
 
     def _row(self, key: tuple[Shape, str, str], base: float | None) -> Row:
         shape, strategy, scaling = key
@@ -167,19 +167,34 @@ class Results:
         rate = statistics.median(rates)
         cores, threads = timings[0]["cores"] * timings[0]["machines"], timings[0]["threads"] * shape.ranks
         measured = Measured(
-            shape=str(shape), strategy=strategy, ranks=shape.ranks, samples_per_s=rate, cores=cores, threads=threads,
+            shape=str(shape),
+            strategy=strategy,
+            ranks=shape.ranks,
+            samples_per_s=rate,
+            cores=cores,
+            threads=threads,
             efficiency=self._efficiency(rate, shape, timings[0]["threads"]),
-            gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
-        )  # fmt: skip
+            gradient_bytes=timings[0]["gradient_bytes"],
+            **_medians(timings),
+        )
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
         rank = self.baselines.rank(runs[0].batch, timings[0]["threads"], ranks_at_once(timings[0]))
         predicted = self._predict(rank, shape, strategy, threads / cores, runs[0].batch)
         return Row(
-            shape=shape, strategy=strategy, scaling=scaling, batch=batch, runs=len(runs), measured=measured,
-            least=min(rates), most=max(rates), epoch_s=timings[0]["samples_in_epoch"] / rate,
-            accumulate=steps_per_update(timings[0]), speedup=rate / base if base else None, predicted=predicted,
+            shape=shape,
+            strategy=strategy,
+            scaling=scaling,
+            batch=batch,
+            runs=len(runs),
+            measured=measured,
+            least=min(rates),
+            most=max(rates),
+            epoch_s=timings[0]["samples_in_epoch"] / rate,
+            accumulate=steps_per_update(timings[0]),
+            speedup=rate / base if base else None,
+            predicted=predicted,
             predicted_samples_per_s=batch * shape.ranks / predicted.step if predicted else None,
-        )  # fmt: skip
+        )
 
     def _predict(
         self, rank: Rank | None, shape: Shape, strategy: str, threads_per_core: float, batch: int
@@ -190,9 +205,13 @@ class Results:
         model = model_of(strategy, rank.gradient_bytes, shape)
         beside = self.beside_compute.get((shape, strategy, batch))
         return predict(
-            rank, shape, network, model, threads_per_core=self._threads_per_core(threads_per_core),
+            rank,
+            shape,
+            network,
+            model,
+            threads_per_core=self._threads_per_core(threads_per_core),
             together=statistics.median(beside) / rank.accumulate if beside else None,
-        )  # fmt: skip
+        )
 
     def _threads_per_core(self, on_cpu: float) -> float:
         """Return the computing threads per core; 0 where GPUs compute, which leaves the cores to the exchange."""
@@ -237,9 +256,9 @@ class Results:
 
 
 def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
-    found = {name: statistics.median(timing[name] for timing in timings) for name in PHASES}
+    medians = {name: statistics.median(timing[name] for timing in timings) for name in PHASES}
     seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
     # Horovod does not report overlap. With several messages and a long exchange, assume that it fills the window.
-    fills = messages_of(timings[0]) > 1 and found["exchange"] > 0.1 * found["compute"]
+    fills = messages_of(timings[0]) > 1 and medians["exchange"] > 0.1 * medians["compute"]
     assumed = statistics.median(timing["window"] for timing in timings) if fills else 0.0
-    return {**found, "hidden": statistics.median(seen) if seen else assumed}
+    return {**medians, "hidden": statistics.median(seen) if seen else assumed}

@@ -213,8 +213,8 @@ class StepTimer:
     def _write(self, steps: Sequence[StepTimes], samples: int) -> None:
         strategy = self._strategy
         seconds, self.exchange_seconds = self.exchange_seconds if self._tells_exchange else None, 0.0
-        own = RankTimes(host=socket.gethostname(), machine=machine_id(), steps=steps, exchange_seconds=seconds)
-        by_rank = strategy.all_gather_object(own)
+        times = RankTimes(host=socket.gethostname(), machine=machine_id(), steps=steps, exchange_seconds=seconds)
+        by_rank = strategy.all_gather_object(times)
         if not strategy.world.is_root:
             return
         timing = summarize(

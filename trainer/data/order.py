@@ -1,6 +1,7 @@
-"""The order in which an epoch takes a dataset's samples, or batches, the same on every rank.
+"""The order of an epoch's samples or batches, which is the same on every rank.
 
-What a sampler draws is the same whatever was drawn before, so that an epoch's order can be drawn again.
+What a sampler draws depends only on the seed and the epoch, never on what was drawn before. So an epoch that was
+interrupted can be drawn again.
 """
 
 from __future__ import annotations
@@ -29,44 +30,46 @@ DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 @dataclass(frozen=True)
 class Epoch:
-    """The indices of one epoch, in its order. Ranks take units of it: items, or whole batches."""
+    """The dataset's indices in the order of one epoch. Ranks divide it in units, which are items or whole batches."""
 
     keys: Tensor | list[Any]
-    """The dataset's indices."""
+    """The indices, or other keys, by which the dataset is asked for its items."""
     bounds: Sequence[int] | None = None
-    """Where each batch begins, and the last one ends; None where each item is a unit."""
+    """Positions in `keys` where each batch begins, and where the last one ends; None if each item is a unit."""
 
     def __len__(self) -> int:
         """Return the number of units."""
         return len(self.keys) if self.bounds is None else len(self.bounds) - 1
 
     def places(self, units: slice) -> slice:
-        """Return the places of some units in `keys`; where there are none, those of a padding batch.
+        """Return the slice of `keys` that a slice of units covers; for an empty one, that of a padding batch.
 
-        A padding batch is the first two samples of the epoch, or of its first batch. Two, because BatchNorm over
-        vectors cannot normalize a single one.
+        A padding batch repeats the first two samples of the epoch, or of its first batch. It has two, because BatchNorm
+        over vectors cannot normalize a single sample.
         """
         if units.stop == units.start:
             return slice(0, 2 if self.bounds is None else min(2, self.bounds[1]))
         return units if self.bounds is None else slice(self.bounds[units.start], self.bounds[units.stop])
 
     def count(self, units: slice) -> int:
-        """Return the number of items in some units; 0 where there are none."""
+        """Return the number of items in a slice of units; 0 for an empty one, whose padding does not count."""
         places = self.places(units)
         return places.stop - places.start if units.stop > units.start else 0
 
 
 class EpochOrder:
-    """The order of each epoch: shuffled, as the dataset lies, or drawn by a sampler or a batch sampler.
+    """The order of each epoch: shuffled, the dataset's own, or drawn by a sampler or a batch sampler.
 
     Args:
         dataset_length: items in the dataset.
-        sampler: draws each epoch's items; its length is the epoch's.
-        batch_sampler: draws each epoch's batches. Its length is what is known before it has drawn.
-        group: the ranks' collectives, by which all ranks take what rank 0's sampler has drawn.
+        sampler: draws each epoch's items, as many as its length.
+        batch_sampler: draws each epoch's batches. It may draw more or fewer than its length, which only serves as an
+            estimate until it has drawn.
+        group: the ranks' collectives. If they are given, all ranks use what rank 0's sampler has drawn.
 
     Raises:
-        ConfigError: the sampler has no length, is no such sampler, or divides the samples among ranks itself.
+        ConfigError: the sampler has no length, is a BatchSampler given as `sampler`, draws no batches, or
+            divides the samples among ranks itself.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class EpochOrder:
         """Items or batches in an epoch, before any are left out."""
         self.description: Any = shuffle
         self.drawn: list[int] | None = None
-        """Number of the epoch that was drawn last, and a checksum of it; None without a sampler."""
+        """Number of the epoch that was drawn last, and a checksum of what was drawn; None without a sampler."""
         self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
         self._sampler, self._batch_sampler, self._group = sampler, batch_sampler, group
         self._expected: list[int] | None = None
@@ -99,15 +102,15 @@ class EpochOrder:
                 raise ConfigError(f"the batch sampler, {type(batch_sampler).__name__}, has no batches")
 
     def expect(self, drawn: list[int] | None) -> None:
-        """Have the next epoch be what an interrupted run has drawn."""
+        """Compare the next draw with that of an interrupted run, given as its `drawn`."""
         self.drawn = self._expected = drawn
 
     def of(self, epoch: int) -> Epoch:
-        """Return an epoch. Collective with a sampler.
+        """Return the order of an epoch, counted from 0. Collective if there is a sampler.
 
         Raises:
-            ConfigError: the sampler has drawn more or fewer than its length, what is no batch, or something else than
-                in the run that goes on.
+            ConfigError: the sampler has drawn another number of samples than its length, something that is not a batch,
+                or something else than in the interrupted run.
         """
         if self._batch_sampler is not None:
             batches = self._draw(self._batch_sampler, epoch, _batch)
@@ -124,21 +127,21 @@ class EpochOrder:
             return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self._seed))
         return Epoch(torch.arange(self._dataset_length))
 
-    def _draw(self, sampler: Iterable[Any], epoch: int, plain: Callable[[Any], Any]) -> list[Any]:
-        drawn = [plain(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]
+    def _draw(self, sampler: Iterable[Any], epoch: int, convert: Callable[[Any], Any]) -> list[Any]:
+        drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]
         if self._group is not None:
             drawn = self._group.broadcast(drawn)
         self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None
         if expected is not None and expected[0] == epoch and expected != self.drawn:
             raise ConfigError(
                 f"{type(sampler).__name__} has drawn something else for epoch {epoch} (from 0) than in the run that is "
-                "to go on; what it draws has to depend on nothing but set_epoch and the random generators it holds"
+                "to go on; what it draws may depend only on set_epoch and the random generators it holds"
             )
         return drawn
 
 
 def _key(index: Any) -> Any:
-    """Return an index as Python's int; a dataset may have other keys as well."""
+    """Return an index as a Python int, and any other key of a dataset as it is."""
     try:
         return operator.index(index)
     except TypeError:
@@ -166,15 +169,15 @@ def _length_of(sampler: Any) -> int:
     try:
         return len(sampler)
     except (TypeError, NotImplementedError):
-        raise ConfigError(f"{type(sampler).__name__} has no __len__, so that ranks cannot plan their steps") from None
+        raise ConfigError(f"{type(sampler).__name__} has no __len__, so ranks cannot plan their steps") from None
 
 
 def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     """Return what a sampler, or a batch sampler, draws in an epoch.
 
-    Its random numbers come from `seed` and `epoch`, be they those of a generator that it or a sampler within it holds,
-    or Python's, NumPy's and PyTorch's own; what others draw of these stays the same. `set_epoch` is called where a
-    sampler has one.
+    `seed` and `epoch` determine all its random numbers: the generators that it or a sampler within it holds are seeded,
+    and so are the global ones of Python, NumPy and PyTorch, whose states are restored afterwards. `set_epoch` is called
+    on each of these samplers that has it.
     """
     mixed = mix_seeds(seed, epoch)
     with _seeded(mixed):
@@ -187,7 +190,7 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
 
 
 def samplers_in(sampler: Any) -> list[Any]:
-    """Return a sampler and those that it draws from, at any depth."""
+    """Return a sampler and the samplers that it draws from, at any depth."""
     samplers: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -195,11 +198,12 @@ def samplers_in(sampler: Any) -> list[Any]:
         if not any(following is other for other in samplers):
             samplers.append(following)
             held = _held_by(following)
-            waiting += [value for name, value in held.items() if name in _NAMES or isinstance(value, Sampler)]
+            waiting += [value for name, value in held.items() if name in _ATTRIBUTES or isinstance(value, Sampler)]
     return samplers
 
 
-_NAMES = ("sampler", "batch_sampler")
+_ATTRIBUTES = ("sampler", "batch_sampler")
+"""Attributes in which a sampler holds another, which need not be a `Sampler`."""
 
 
 def _held_by(sampler: Any) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Give a context in which Python's, NumPy's and PyTorch's generators begin with a seed."""
+    """Seed the global generators of Python, NumPy and PyTorch within a context; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

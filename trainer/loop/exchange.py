@@ -1,4 +1,4 @@
-"""Exchange: makes gradients the mean over all ranks, after a backward pass or before a step that lacks it."""
+"""Exchange: all-reduces gradients after a backward pass, or before a step if they were not all-reduced yet."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainer.watch.heartbeat import UpdateCounter
 
 
 class Exchange:
-    """The exchanges of one `Run`, and the steps of its optimizers that follow them.
+    """The all-reduces of one `Run`'s gradients, and the optimizers' steps that follow them.
 
-    An optimizer is not wrapped: its gradients are complete before its step. Its hooks are left for what combines steps,
-    for the loss scale, and for checks.
+    An optimizer is not wrapped, because its gradients are complete before its step. Hooks on the step serve only
+    mechanisms that combine steps or weights, the loss scale, and checks.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig, prepared: Prepared, weighing: Weighing) -> None:
@@ -34,12 +34,12 @@ class Exchange:
         self._batches, self._scaler = weighing.batches, prepared.scaler
         self._periodic = PeriodicCheck(strategy)
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
-        """The ids of the optimizers that have stepped since the last exchange of a model's gradients."""
+        """By a model's synchronizer: the ids of the optimizers that have stepped since its last exchange."""
         self._running: set[int] = set()
         """The ids of optimizers within a step."""
         self.completed = UpdateCounter()
         self.had_no_sync = False
-        """Whether a pass since the last exchange was one within `no_sync`."""
+        """Whether a backward pass since the last exchange ran within `no_sync`."""
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer, and follow its steps. Collective; see `Prepared.add_optimizer`."""
@@ -49,27 +49,27 @@ class Exchange:
         at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
 
     def begin_pass(self) -> None:
-        """Forget steps that an error has ended: a backward pass begins."""
+        """Forget steps that have ended in an error, as a backward pass begins."""
         self._running.clear()
 
     def run(self, wanted: Collection[Synchronizer], *, failed: bool = False) -> None:
-        """Make the gradients of the models that a pass has reached the mean over all ranks. Collective.
+        """All-reduce the gradients of the models that a pass has reached. Collective.
 
-        Ranks may have reached different models, which they tell each other where there are several.
+        Ranks may have reached different models. If there are several, they first agree on those that any rank reached.
 
         Args:
-            wanted: what synchronizes the models that were reached on this rank.
-            failed: whether the pass has ended in an error, so that this rank's gradients are of no use.
+            wanted: the synchronizers of the models that were reached on this rank.
+            failed: whether the pass has raised an error on this rank, whose gradients are then left out.
         """
         prepared = self._prepared
-        # The same models on every rank, each at its place: those that this rank no longer holds count as None.
-        together = alive = [held() for held in prepared.active]
-        if len(alive) > 1 and not self._strategy.shards:
-            is_wanted = [float(synchronizer in wanted) for synchronizer in alive]
+        # `active` has the same models in the same order on every rank; one that this rank no longer holds is None here.
+        reached = synchronizers = [held() for held in prepared.active]
+        if len(synchronizers) > 1 and not self._strategy.shards:
+            is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
             mask = torch.tensor(is_wanted, device=self._strategy.world.device)
-            counts = self._strategy.send_gradients(mask, f"reached.{len(alive)}").tolist()
-            together = [synchronizer for synchronizer, count in zip(alive, counts, strict=True) if count > 0]
-        for synchronizer in together:
+            counts = self._strategy.send_gradients(mask, f"reached.{len(synchronizers)}").tolist()
+            reached = [synchronizer for synchronizer, count in zip(synchronizers, counts, strict=True) if count > 0]
+        for synchronizer in reached:
             if synchronizer is not None:
                 synchronizer.discard() if failed else synchronizer.complete()
                 self._stepped[synchronizer] = set()
@@ -86,7 +86,7 @@ class Exchange:
         if self._periodic.is_first:
             warn_of_twins(self._strategy, self._batches.first_inputs)
         prepared.check_known()
-        # Passes within no_sync may be of weights that are each rank's own for as long, as sharpness-aware steps have.
+        # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self.had_no_sync
         self._periodic.compare(
             self._batches.position,
@@ -97,7 +97,7 @@ class Exchange:
     def _before_step(
         self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if id(optimizer) in self._running:  # the step of a class that calls its parent's
+        if id(optimizer) in self._running:  # this is the parent class's step, called by the subclass's
             return None
         self._running.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -108,17 +108,17 @@ class Exchange:
                 self._scaler.before_step(optimizer)
             return None
         if self._scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
-            raise ConfigError("a closure goes with neither fp16, adasum, powersgd, sync_every nor outer_lr")
+            raise ConfigError("a closure cannot be combined with fp16, adasum, powersgd, sync_every or outer_lr")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs
         return args, {**kwargs, "closure": averaging}
 
     def _mean_of(self, closure: Callable[[], Any], known: PreparedOptimizer, optimizer: Optimizer) -> Any:
-        """Return a closure's mean loss over all ranks, on which the optimizer's decisions depend. Collective."""
+        """Return the mean over all ranks of a closure's loss, so that they all decide alike by it. Collective."""
         loss = closure()
         self._complete(known, optimizer)
-        self._running.add(id(optimizer))  # still within the step, which the closure's backward pass has forgotten
+        self._running.add(id(optimizer))  # still within the step: the closure's backward pass has cleared it
         if loss is None:
             return None
         world, weight = self._strategy.world, self._weighing.weight
@@ -127,10 +127,10 @@ class Exchange:
         return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
 
     def _complete(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Check that a step has complete gradients, and all-reduce what was left on this rank.
+        """Check that a step has complete gradients, and all-reduce those that are still local to this rank.
 
         Returns:
-            What synchronizes the models that the optimizer steps on.
+            The synchronizers of the models whose parameters the optimizer holds.
         """
         prepared = self._prepared
         prepared.check_groups(known, optimizer)
@@ -147,7 +147,7 @@ class Exchange:
             )
         known.backwards_at_step = prepared.backwards
         synchronizers = prepared.synchronizers_of(known, optimizer)
-        # This rank has kept its gradients, or takes no part in a pass of others, who step on the same models.
+        # This rank has kept its gradients, or it has skipped a backward pass whose all-reduce the other ranks wait in.
         if wanted := [
             synchronizer
             for synchronizer in synchronizers
@@ -159,7 +159,7 @@ class Exchange:
         return synchronizers
 
     def _was_missed(self, synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
-        """Return whether this rank had no part in the exchange that a step needs: none came since the last step."""
+        """Return whether the model's gradients were not exchanged since this optimizer's last step."""
         stepped = self._stepped.get(synchronizer)
         return stepped is None or id(optimizer) in stepped
 

@@ -1,4 +1,4 @@
-"""Updates: from a batch to the gradients of the step that it ends in, the mean over all ranks."""
+"""Updates: backward passes, each weighted by its batch, and the mean gradients that end an update."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
 
 class Updates:
-    """The backward passes of one `Run`. One that closes an update returns when the gradients are the mean of all ranks.
+    """The backward passes of one `Run`. A pass that closes an update leaves the mean gradients over all ranks.
 
-    `prepared` knows the models and optimizers, `batches` which batch a pass is of, and `Weighing` what that counts for;
-    `exchange` makes the gradients the mean, and follows the optimizers' steps. Any other code may read and change the
-    gradients in between, as in one process.
+    `prepared` has the models and optimizers, `batches` says which batch a pass belongs to, `Weighing` gives the pass
+    its weight, and `exchange` all-reduces the gradients and follows the optimizers' steps.
+
+    Once `backward` has returned, no gradient is being all-reduced: until the step, any code may read and change the
+    gradients, as in one process.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
@@ -43,7 +45,7 @@ class Updates:
         self._is_local = self._is_padding = self._is_in_pass = self._has_warned = False
         self._in_no_sync = 0
         self._kept: weakref.ref[nn.Parameter] | None = None
-        """A parameter that has a gradient since the update's first batch, unless zero_grad came."""
+        """A parameter with a gradient from this update's earlier batches. If it is gone, zero_grad came too early."""
 
     def add_model(self, model: nn.Module) -> nn.Module:
         """Prepare a model, and return the module to call for it. Collective; see `Prepared.add_model`."""
@@ -54,7 +56,7 @@ class Updates:
         return forward
 
     def on_batch(self, loader: int, step: Step) -> None:
-        """Note what the loader of this number knows of the batch that it is about to yield."""
+        """Note the batch that the loader with this number is about to yield."""
         if self.batches.current.closes_update or step.batch is None:  # another update begins, or the loop was left
             self._kept = None
         self.exchange.completed.on_batch()
@@ -68,6 +70,7 @@ class Updates:
             leave_out(self.prepared.norms, self._is_padding)
 
     def _keep_local(self) -> None:
+        """Have gradients stay on this rank within `no_sync`, and in batches that do not close an update."""
         local = self._in_no_sync > 0 or not self.batches.current.closes_update
         if local is not self._is_local:
             self._is_local = local
@@ -112,7 +115,7 @@ class Updates:
     def _run_pass(self, loss: Tensor, weight: float, options: dict[str, Any]) -> None:
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
         weighted = loss if weight == 1.0 else loss * weight
-        # 0 × NaN is NaN: a mean over nothing may be one, and has no gradient here.
+        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros.
         hooks = (
             [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
         )
@@ -134,25 +137,26 @@ class Updates:
             synchronizer.after_backward()
 
     def _reached(self) -> list[Synchronizer]:
+        """Return the synchronizers of the models that the last backward pass has reached on this rank."""
         return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
 
     def _finish_failed_pass(self) -> None:
-        """Send what the other ranks wait for, in place of a pass that has ended in an error here."""
+        """Take part in the all-reduces of a pass that has raised an error on this rank: the others wait in them."""
         self._end_pass()
         if self.prepared.active and not self._is_local:
             self.exchange.run(self._reached(), failed=True)
 
     def _warn_of_others(self) -> None:
-        """Warn once of a pass that has trained something else than the models that were prepared."""
+        """Warn once if a pass has reached no prepared model."""
         if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
             return
-        # Others cannot tell.
+        # Other synchronizers do not note which parameters a pass reaches.
         followed = [each for each in self.prepared.synchronizers if isinstance(each, GradientSynchronizer)]
         if followed and not any(synchronizer.is_reached for synchronizer in followed):
             self._has_warned = True
             print_line(
-                "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. What it trains "
-                "instead, a copy of such a model for example, each rank trains on its own batches: prepare that one",
+                "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank "
+                "trains what it reaches instead, a copy of such a model say, on its own batches alone: prepare that",
                 sys.stderr,
             )
 
@@ -160,12 +164,12 @@ class Updates:
         self.exchange.begin_pass()
         if not self.prepared.has_models:
             raise TrainerError(
-                "run.backward came before run.prepare: the ranks would train models of their own; call "
+                "run.backward came before run.prepare: each rank would train a model of its own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
         if self.prepared.scaler is not None and not self.prepared.optimizers:
             raise TrainerError(
-                "precision is 'fp16', whose loss scale leaves out steps with gradients that overflow, and no optimizer "
+                "precision is 'fp16', whose loss scale skips steps with gradients that overflow, but no optimizer "
                 "was prepared: call run.prepare(model, optimizer), or keep torch.amp.GradScaler under precision 'fp32'"
             )
         kept, self._kept = self._kept() if self._kept is not None else None, None
@@ -180,7 +184,7 @@ class Updates:
         """See `Run.synchronize`."""
         if self._config.reduction == "adasum":
             raise ConfigError(
-                "reduction is 'adasum', which combines finished steps: there are no mean gradients to read"
+                "reduction is 'adasum', which combines steps, not gradients: there are no mean gradients to read"
             )
         for optimizer in optimizers:
             if optimizer not in self.prepared.optimizers:

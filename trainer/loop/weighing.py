@@ -1,7 +1,8 @@
-"""Weighing: what each backward pass counts for in the mean over all ranks.
+"""Weighing: the weight of each backward pass in the mean over all ranks.
 
-The mean over ranks is that over samples if each rank's loss, a mean over its own batch, counts as many samples as that
-batch has. A loader knows these weights, which travel with the batch; or the script says its samples.
+Each rank's loss is the mean over its own batch. With the batch's number of samples as the weight, the mean over ranks
+is the mean over all their samples, also if the batches are uneven. A loader passes the weight along with each batch;
+without a loader, the script gives the number of samples.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from trainer.loop.prepared import Prepared
 from trainer.strategies.base import Strategy
 
 _AHEAD = (
-    "trainer: WARNING: it cannot be told of which batch of run.loader a backward pass is, because the model's inputs "
-    "are none of the loader's tensors, and other batches were drawn since: uneven ones may count as even ones. "
+    "trainer: WARNING: it is unclear which batch of run.loader a backward pass belongs to, because the model's inputs "
+    "are none of the loader's tensors, and other batches were drawn meanwhile: uneven batches may get wrong weights. "
     "Transform batches in the dataset or in the model, draw each right before its pass, or give "
     "run.backward(loss, samples=…)"
 )
@@ -30,7 +31,7 @@ class Weighing:
     """The weights of one `Run`'s backward passes.
 
     Args:
-        accumulate: backward passes of an update, where no loader says when it is complete.
+        accumulate: backward passes per update, if no loader says when an update is complete.
     """
 
     def __init__(self, strategy: Strategy, accumulate: int, prepared: Prepared, batches: Batches) -> None:
@@ -38,37 +39,37 @@ class Weighing:
         self._has_warned = False
         self._passes = 0
         self._samples = 0.0
-        """This rank's samples in the earlier passes of the running update."""
+        """This rank's samples in the earlier passes of the current update."""
         self._before: Marks | None = None
-        """The gradients before the first of these passes."""
+        """The gradients before the first of these passes; None if this is the first."""
         self.weight = 1.0
-        """What the last backward pass has counted for."""
+        """The weight of the last backward pass."""
 
     def before_pass(self) -> None:
-        """Count a backward pass where no loader does: it closes the update that `accumulate` of them form.
+        """Count a backward pass if there is no loader: every `accumulate` passes form an update.
 
         Raises:
-            TrainerError: it cannot be told which passes form an update, because several models have their own.
+            TrainerError: several models were prepared, so it is unclear which passes form an update.
         """
         if not self.batches.has_loader and self._accumulate > 1:
             if (models := len(self._prepared.models)) > 1:
                 raise TrainerError(
-                    f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader: it "
-                    "cannot be told which backward passes form an update; use run.no_sync and run.backward's samples"
+                    f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader, so "
+                    "it is unclear which backward passes form an update; use run.no_sync and run.backward's samples"
                 )
             self._passes += 1
             closes = self._passes % self._accumulate == 0
             self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
 
     def begin_pass(self, samples: float | None, is_local: bool) -> float:
-        """Return the factor on the loss of the backward pass that begins now. Collective where `samples` are given.
+        """Return the factor on the loss of the backward pass that begins now. Collective if `samples` is given.
 
         Args:
-            samples: what this rank's loss is a mean over; None asks the loader.
+            samples: how many samples this rank's loss is a mean over; None takes the loader's weight.
             is_local: whether another pass of the same update follows.
 
         Raises:
-            TrainerError: the loss is of batches with different weights.
+            TrainerError: the loss combines batches with different weights.
             ConfigError: `samples` is not a number that is at least 0.
         """
         batches = self.batches
@@ -85,12 +86,12 @@ class Weighing:
         return self.weight
 
     def _weight_of_batches(self, seen: list[Batch]) -> float:
-        # Of two passes with batches of one loader, the first one's backward pass was skipped.
+        # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
         weights = set({batch.loader: batch.step.weight for batch in seen}.values())
         if len(weights) > 1:
             raise TrainerError(
-                "the loss is of several batches of run.loader that count differently, as the last ones of two loaders "
-                "do; call run.backward once for each batch's loss, right after its forward pass"
+                "the loss is of several batches of run.loader that count differently, such as the last batches of "
+                "two loaders; call run.backward once for each batch's loss, right after its forward pass"
             )
         if not seen and self.batches.is_unclear and not self._has_warned:
             self._has_warned = True
@@ -101,20 +102,21 @@ class Weighing:
         if not 0 <= samples < float("inf"):
             raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
         self._samples += samples
-        if is_local:  # how many samples the update has is known with its last pass
+        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
+        if is_local:
             if self._before is None:
                 self._before = mark(self._prepared.trained())
             return samples
         world = self._strategy.world
-        of_rank = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
-        total = float(self._strategy.all_reduce(of_rank)) if world.size > 1 else self._samples
-        each = world.size / total if total else 0.0
+        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
+        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
+        per_sample = world.size / total if total else 0.0
         if self._before is not None:
-            self._scale_earlier_passes(each, self._before)
+            self._scale_earlier_passes(per_sample, self._before)
         self._samples, self._before = 0.0, None
-        return samples * each
+        return samples * per_sample
 
-    def _scale_earlier_passes(self, each: float, before: Marks) -> None:
+    def _scale_earlier_passes(self, factor: float, before: Marks) -> None:
         for parameter in self._prepared.trained():
             gradient = parameter.grad
             if gradient is None or not has_changed(parameter, before):
@@ -124,4 +126,4 @@ class Weighing:
                     "an update of several passes with samples was begun on gradients of an earlier one; call zero_grad "
                     "before its first pass"
                 )
-            gradient.detach().mul_(each)
+            gradient.detach().mul_(factor)

@@ -1,4 +1,4 @@
-"""Strategy: how the ranks of a job train together. A new one is a subclass with a way to sum tensors over the ranks."""
+"""Strategy: how the ranks of a job train together. A new one is a subclass that can sum over ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from trainer.watch.recorder import Recorder
 class Strategy(Collectives):
     """How gradients become the mean over all ranks. It knows nothing of datasets or of the training loop.
 
-    The constructor joins the job, so every rank has to make its strategy. The least that a strategy has to bring is
-    what `Collectives` asks for; gradients are then sent in buckets.
+    The constructor joins the job, so every rank has to make its strategy. A subclass has to define at least the
+    abstract methods of `Collectives`; its gradients are then sent in buckets.
     """
 
     shards = False
@@ -38,19 +38,19 @@ class Strategy(Collectives):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.tuning: Mapping[str, str] = {}
-        """What was set for this host, and why; for the first line of output and for the run's record."""
+        """What was tuned for this host, and why; for the first line of output and for the run's record."""
         self.description = str(world)
         """Ranks and transport, in a few words."""
         self.is_over_nccl = False
-        """Whether `all_reduce` of a tensor on the world's device takes NCCL."""
+        """Whether `all_reduce` of a tensor on the world's device uses NCCL."""
         self.flight_recorder: Recorder | None = None
-        """Reads which collectives are not completed; None where they return to Python only when they are."""
+        """Reads which collectives are still running; None if they return to Python only once they are completed."""
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        """Broadcast rank 0's weights and buffers; return what synchronizes the model as the settings ask for.
+        """Broadcast rank 0's weights and buffers, and return the synchronizer that the settings ask for.
 
         Args:
-            model: on the world's device.
+            model: is on the world's device already, unless the strategy `shards`.
             parameters: those of the model that require a gradient.
 
         Raises:
@@ -71,38 +71,42 @@ class Strategy(Collectives):
         return self.synchronize(model, parameters, config)
 
     def check(self, config: RunConfig) -> None:
-        """Raise `ConfigError` for settings that the strategy does not have."""
+        """Raise `ConfigError` for settings that the strategy does not support."""
         if config.reduction == "adasum":
             name = type(self).__name__.removesuffix("Strategy")
-            raise ConfigError(f"reduction is 'adasum', which {name} does not have; valid there is average")
+            raise ConfigError(f"reduction is 'adasum', which {name} does not support; valid there is average")
 
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        """Return what makes the gradients of a model, which is the same on all ranks, the mean over several ranks."""
+        """Return the synchronizer of a model that is the same on all ranks, for several ranks and whole gradients."""
         return BucketSynchronizer(parameters, self, torch.float16 if config.compression == "fp16" else None)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to call for a model that was prepared, which is the model itself as a rule."""
+        """Return the module to call for a prepared model; by default the model itself."""
         return model
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what `prepare` has put into the model for this parameter, which may be the parameter itself."""
+        """Return the parameter that `prepare` has put in this one's place; by default this one."""
         return parameter
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give the optimizer rank 0's state, and the parameters that `prepare` has put into its model."""
+        """Give the optimizer rank 0's state, and any parameters that `prepare` has put in place of its own."""
         broadcast_optimizer_state(self, optimizer)
 
     def follow_loader(self, loader: Loader) -> None:
-        """Take notice of a loader that was made, before it is iterated over."""
+        """Prepare for a new loader, before it is iterated over; does nothing by default."""
         return
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast rank 0's buffers: BatchNorm's running statistics, which differ with each rank's batches."""
+        """Broadcast rank 0's buffers: BatchNorm's running statistics, which depend on each rank's batches."""
         self.broadcast_tensors(model.buffers())
 
 
 def check_dense(model: nn.Module, taker: str) -> None:
-    """Raise `ConfigError` for a module with sparse gradients; the message says that `taker` takes dense ones."""
+    """Raise `ConfigError` for a module with sparse gradients.
+
+    Args:
+        taker: what takes dense ones, with the verb, for the message: "strategy 'fsdp' exchanges".
+    """
     for path, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(f"{path} has sparse gradients, and {taker} dense ones; set sparse=False")
@@ -118,7 +122,7 @@ def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     state = strategy.broadcast_object(_on_cpu(here["state"]))
     if strategy.world.is_root:
         return
-    if state:  # the groups are compared, and may hold what cannot be sent
+    if state:  # each rank keeps its groups: they were compared, and may hold what cannot be sent
         optimizer.load_state_dict({**here, "state": state})
     else:
         optimizer.state.clear()

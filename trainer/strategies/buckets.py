@@ -126,7 +126,7 @@ class BucketSynchronizer(GradientSynchronizer):
     def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of[place]
         if bucket.wait is not None:
-            raise self._twice(place)
+            raise self._completed_twice(place)
         bucket.put(place, parameter.grad, self._scale)
         while self.sends_early and self._next < len(self.buckets) and self.buckets[self._next].is_full:
             self._send_next()

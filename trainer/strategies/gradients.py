@@ -1,4 +1,4 @@
-"""Synchronizers: what happens to the gradients of one model in and after a backward pass."""
+"""Synchronizers: what happens to one model's gradients during and after a backward pass."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class Synchronizer:
-    """Gradient synchronization of one model. This one has nothing to do, as on a single rank.
+    """Gradient synchronization of one model. This base class does nothing, as is right on a single rank.
 
-    A backward pass is `before_backward`, the pass itself, `after_backward`, and `complete` where the gradients do not
-    stay on this rank. It holds neither the model nor its parameters, so that both are free when nobody else holds them.
+    Calls for a backward pass: `before_backward`, the pass itself, `after_backward`, then `complete`, unless the
+    gradients stay on this rank. No synchronizer holds a strong reference to the model or its parameters, so that they
+    are freed as soon as nobody else holds them.
     """
 
     def __init__(self) -> None:
         self.is_weightless = False
-        """Whether the next backward pass has weight 0, so that not even a NaN of it may enter the mean."""
+        """Whether the next backward pass has weight 0, so that nothing of it, not even a NaN, may enter the mean."""
         self.is_reached = False
-        """Whether the last backward pass has left a gradient of this model."""
+        """Whether the last backward pass has reached a parameter of this model."""
         self.sends_early = True
-        """Whether a gradient may be sent before the backward pass is over. Not with several models: ranks may reach
-        them in different orders."""
+        """Whether a gradient may be sent before the backward pass is over. False with several models, because ranks may
+        reach them in different orders."""
         self.has_local_gradients = False
         """Whether there are gradients that `keep_local` has kept on this rank."""
 
@@ -45,21 +46,21 @@ class Synchronizer:
         )
 
     def keep_local(self, local: bool) -> None:
-        """Keep the gradients of the next forward and backward passes on this rank, or all-reduce them again."""
+        """Set whether the gradients of the next passes stay on this rank, or are all-reduced."""
 
     def before_backward(self) -> None:
         """Prepare for a backward pass, which may add to the mean gradients of an earlier one."""
 
     def after_backward(self) -> None:
-        """Note what the backward pass has left, before `complete`."""
+        """Note which gradients the backward pass has produced, before `complete`."""
 
     def complete(self) -> None:
-        """Make the gradients the mean over all ranks. Collective, also for a rank whose pass has not reached them."""
+        """Make the gradients the mean over all ranks. Collective, even for a rank whose pass has not reached them."""
 
     def discard(self) -> None:
-        """Send the rest of a pass that has ended in an error, for which other ranks wait. Collective as `complete` is.
+        """Take part, for the other ranks, in the all-reduce of a pass that has raised an error here. Collective.
 
-        Gradients stay as the error has left them.
+        This rank's gradients stay as the error has left them.
         """
 
     def retire(self) -> None:
@@ -69,7 +70,7 @@ class Synchronizer:
         """Prepare for a step of an optimizer."""
 
     def after_step(self) -> None:
-        """Combine the ranks' steps where they differ."""
+        """Combine the ranks' weights, if each has taken a step of its own."""
 
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
         """Make the weights the same on all ranks where they differ between updates. Collective.
@@ -84,15 +85,15 @@ class Synchronizer:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it; the same on all ranks. Collective."""
+        """Return the state for a checkpoint, the same on all ranks. Collective."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` has returned, on any number of ranks, or with another synchronizer's state."""
+        """Restore a `state_dict`, which may come from another number of ranks or another class of synchronizer."""
 
 
 def foreign_pass() -> TrainerError:
-    """Return the error of a backward pass that is not the handle's."""
+    """Return the error for a `loss.backward()` in place of `run.backward(loss)`."""
     return TrainerError(
         "loss.backward() neither weighs the batch nor all-reduces the gradients; call run.backward(loss) instead"
     )
@@ -101,13 +102,13 @@ def foreign_pass() -> TrainerError:
 class GradientSynchronizer(Synchronizer):
     """Base of synchronizers that all-reduce whole gradients.
 
-    Every rank sends every parameter's gradient in each pass: one that a pass has not reached counts as it was left by
-    an earlier pass, or as zeros. So ranks may reach different parameters, and a graph may change from step to step.
-    A parameter that has got no gradient on any rank has none afterwards, as in one process: weight decay and momentum
-    would move it.
+    In each pass, every rank sends the gradient of every parameter. For one that the pass has not reached, this is the
+    gradient that an earlier pass has left, or zeros. So ranks may reach different parameters, and the graph may change
+    from step to step. If no rank has a gradient of a parameter, it stays None, as in one process: with zeros,
+    weight decay and momentum would change the parameter.
 
-    The hooks on the parameters own their synchronizer, which holds the parameters weakly. Python cannot collect a
-    cycle that goes through a hook, and a synchronizer that the run held would keep every model that was ever prepared.
+    The hooks on the parameters own their synchronizer, which holds the parameters weakly. Strong references would leak:
+    Python cannot collect a cycle that goes through a hook, and the run would keep every model that was ever prepared.
 
     Args:
         parameters: those whose gradients are all-reduced.
@@ -128,11 +129,11 @@ class GradientSynchronizer(Synchronizer):
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters, each at its place; None for one that is gone."""
+        """The parameters, in the order in which they were given; None for one that was freed."""
         return [parameter() for parameter in self._parameters]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients, each at its parameter's place, and zeros where there is none."""
+        """Return the gradients in the order of the parameters, with zeros where there is none."""
         return [
             torch.zeros_like(shape, device=self._device)
             if parameter is None or parameter.grad is None
@@ -141,7 +142,7 @@ class GradientSynchronizer(Synchronizer):
         ]
 
     def has_gradients(self) -> Tensor:
-        """Return 1 for each parameter that has a gradient here, and 0 for the others, in the first parameter's type."""
+        """Return 1 for each parameter that has a gradient on this rank, else 0; in the first parameter's type."""
         has = [float(parameter is not None and parameter.grad is not None) for parameter in self.parameters]
         return torch.tensor(has, dtype=self._shapes[0].dtype, device=self._device)
 
@@ -151,7 +152,7 @@ class GradientSynchronizer(Synchronizer):
     def before_backward(self) -> None:
         self._reached.clear()
         self._is_in_pass = True
-        self._run_last()
+        self._move_hooks_last()
 
     def discard(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
@@ -177,7 +178,7 @@ class GradientSynchronizer(Synchronizer):
             hook.remove()
 
     def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
-        """Begin to send a gradient which is complete on this rank; does nothing by default."""
+        """Start to send a gradient that is complete on this rank; does nothing by default."""
 
     @abstractmethod
     def _complete(self) -> None:
@@ -190,14 +191,15 @@ class GradientSynchronizer(Synchronizer):
             self.on_gradient(place, parameter)  # type: ignore[arg-type]
         self._reached.add(place)
 
-    def _run_last(self) -> None:
-        """Move the hooks behind the user's, however late those were registered: what they change is sent as well."""
+    def _move_hooks_last(self) -> None:
+        """Move our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
         for hook, parameter in zip(self._hooks, self.parameters, strict=True):
             registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
                 registered[hook.id] = registered.pop(hook.id)
 
-    def _twice(self, place: int) -> TrainerError:
+    def _completed_twice(self, place: int) -> TrainerError:
+        """Return the error for a second gradient of the same parameter in a pass, the first of which may be sent."""
         return TrainerError(
             f"one backward pass has completed the gradient of {self.names[place]} twice, as reentrant activation "
             "checkpointing of a block that is used twice does; give use_reentrant=False to torch.utils.checkpoint"
@@ -209,10 +211,11 @@ def assign_means(
 ) -> None:
     """Set the parameters' gradients to the means, in the types and layouts that they have on this rank.
 
-    A mean is copied: the gradient stays what it is when the next pass sends, for who keeps it beyond `zero_grad`.
+    A mean is copied out of its buffer, so that a gradient which is kept beyond `zero_grad` survives the next pass.
 
     Args:
-        has_gradient: by a parameter's place here, whether any rank has a gradient of it; asked where this one has none.
+        has_gradient: returns whether any rank has a gradient of the parameter at this index. It is only called where
+            this rank has none.
     """
     for place, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
         if parameter is None:

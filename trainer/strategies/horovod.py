@@ -221,7 +221,7 @@ class HorovodSynchronizer(GradientSynchronizer):
 
     def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
         if place in self._sent:
-            raise self._twice(place)
+            raise self._completed_twice(place)
         self._sent.add(place)
         self._begin(place, parameter.grad)
 

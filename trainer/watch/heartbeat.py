@@ -1,11 +1,11 @@
-"""The heartbeat of a rank: what it does now and how far it is, in one record that other processes read.
+"""The heartbeat of a rank: what it is doing and how far it has come, in a record that other processes read.
 
-The watcher of its host reads it through /proc, while the rank itself cannot answer. Under `trainer run` it is a file in
-the job's folder, which is there whichever way the rank ends; else it is a file in memory (memfd), which leaves nothing
-on a disk. Its size is fixed. Without a record, every function here does nothing.
+The watcher of the rank's host reads it through /proc, so a rank that hangs need not answer. Under `trainer run` it is a
+file in the job's folder, which outlives the rank however it ends; otherwise it is a file in memory (memfd), which
+leaves nothing on a disk. Its size is fixed. In a process without a record, every function here does nothing.
 
-One thread writes, that which has made the record, and makes `version` odd while it does. Other threads write nothing
-but what their functions say.
+Only the thread that has made the record writes it, and `version` is odd while it does. Other threads may call only the
+functions that say so, which leave `version` alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Any, ClassVar, Self
 from trainer.watch.job_folder import is_ours, job_folder
 
 PREEMPTED, DONE = "preempted", "done"
-"""Phases of a rank that has ended its work: to be started again, or not."""
+"""Phases of a rank that has ended its work, and is to be started again, or is not."""
 SAVING = "saving"
 """The phase of a rank that saves a checkpoint."""
 TRAINING = {"", "joining", "joined", "training"}
 """Phases of a rank that trains. A loop without a loader of ours stays at "joined" until its first step."""
 MISTAKE, LOST_PEER = "mistake", "lost peer"
-"""Kinds of error, beside names of exceptions: a mistake of the user's; a failure that another rank's has caused."""
+"""Kinds of error, besides names of exceptions: the user's mistake; a failure that another rank has caused."""
 BATCH_NORM = "BatchNorm's statistics"
 """Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
@@ -45,11 +45,12 @@ _WHAT_BYTES = 48
 _MOST_STEPS = 64
 """Steps whose times are kept: a rank's program is never so many steps ahead of its device."""
 _READINGS = 20
+"""How often a reader tries to get a consistent copy."""
 _NONE_LEFT = object()
 
 
 class State:
-    """What a rank does: plain numbers, as members of an enumeration are slow to look up."""
+    """What a rank does. Plain numbers, because an enumeration's members are slow to look up."""
 
     BETWEEN = 0
     """It computes, between two collectives."""
@@ -62,7 +63,7 @@ class State:
 
 
 def _text(name: str) -> Any:
-    """Return a property for a field of bytes, whose text is cut to its size."""
+    """Return a property that holds text in a field of bytes, cut to the field's size."""
 
     def get(record: Any) -> str:
         text: bytes = getattr(record, name)
@@ -75,14 +76,14 @@ def _text(name: str) -> Any:
 
 
 class Recorded(ctypes.Structure):
-    """PyTorch's flight recorder of this rank's collectives, those of all process groups together.
+    """What PyTorch's flight recorder says of this rank's collectives, over all process groups.
 
     `pending` is the name of the first that is not completed: "gradients", "all_reduce", …; empty where none is known.
     `group` is its process group, such as "NCCL 0".
     """
 
     _fields_ = (
-        ("read_at", c_double),  # monotonic clock; 0 without a recorder. Who holds the interpreter's lock keeps it old.
+        ("read_at", c_double),  # monotonic clock; 0 without a recorder. Gets old while a thread holds the GIL.
         ("enqueued", c_int64),
         ("completed", c_int64),
         ("number", c_int64),  # in its process group
@@ -95,25 +96,25 @@ class Recorded(ctypes.Structure):
 
 
 class Heartbeat(ctypes.Structure):
-    """What a rank does now, and how far it is: a copy, or the record itself."""
+    """What a rank is doing, and how far it has come: a copy, or the record itself."""
 
     _fields_ = (
         ("_head", c_char * 48),  # a line of text that a shell can read too: the magic and the process
         ("version", c_uint64),  # odd while the rank writes
         ("rank", c_int64),
-        ("thread", c_int64),  # that trains: Python's ident, by which stacks name it
-        ("native_thread", c_int64),  # the system's number of the same
+        ("thread", c_int64),  # Python's ident of the thread that trains, as stacks show it
+        ("native_thread", c_int64),  # the system's id of the same thread
         ("stacks_file", c_int64),  # its descriptor of the file that gets its stacks; 0 without one
         # What it waits for, for the watch.
         ("state", c_int64),
         ("events", c_int64),  # grows with every change
         ("_what", c_char * _WHAT_BYTES),  # what is waited for: "gradients", "all_reduce", …
         ("elements", c_int64),  # of the tensor that is all-reduced; 0 where it does not matter
-        ("is_counted", c_bool),  # whether what is waited for is one of the collectives that are counted
+        ("is_counted", c_bool),  # whether `what` is a counted collective: one that all ranks take part in
         ("is_at_end", c_bool),  # its script has come to its end
         ("signal", c_uint8),  # that has asked it to save and end; 0 without one
         ("failures", c_int64),  # collectives that have ended with an error
-        ("collectives", c_int64),  # that have returned, without those of the gradients
+        ("collectives", c_int64),  # counted ones that have returned; those of gradients are not counted
         ("_last", c_char * _WHAT_BYTES),  # which of them has returned last
         ("last_elements", c_int64),
         # How far it is.
@@ -121,9 +122,9 @@ class Heartbeat(ctypes.Structure):
         ("updates", c_int64),  # completed
         ("pieces", c_int64),  # of long work that are done, such as chunks of a checkpoint
         ("_phase", c_char * 24),
-        ("progress_s", c_double),  # when it reported an update or a phase last, by its host's monotonic clock
-        ("reports", c_int64),  # phases since its last update: of two ranks in the same update, fewer is behind
-        ("first_update", c_int64),  # that it completed after its start; 0 before
+        ("progress_s", c_double),  # time of its last report of an update or a phase, by its host's monotonic clock
+        ("reports", c_int64),  # phases since its last update: of two ranks at the same update, fewer is behind
+        ("first_update", c_int64),  # number of the first update that it completed since its start; 0 before
         ("first_update_s", c_double),  # when that was
         # How it ends, for `trainer run`. The error is one of the kinds above, or the class name of an exception.
         ("_error", c_char * 80),
@@ -151,14 +152,14 @@ class Heartbeat(ctypes.Structure):
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Self | None:
-        """Return a copy of a record; None for anything else, and for one that is being made."""
+        """Return a copy of a record; None for other bytes, such as a record that is still being made."""
         return cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
 
     @classmethod
     def from_reader(cls, read: Callable[[], bytes]) -> Self | None:
-        """Return a copy of a record that is of one moment; None for anything else.
+        """Return a consistent copy of a record; None for other bytes.
 
-        A rank that is stopped or killed while it writes leaves an odd version, which is taken as it is in the end.
+        A rank that is stopped or killed while it writes leaves an odd version: its record is returned as it is.
 
         Args:
             read: returns the bytes of the record, which may change in between.
@@ -167,7 +168,7 @@ class Heartbeat(ctypes.Structure):
         for _ in range(_READINGS):
             record = read()
             heartbeat = cls.from_bytes(record)
-            # Nothing was written between two readings that are equal, and the first of them was of one moment.
+            # Two equal readings with an even version: nothing was written in between, so the first is consistent.
             if heartbeat is None or (record == before and heartbeat.version % 2 == 0):
                 break
             before = record
@@ -179,14 +180,14 @@ SIZE = ctypes.sizeof(Heartbeat)
 
 
 class _Record(Heartbeat):
-    """The record of this process. Its own attributes beside the record are not shared."""
+    """This process's record. The attributes below are Python's, and not in the shared memory."""
 
     descriptor: int
     is_watched: bool
     is_in_memory: bool
     stepped_at: deque[int]
     """Times of its latest steps."""
-    # Fields of the record that are computed with here, for the type checker.
+    # For the type checker: fields of the record that are used in arithmetic here.
     version: int
     elements: int
     is_counted: bool
@@ -199,14 +200,14 @@ class _Record(Heartbeat):
         record.descriptor, record.is_in_memory, record.is_watched = descriptor, is_in_memory, False
         record.stepped_at = deque(maxlen=_MOST_STEPS)
         record.rank, record.thread, record.native_thread = rank, threading.get_ident(), threading.get_native_id()
-        record.pid = os.getpid()  # last, because it makes a record of it
+        record.pid = os.getpid()  # last: with it, the bytes are a valid record
         return record
 
     def set(self, state: int, what: bytes, elements: int, is_counted: bool = False) -> None:
-        """Note what this rank does from now on. What it has waited for before is done."""
-        # Not `+= 1`: an exception of a signal's handler may have left it odd.
+        """Note what this rank does from now on. The collective that it was waiting in is thereby completed."""
+        # Not `+= 1`: a signal handler's exception may have interrupted a write, and left the version odd.
         self.version = version = self.version | 1
-        if self.is_counted and state != State.FAILED:  # one that has failed is done when its error was caught
+        if self.is_counted and state != State.FAILED:  # a failed one counts once the rank goes on
             self.collectives += 1
             self._last, self.last_elements = self._what, self.elements
         self.state, self._what, self.elements, self.is_counted = state, what, elements, is_counted
@@ -218,7 +219,7 @@ class _Record(Heartbeat):
         self.set(State.FAILED, what, elements, is_counted)
 
     def put(self, **fields: Any) -> None:
-        """Set fields at once. In a thread that has not made the record, a reader may see some of them earlier."""
+        """Set fields in one write. In another thread than the record's, a reader may see some of them earlier."""
         version, is_writer = self.version | 1, self.thread == threading.get_ident()
         if is_writer:
             self.version = version
@@ -232,15 +233,15 @@ _record: _Record | None = None
 
 
 def report_join(rank: int) -> None:
-    """Make the record of this rank, which is about to join the others, if `trainer run` has started it."""
+    """Make this rank's record before it joins the others, if `trainer run` has started it."""
     global _record
     folder = job_folder()
     if folder is None or _record is not None:
         return
-    with suppress(OSError):  # a full disk ends no training that does not need the disk
+    with suppress(OSError):  # a full disk must not end a training that does not need it
         folder.mkdir(mode=0o700, exist_ok=True)
         if is_ours(folder):
-            # One that is there belongs to the rank: this process is a child of it that has inherited its environment.
+            # If the file exists, it is the rank's, and this process is a child that has inherited its environment.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
             _record = _Record.make(descriptor, rank, is_in_memory=False)
@@ -249,13 +250,13 @@ def report_join(rank: int) -> None:
 
 
 def open_record(rank: int, stacks: int = 0) -> Path | None:
-    """Return where the watcher finds the record of this process, which is made if need be; None at a second call.
+    """Return the path where the watcher finds this process's record, made if need be; None at a second call.
 
     Args:
         stacks: descriptor of the file that gets this process's stacks at `SIGNAL`.
 
     Raises:
-        OSError: the system has no such files.
+        OSError: the system cannot make a file in memory.
     """
     global _record
     if _record is None:
@@ -267,7 +268,7 @@ def open_record(rank: int, stacks: int = 0) -> Path | None:
 
 
 def close_record() -> None:
-    """End the record, unless `trainer run` reads it too: nothing is watched."""
+    """Close the record, as the watch ends, unless `trainer run` reads it too."""
     global _record
     if _record is not None:
         _record.is_watched = False
@@ -277,7 +278,7 @@ def close_record() -> None:
 
 
 def _forget() -> None:
-    # A child, such as a loader's worker, shares the memory.
+    # A forked child, such as a loader's worker, shares the memory, and must not write to it.
     global _record
     _record = None
 
@@ -291,12 +292,12 @@ def _writable() -> _Record | None:
 
 
 class waits:  # noqa: N801 (a context, as contextlib's are)
-    """Context in which this rank waits for others. A context within another is a part of it.
+    """Context manager in which this rank waits for others. A context within another counts as a part of it.
 
     Args:
-        what: is waited for.
-        elements: of the tensor; 0 where the ranks' may differ.
-        counts: whether it is one of the collectives that are counted, in which all ranks take part.
+        what: name of what is waited for.
+        elements: how many the tensor has; 0 if that may differ between ranks.
+        counts: whether it is a counted collective, in which all ranks take part.
     """
 
     def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
@@ -309,9 +310,9 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
             return
         state = record.state
         if state == State.WAITING:
-            record.events += 1  # which tells that a part of it has begun
+            record.events += 1  # progress: a part of the wait has begun
             return
-        # After an error that was caught nothing is waited for.
+        # After a collective's error that was caught, nothing is waited for any more.
         is_between = state in (State.BETWEEN, State.FAILED)
         self._before = (State.BETWEEN, b"", 0) if is_between else (state, record._what, record.elements)
         record.set(State.WAITING, self._what, self._elements, self._counts)
@@ -328,10 +329,10 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
 
 
 def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
-    """Wrap methods of a class in `waits`, those that it defines itself.
+    """Wrap methods of a class in `waits`, but only those that the class itself defines.
 
     Args:
-        names: by the method's name, what it waits for.
+        names: what each method waits for, by the method's name.
         counts: see `waits`.
     """
     for name, what in names.items():
@@ -383,10 +384,10 @@ class UpdateCounter:
         report_phase("training")
 
     def on_step(self, has_loader: bool) -> None:
-        """Note a step of an optimizer. Those of several optimizers on a loader's batch are one update."""
+        """Note a step of an optimizer. Steps of several optimizers on the same loader's batch are one update."""
         note_step()
         if not has_loader:
-            report_phase("training")  # no batch says so: a checkpoint's phase would never end
+            report_phase("training")  # as no batch does; else the phase of a checkpoint would never end
         if not (has_loader and self._is_counted):
             self.count += 1
             self._is_counted = True
@@ -401,7 +402,7 @@ def note_step() -> None:
 
 
 def steps_before(time_ns: int) -> int:
-    """Return how many steps optimizers had taken at a time of `time.time_ns`, in any thread."""
+    """Return how many steps optimizers had taken by a time, as of `time.time_ns`. For any thread."""
     if _record is None:
         return 0
     steps: int = _record.steps
@@ -417,7 +418,7 @@ def report_update(updates: int) -> None:
 
 
 def report_phase(phase: str) -> None:
-    """Note in any thread what this rank does now: "training", "evaluation", "saving", …
+    """Note, in any thread, what this rank does now: "training", "evaluation", "saving", …
 
     Counts as progress for `trainer run`; for the watch of hangs only in the thread that trains.
     """
@@ -436,7 +437,7 @@ def progress() -> None:
 def note_recorded(recorded: Recorded) -> None:
     """Note what the flight recorder says, in the one thread that reads it."""
     if _record is not None:
-        _record.recorded = recorded  # in one piece: single fields would look like progress
+        _record.recorded = recorded  # as a whole: changes of single fields would look like progress
 
 
 def note_folder(folder: str) -> None:
@@ -446,17 +447,17 @@ def note_folder(folder: str) -> None:
 
 
 def report_signal(number: int) -> None:
-    """Note in any thread that this rank was asked to end: if it dies without that, its launcher has not ended it."""
+    """Note, in any thread, the signal that asked this rank to end. Without it, its launcher has not ended it."""
     if _record is not None:
         _record.signal = number
 
 
 def report_failure(kind: str, message: str, rank: int, collective: str = "") -> bool:
-    """Note in any thread with which error this rank ends; return whether the error is of a collective.
+    """Note, in any thread, the error that ends this rank; return whether it is a collective's.
 
     Args:
-        rank: this one, which may not have joined yet.
-        collective: that has failed by the error's stack, where it has noted nothing itself; "" without one.
+        rank: this rank's number, as it may not have joined yet.
+        collective: the one that has failed according to the error's stack, if it has noted no wait; "" if none.
     """
     report_join(rank)
     if _record is not None:
@@ -469,12 +470,12 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
 
 
 def note_end() -> None:
-    """Note, as Python ends, that the script has come to its end, unless a hook has shown an exception."""
+    """Note, as Python exits, that the script has come to its end, unless an exception has ended it."""
     if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
 
 
 def _report_exit() -> None:
-    # Python ends in good order, which it also does after sys.exit: the launcher's exit code tells more.
+    # Python exits in good order also after sys.exit(1): only the launcher's exit code says whether the rank failed.
     if _record is not None and _record.phase != PREEMPTED:
         report_phase(DONE)

@@ -1,4 +1,4 @@
-"""Checkpoints: saves a run beside its training, and goes on where an interrupted run stopped."""
+"""Checkpoints: save a run while it trains, and resume where an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _REDUCE_WITHIN_UPDATES = 128
 
 
 class Checkpoints:
-    """What `Run.checkpoints` returns: when the run is saved, and where it goes on.
+    """The checkpoints of a run: when it is saved, and where it resumes. `Run.checkpoints` returns this.
 
-    The run is saved between two updates, after which no batch is in use, and between two epochs. With several loaders
-    at once this is where the one whose pass began first is asked for its next batch.
+    A run is saved only while no batch is in use: between two updates, or between two epochs. If a loop iterates over
+    several loaders at once, this is when the loader whose pass began first is asked for its next batch.
 
     Attributes:
-        resumed: what this run goes on from; None where it starts anew.
+        resumed: what this run has resumed from; None for a new run.
         attempt: number of this start, from 1.
 
     Args:
-        contents: what is kept.
-        facts: put into each manifest: the run's settings, versions, world.
+        contents: what is saved.
+        facts: written into each manifest: the run's settings, versions and world.
 
     Raises:
-        ConfigError: the checkpoint to go on from does not fit the run, or the disk has no room for one.
+        ConfigError: the checkpoint to resume from does not fit the run, or the disk has no room for one.
         TrainerError: the folder cannot be written, or is in use.
     """
 
@@ -64,7 +64,7 @@ class Checkpoints:
             self._storage.discard_copy()
             self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
             self._saver = Saver(config, self._storage, strategy, self.attempt, facts, checkpoint)
-            if resumed is None:  # else earlier ones are there: a disk that is full by now costs a warning
+            if resumed is None:  # a resumed run has checkpoints: if its disk is full by now, a warning is enough
                 self._saver.check_room(contents.bytes())
         except BaseException:
             self._storage.close()
@@ -72,7 +72,7 @@ class Checkpoints:
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
         self.writes_s = self._saver.seconds
-        """Seconds that each commit took beside the training, on a rank that writes."""
+        """Seconds that each commit took in the background, on a rank that writes."""
         self._positions = Positions(resumed.positions if resumed else (), resumed.saved_in if resumed else None)
         self._flags = FlagReduction(strategy, self.updates)
         self._every_s = config.every_s
@@ -88,8 +88,8 @@ class Checkpoints:
     def newest_path(self) -> Path | None:
         """The newest committed checkpoint in the folder, None before the first.
 
-        Each rank looks on its host's disk, where the same checkpoint is there a moment later than on another. After
-        `save`, `finish` and the loop over `run.epochs`, all ranks see the same.
+        Each rank looks at its host's disk, on which a checkpoint may appear a moment later than on another host's.
+        After `save`, `finish` and the loop over `run.epochs`, all ranks see the same one.
         """
         paths = find(self._storage.folder)
         written = next((path for path in paths if (order := order_of(path.name)) and order[0] == self.attempt), None)
@@ -100,26 +100,28 @@ class Checkpoints:
     def best_path(self) -> Path | None:
         """The committed checkpoint with the best score, None before the first or where `best` is not set.
 
-        Ranks see the same as of `newest_path`.
+        When all ranks see the same one is as for `newest_path`.
         """
         return self._saver.best_path()
 
     def rate(self, score: float) -> None:
-        """Say how good the model is now, with the same score on every rank. The setting `best` says which are better.
+        """Report the model's current score, the same on every rank. The setting `best` says which scores are better.
 
-        Where it is the best so far, a checkpoint is made at the end of the epoch, and kept.
+        If it is the best so far, a checkpoint is made at the end of the epoch, and kept.
 
         Raises:
             ConfigError: `best` was not set.
         """
         if self.config.best is None:
-            raise ConfigError("rate takes a score, and best says which is better; set it to min or max")
+            raise ConfigError(
+                "rate needs best, which says whether lower or higher scores are better; set it to min or max"
+            )
         self._score = float(score)
 
     def save(self) -> None:
-        """Save after the update of the batch in use; between two passes save now, and return when it is committed.
+        """Save after the current batch's update; or, between two passes, save at once and return when it is committed.
 
-        Every rank calls it at the same place.
+        Collective.
 
         Raises:
             TrainerError: it cannot be written; raised on every rank.
@@ -131,19 +133,19 @@ class Checkpoints:
             raise TrainerError(problem)
 
     def finish(self) -> None:
-        """Save the end of the training. `run.epochs` does so after its last epoch; call it where you leave earlier.
+        """Save the final state. `run.epochs` does so after its last epoch; call this if you leave its loop earlier.
 
         Collective.
         """
         self._report(self._save_now(is_complete=True))
 
     def watch(self, loader: Loader) -> None:
-        """Save the position of a training's loader too, and have it go on where it stopped."""
+        """Also save the position of this training loader, and have it resume where it stopped."""
         self._positions.watch(loader)
         loader.observer = self
 
     def count(self, epochs: range) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left, and save between them when it is time to.
+        """Yield the numbers of the remaining epochs, and save between them when a checkpoint is due.
 
         Raises:
             ConfigError: the run counts epochs for the second time.
@@ -170,7 +172,7 @@ class Checkpoints:
                 self._restore_random_state()
             yield epoch
         self.epoch = max(self.epoch, epochs.stop)
-        self._positions.begin_epoch()  # a run that goes on with more epochs has made no pass of the next one
+        self._positions.begin_epoch()  # if the run is resumed for more epochs, none of the next one's passes are done
         self.finish()
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
@@ -180,7 +182,7 @@ class Checkpoints:
         self._positions.begin_pass(loader)
 
     def updated(self, loader: Loader) -> None:
-        """Note an update, and save where it is time to."""
+        """Note an update, and save if a checkpoint is due."""
         if not self._counts(loader):
             return
         self.updates += 1
@@ -195,16 +197,16 @@ class Checkpoints:
     def exhausted(self, loader: Loader) -> None:
         """Note that a loader has given its last batch."""
         if self._counts(loader):
-            # What follows may be a long evaluation, in which no update is to come.
+            # A long evaluation without updates may follow. A preemption during it saves this copy.
             self._saver.take_standby(self._state())
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
-        """Note that a pass has ended, early where the loop was left."""
+        """Note that a pass has ended; `was_left` if its loop was left early, after an update."""
         self.updates += was_left and self._positions.has_begun and loader is self._positions.first
         self._positions.end_pass(loader)
 
     def _counts(self, loader: Loader) -> bool:
-        """Return whether this pass is one of the training's, and no other one is around it."""
+        """Return whether this pass belongs to the training, and is not nested in another one."""
         if self._positions.has_begun:
             return loader is self._positions.first
         if self._contents.prepared.has_trained():
@@ -212,13 +214,13 @@ class Checkpoints:
         return False  # a pass before the training, for statistics of the data say
 
     def close(self) -> None:
-        """Wait for what is being written, and leave the signals and the folder to others."""
+        """Wait for writes in progress, restore the signals' handlers, and release the folder."""
         self._saver.close()
         self.preemption.close()
         self._storage.close()
 
     def _after_epoch(self) -> None:
-        if self.config.best is not None:  # rank 0's: the ranks' own may differ
+        if self.config.best is not None:  # rank 0's counts: the ranks' may differ
             self._score = self._strategy.broadcast_object(self._score)
         is_due = self._reduce_flags() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
         if is_due or self._is_stopping or self._saver.is_better(self._score):
@@ -259,7 +261,7 @@ class Checkpoints:
     def _report(self, problem: str) -> None:
         if problem and self.config.on_error == "stop":
             raise TrainerError(f"{problem}; earlier checkpoints are kept")
-        if problem and self._world.is_root and not self._is_failing:  # once, however often it is tried
+        if problem and self._world.is_root and not self._is_failing:  # one warning for a series of failures
             line = f"trainer: WARNING: {problem}; earlier checkpoints are kept, and the training goes on"
             print_line(line, sys.stderr)
         self._is_failing |= bool(problem)
@@ -273,36 +275,36 @@ class Checkpoints:
         self.stalls_s.append(self._saved_at - started)
 
     def _save_now(self, *, is_complete: bool = False) -> str:
-        """Save, and wait until that is written; return why it could not be on some rank, or ""."""
+        """Save, and wait until it is written; return what failed on any rank, or ""."""
         self._save(is_complete=is_complete)
         self._saver.wait()
         return self._saver.take_problem()
 
     def _state(self) -> dict[str, Any]:
-        """Return what is kept beside the random numbers, with the live tensors. Collective, between two updates."""
+        """Return what is saved besides the random states, with the live tensors. Collective, between two updates."""
         return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
 
     def _restore_random_state(self) -> None:
-        """Restore this rank's random state, so that it draws what the interrupted run would have drawn. Once."""
+        """Restore this rank's random state, once, so that it draws what the interrupted run would have drawn."""
         if self.resumed is not None and self.resumed.random is not None:
             set_random_state(self.resumed.random, self._world.device)
             self.resumed.random = None
 
     def _save_alone(self) -> bool:
-        """Save without the other ranks where no update is to come; return whether this process may end."""
+        """Save without the other ranks, if no update will follow soon; return whether this process may end."""
         return self._positions.first is None and self._saver.commit_standby(self.updates)
 
 
 class FlagReduction:
     """Sums of the ranks' flags, about twice a second: an all-reduce after each update would cost too much.
 
-    Rank 0's clock tells after how many updates the next one is due. All ranks count updates alike, so that their
-    calls match.
+    All ranks call `add_up` after the same updates, which they count alike. Each sum also tells them when the next one
+    is due, in updates, which rank 0 computes from its clock.
     """
 
     def __init__(self, strategy: Strategy, update: int) -> None:
         self._strategy = strategy
-        self._at, self._next, self._then = update, update + 1, time.monotonic()
+        self._last, self._next, self._summed_at = update, update + 1, time.monotonic()
 
     def is_due(self, update: int) -> bool:
         """Return whether `add_up` has to be called after this update, the same on every rank."""
@@ -311,12 +313,12 @@ class FlagReduction:
     def add_up(self, update: int, flags: Sequence[bool]) -> list[int]:
         """Return on how many ranks each flag is set. Collective."""
         world, now = self._strategy.world, time.monotonic()
-        # Without an update in between, the time tells nothing of theirs.
-        each = (now - self._then) / (update - self._at) if update > self._at else _REDUCE_EVERY_S
-        until_next = min(max(int(_REDUCE_EVERY_S / max(each, 1e-6)), 1), _REDUCE_WITHIN_UPDATES)
+        # Without an update in between, the elapsed time does not say how long an update takes.
+        update_s = (now - self._summed_at) / (update - self._last) if update > self._last else _REDUCE_EVERY_S
+        until_next = min(max(int(_REDUCE_EVERY_S / max(update_s, 1e-6)), 1), _REDUCE_WITHIN_UPDATES)
         sums = [*map(float, flags), until_next if world.is_root else 0.0]
         if world.size > 1:
             sums = self._strategy.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
         *counts, until_next = map(round, sums)
-        self._at, self._next, self._then = update, update + until_next, now
+        self._last, self._next, self._summed_at = update, update + until_next, now
         return counts

@@ -1,8 +1,8 @@
-"""From views of all ranks to a verdict: which of them keep the others waiting. No processes, no clock.
+"""The verdict on a job, from views of all its ranks: which ranks keep the others waiting. No processes, no clock.
 
-A rank that waits in no collective while others do is absent: it is the cause, whatever those that wait look like. Where
-all wait, the cause is the smaller part of them that waits in another collective than the rest. Collectives of different
-process groups do not compare: ranks of one may wait for those of another.
+If some ranks wait in a collective, those that do not are absent, and are the cause, whatever the waiting ranks look
+like. If all ranks wait, the cause is the minority that waits in another collective than the rest. Collectives of
+different process groups are not compared, because ranks of one group may wait for those of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.watch.heartbeat import TRAINING, State
 
 _MOST_FRAMES, _MOST_PLACES, _INNERMOST = 6, 4, 2
 _ENDED = "ended"
-_ASK_DOCTOR = "look whether the host runs and can be reached (`trainer doctor`)"
+_ASK_DOCTOR = "check whether the host runs and can be reached (`trainer doctor`)"
 _KNOWN = {
     UNREACHABLE: ("cannot be asked: host unreachable", _ASK_DOCTOR),
     UNWATCHED: ("cannot be asked: not watched", _ASK_DOCTOR),
@@ -31,18 +31,18 @@ _KNOWN = {
         "look at the disks and network file systems of its host (dmesg)",
     ),
 }
-"""By what keeps a rank away: what it does, and what to do about it. Such a rank is not asked for its stack."""
+"""By the reason for a rank's absence: what the rank does, and the advice. Such a rank is not asked for its stack."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to say, and whom to blame."""
+    """The lines to print, and the ranks to blame."""
 
     lines: tuple[str, ...]
     culprits: tuple[int, ...]
     """Empty where all ranks wait in the same collective."""
     is_sure: bool = True
-    """False where it may be a slow network, a slow disk or work on a rank: what goes on by itself."""
+    """False if the wait may end by itself, as it may be due to a slow network, a slow disk, or a rank at work."""
 
     @property
     def first(self) -> str:
@@ -51,13 +51,13 @@ class Verdict:
 
 def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     """Return the verdict on a job without progress for `idle_s` seconds; None where no rank waits for another."""
-    waiting, absent = _sorted(hosts)
+    waiting, absent = _waiting_and_absent(hosts)
     if not waiting:
         return None
     blamed = absent or {rank: _reason(waiting[rank]) for rank in _different(waiting)}
     views, names = views_of(hosts), names_of(hosts)
     others = {rank: view for rank, view in waiting.items() if rank not in blamed}
-    lines = [f"no progress for {idle_s:.0f} s: {_in_short(blamed, names, waiting, others)}"]
+    lines = [f"no progress for {idle_s:.0f} s: {_summary(blamed, names, waiting, others)}"]
     for rank, why in list(blamed.items())[:MOST_NAMED]:
         lines.append(f"{names[rank]} {_what_it_does(views.get(rank), why, bool(others))}")
         if rank in views and why not in (UNREACHABLE, UNWATCHED):
@@ -67,7 +67,7 @@ def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
     for what, ranks in grouped(place, others).items():
         lines.append(f"{list_of(ranks)} wait{'s' * (len(ranks) == 1)} for {what}")
     lines.append(f"what to do: {_advice(blamed, views, others)}")
-    is_sure = bool(blamed) and not any(_may_go_on(views.get(rank), why) for rank, why in blamed.items())
+    is_sure = bool(blamed) and not any(_may_recover(views.get(rank), why) for rank, why in blamed.items())
     return Verdict(tuple(lines), tuple(blamed), is_sure)
 
 
@@ -76,9 +76,9 @@ def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
 
     Args:
         idle_s: seconds without progress.
-        limit_s: after which there will be a verdict.
+        limit_s: seconds without progress after which there will be a verdict.
     """
-    waiting, absent = _sorted(hosts)
+    waiting, absent = _waiting_and_absent(hosts)
     places = grouped(place, waiting)
     if not waiting or (not absent and len(places) == 1):
         return ""
@@ -95,18 +95,19 @@ def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
 
 
 def is_paused(hosts: Sequence[Host]) -> bool:
-    """Return whether somebody has stopped the job: all its ranks, or those beside rank 0, as Ctrl-Z does."""
+    """Return whether a debugger traces a rank, or the job is stopped: all its ranks, or those on rank 0's host."""
 
-    def all_stopped(some: Sequence[Host]) -> bool:
-        views = views_of(some).values()
+    def all_stopped(part: Sequence[Host]) -> bool:
+        views = views_of(part).values()
         return bool(views) and all(view.process in (STOPPED, TRACED) for view in views)
 
     is_traced = any(view.process == TRACED for view in views_of(hosts).values())
+    # Ctrl-Z stops the ranks of the terminal's host alone.
     return is_traced or all_stopped(hosts) or all_stopped(hosts[:1])
 
 
-def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
-    """Return the ranks that wait, and those that most probably keep them waiting, with what keeps these away."""
+def _waiting_and_absent(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
+    """Return the views of waiting ranks, and by rank the reasons of those that most likely keep them waiting."""
     waiting, absent = {}, {}
     for host in hosts:
         for rank in host.ranks:
@@ -115,24 +116,25 @@ def _sorted(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
                 waiting[rank] = view
             else:
                 absent[rank] = host.problem or (UNWATCHED if view is None else _reason(view))
-    # Others may fail because one has ended or is gone. A host that is merely not watched is blamed last.
-    for surest in ({_ENDED}, {GONE}, {*absent.values()} - {UNWATCHED}):
-        if some := {rank: why for rank, why in absent.items() if why in surest}:
-            return dict(sorted(waiting.items())), some
+    # If a rank has ended or is gone, the others may have failed because of it. Hosts that are not watched come last.
+    for reasons in ({_ENDED}, {GONE}, {*absent.values()} - {UNWATCHED}):
+        if likeliest := {rank: why for rank, why in absent.items() if why in reasons}:
+            return dict(sorted(waiting.items())), likeliest
     return dict(sorted(waiting.items())), absent
 
 
 def _reason(view: View) -> str:
-    """Return what keeps a rank away, by its view; "" where it runs."""
+    """Return why a rank is absent or stuck, by its view; "" if it runs."""
     return _ENDED if view.is_at_end else view.process if view.process in _KNOWN else ""
 
 
 def _different(waiting: Mapping[int, View]) -> list[int]:
-    """Return the ranks that wait in another collective than most others; where they are two halves, all ranks."""
+    """Return the minority of ranks that wait in another collective than the rest; in a tie, all ranks."""
     process_groups = {view.group if view.is_recorded else "" for view in waiting.values()}
     if len(process_groups - {""}) > 1:
         return []
-    # Whoever has a larger number has been through what the others wait in: its part of that was only done earlier.
+    # A rank with a larger number has called the others' collective too, and has only completed it earlier: compare
+    # ranks with the same number.
     is_numbered = "" not in process_groups
     places: dict[int, dict[int, View]] = {}
     for rank, view in waiting.items():
@@ -145,7 +147,8 @@ def _different(waiting: Mapping[int, View]) -> list[int]:
     return sorted(different)
 
 
-def _may_go_on(view: View | None, why: str) -> bool:
+def _may_recover(view: View | None, why: str) -> bool:
+    """Return whether a blamed rank may join the others by itself."""
     if view is None or why in (UNREACHABLE, UNWATCHED):
         return why == UNWATCHED
     return view.excuse == WORKS or view.process == UNINTERRUPTIBLE
@@ -157,7 +160,7 @@ def _shown(frames: Sequence[str]) -> list[str]:
     return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
-def _in_short(
+def _summary(
     blamed: Mapping[int, str], names: Mapping[int, str], waiting: Mapping[int, View], others: Mapping[int, View]
 ) -> str:
     who = " and ".join(names[rank] for rank in list(blamed)[:MOST_NAMED])
@@ -201,7 +204,7 @@ def _advice(blamed: Mapping[int, str], views: Mapping[int, View], others: Mappin
     if not blamed and len(grouped(place, others)) > 1:
         return same_collectives(others.values())
     if not blamed:
-        return "look for what they wait on in the network between the hosts (`trainer doctor`), or for another shape"
+        return "check the network between the hosts (`trainer doctor`), and whether the ranks' shapes are the same"
     rank, why = next(iter(blamed.items()))
     if why:
         return _KNOWN[why][1]
