@@ -42,8 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def print_environment() -> int:
     """Print a line for each fact; return the exit code."""
-    for name, value in describe():
-        print(f"* {name}: {value or 'none'}")
+    print("\n".join(f"* {name}: {value or 'none'}" for name, value in describe()))  # at once, as for `| head`
     return 0
 
 
