@@ -91,8 +91,8 @@ class LoopReport:
             return
         if not self._has_use:
             raise ConfigError(
-                "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or go "
-                "over the loader with run.progress(loader), which shows the values"
+                "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
+                "go over the loader with run.progress(loader), which shows the values"
             )
         numbers = {name: _number(name, value) for name, value in values.items()}
         step = int(step)
