@@ -29,7 +29,7 @@ from trainer.loop.metrics import Mean
 from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
 from trainer.models.sharded import gather, whole_state
-from trainer.report.loop_report import LoopReport, Settings
+from trainer.report.loop_report import LogFunction, LoopReport, Settings
 from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
 
@@ -62,8 +62,8 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
 class Run:
     """One rank's handle on the job. It behaves the same under every launcher and every strategy.
 
-    All methods but `print`, `log`, `save`, `mean`, `progress`, `autocast`, `unwrap` and `epochs` are collective: every
-    rank has to call them, in the same order.
+    All methods but `print`, `log`, `log_to`, `save`, `mean`, `progress`, `autocast`, `unwrap` and `epochs` are
+    collective: every rank has to call them, in the same order.
 
     Args:
         strategy: a name from `trainer.strategies.NAMES`, or a `Strategy`.
@@ -387,8 +387,16 @@ class Run:
         saved_in = str(self._checkpoints.config.folder) if self._checkpoints is not None else ""
         return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard, checkpoints=saved_in)
 
+    def log_to(self, function: LogFunction) -> None:
+        """Have `log` hand its values to a function as well, a tracker's say, on rank 0 only.
+
+        Args:
+            function: is called with the values, as numbers by name, and the step. What it raises, `log` raises.
+        """
+        self._report.log_to(function)
+
     def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
-        """Write rank 0's values to the folder of `record`, and show them in `progress`. Waits for the device."""
+        """Hand rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""
         self._report.log(values, step)
 
     def close(self) -> None:

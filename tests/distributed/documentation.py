@@ -189,6 +189,8 @@ BY_DOCKER = (
 
 # Commands that something else in this project runs, with its words there.
 ELSEWHERE = {
+    "python benchmarks/trackers.py": ("tests/distributed/test_trackers.py", 'measure("TensorBoard", pairs=2'),
+    "python scripts/install/peers.py": (".ci/run", ".venv/bin/python scripts/install/peers.py"),
     "torchrun --nproc-per-node 2 -- train.py --log INFO": (
         "tests/distributed/test_supervise.py",
         '"torchrun", "--nproc-per-node", "2", "--", "train.py", "--log", "INFO"',

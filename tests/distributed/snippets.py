@@ -19,6 +19,8 @@ for snippet in sorted(Path("snippets").glob("*.py")):
     weights = [value.tolist() for value in model.state_dict().values()]
     Path(f"{snippet}.{trainer.current_world().rank}").write_text(json.dumps(weights))
 """
+RECIPES = "docs/trackers.md"
+"""The page whose blocks make a script in pairs, and need the trackers: tests/distributed/test_trackers.py runs them."""
 _IN_SHELL = "import os, sys; os.chdir(sys.argv[1]); os.execvp('bash', ['bash', '-c', sys.argv[2]])"
 
 PLAIN_LOOP = """\
@@ -48,7 +50,7 @@ def write_snippets(folder: Path, *, with_plain_loop: bool = False, containing: s
     """
     (folder / "snippets").mkdir(parents=True)
     (folder / "train.py").write_text(RUN_SNIPPETS)
-    blocks = [unit for unit in units("python") if unit not in launching_units()]
+    blocks = [unit for unit in units("python") if unit.page != RECIPES and unit not in launching_units()]
     snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in blocks}
     snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in units("diff")}
     if with_plain_loop:

@@ -214,10 +214,40 @@ def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         run.log({"note": "high"}, step=1)  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("run", [init("single"), of_rank_1()], ids=["rank 0", "rank 1"])
-def test_values_without_a_place_are_refused_on_every_rank(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"run\.log has nowhere to write: call run\.record\(\)"):
-        run.log({"loss": 0.5}, step=1)
+def test_values_without_a_place_are_refused_on_the_rank_that_would_write_them() -> None:
+    with pytest.raises(ConfigError, match=r"run\.log has nowhere to write: call run\.record\(\) .*log_to"):
+        init("single").log({"loss": 0.5}, step=1)
+    of_rank_1().log({"loss": 0.5}, step=1)  # its script has called log_to on rank 0 alone, perhaps
+
+
+def test_functions_get_the_values_as_numbers_and_their_step(tmp_path: Path) -> None:
+    run, calls = init("single"), []
+    run.log_to(lambda values, step: calls.append((step, values)))
+    run.log({"loss": torch.tensor(0.5, requires_grad=True), "lr": 0.1}, step=np.int64(50))  # type: ignore[arg-type]
+    assert calls == [(50, {"loss": 0.5, "lr": 0.1})]
+    assert [type(value) for value in (calls[0][0], *calls[0][1].values())] == [int, float, float]
+
+    run.record(tmp_path)
+    run.log_to(lambda values, step: calls.append((step, "of the second")))
+    run.log({"loss": 0.25}, step=100)
+    assert calls[1:] == [(100, {"loss": 0.25}), (100, "of the second")]
+    assert [line["loss"] for line in lines(tmp_path / "steps.jsonl")] == [0.25]
+
+
+def test_a_function_is_called_on_rank_0_only() -> None:
+    run = of_rank_1()
+    run.log_to(lambda values, step: pytest.fail("was called"))
+    run.log({"loss": torch.zeros(3)}, step=1)  # would be refused on rank 0
+
+
+def test_what_a_function_raises_reaches_the_script() -> None:
+    def refuse(values: dict[str, float], step: int) -> None:
+        raise ValueError(f"step {step} is unknown")
+
+    run = init("single")
+    run.log_to(refuse)
+    with pytest.raises(ValueError, match=r"^step 3 is unknown$"):
+        run.log({"loss": 0.5}, step=3)
 
 
 def test_a_line_is_json_and_keeps_its_own_names(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from trainer.report.run_record import RunFolder, describe_optimizer, describe_ru
 Settings = Mapping[str, Any] | Namespace
 """What a script was called with, as a mapping or as argparse returns it."""
 
+LogFunction = Callable[[dict[str, float], int], object]
+"""What values are handed to, and their step."""
+
 _INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
 
@@ -40,6 +43,7 @@ class LoopReport:
         """Those that were prepared and are still held, for settings.json."""
         self._epochs = range(0)
         self._folder: RunFolder | None = None
+        self._functions: list[LogFunction] = []
         self._display: Display | None = None
         self._has_use, self._began, self._before = False, 0.0, 0
         self._shown: list[str] = []
@@ -68,28 +72,36 @@ class LoopReport:
         self._has_use = True
         return self._folder.path
 
+    def log_to(self, function: LogFunction) -> None:
+        """See `Run.log_to`."""
+        self._functions.append(function)
+        self._has_use = True
+
     def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """See `Run.log`.
 
         Raises:
-            ConfigError: a value is not a number, or there is neither a folder nor progress.
+            ConfigError: a name is taken, a value is not a number, or, on rank 0, there is no folder, no progress and
+                no function.
         """
         for name in ("step", "seconds"):
             if name in values:
                 raise ConfigError(f"run.log writes {name!r} itself; call the value something else")
-        if not self._has_use:
-            raise ConfigError(
-                "run.log has nowhere to write: call run.record() for a folder, or go over the loader with "
-                "run.progress(loader), which shows the values"
-            )
         if not self._world.is_root:
             return
+        if not self._has_use:
+            raise ConfigError(
+                "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
+                "go over the loader with run.progress(loader), which shows the values"
+            )
         numbers = {name: _number(name, value) for name, value in values.items()}
         step = int(step)
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
             self._folder.append_step(step, numbers)
             self._folder.plot(step, numbers)
+        for function in self._functions:
+            function(numbers, step)
 
     def count(self, epochs: range, iterate: Callable[[range], Iterator[int]]) -> Iterator[int]:
         """Yield the numbers of these epochs, from 0."""
