@@ -221,7 +221,8 @@ def test_values_without_a_place_are_refused_on_the_rank_that_would_write_them() 
 
 
 def test_functions_get_the_values_as_numbers_and_their_step(tmp_path: Path) -> None:
-    run, calls = init("single"), []
+    run = init("single")
+    calls: list[tuple[int, Any]] = []
     run.log_to(lambda values, step: calls.append((step, values)))
     run.log({"loss": torch.tensor(0.5, requires_grad=True), "lr": 0.1}, step=np.int64(50))  # type: ignore[arg-type]
     assert calls == [(50, {"loss": 0.5, "lr": 0.1})]
