@@ -75,9 +75,9 @@ def _check() -> Seen:
     """
     import torch
 
-    import trainer
+    from trainer.run import init
 
-    run = trainer.init()
+    run = init()
     rank, size = run.world.rank, run.world.size
     # Powers of two, so that a rank left out or counted twice changes the sum whatever the others do.
     total = run.all_reduce(torch.tensor([2.0**rank], dtype=torch.float64), "sum").item()
@@ -88,7 +88,7 @@ def _check() -> Seen:
     targets = inputs @ torch.randn(8, 1)
     linear = torch.nn.Linear(8, 1)
     model, optimizer = run.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
-    loader = run.loader(trainer.InMemory(inputs, targets), batch_size=8)
+    loader = run.loader(list(zip(inputs, targets, strict=True)), batch_size=8)
     losses: list[float] = []
     while len(losses) < _STEPS:
         for batch, expected in loader:
