@@ -255,6 +255,27 @@ ELSEWHERE |= {
         ("tests/docker/test_strategies.py", '"--json", "runs/comm.json", "--plot", "runs/comm.png"'),
     ),
 }
+# Before and after, with the losses compared.
+_COMING_FROM = "tests/distributed/test_coming_from.py"
+_SCRIPTS = "examples/coming_from"
+ELSEWHERE |= {
+    f"horovodrun -np 2 python {_SCRIPTS}/horovod_before.py --no-shuffle": (_COMING_FROM, '"horovod": "horovodrun-mpi"'),
+    f"torchrun --nproc-per-node 2 {_SCRIPTS}/ddp_before.py --no-shuffle": (_COMING_FROM, '"ddp": "torchrun"'),
+    f"torchrun --nproc-per-node 2 {_SCRIPTS}/fabric_before.py --no-shuffle": (_COMING_FROM, '"fabric": "peers"'),
+    f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {_SCRIPTS}/accelerate_before.py --no-shuffle": (
+        _COMING_FROM,
+        '"accelerate": "peers"',
+    ),
+    f"horovodrun -np 2 python {_SCRIPTS}/horovod_after.py --no-shuffle": (_COMING_FROM, 'f"{page}_after"'),
+    **dict.fromkeys(
+        (
+            f"torchrun --nproc-per-node 2 {_SCRIPTS}/{page}_after.py --no-shuffle"
+            for page in ("ddp", "fabric", "accelerate")
+        ),
+        (_COMING_FROM, 'f"{page}_after"'),
+    ),
+    f"horovodrun -np 2 python {_SCRIPTS}/lightning_horovod_after.py": (_COMING_FROM, '"lightning_horovod_after"'),
+}
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.
 _MACHINES = "tests/docker/test_machines.py"
 _HOST = "docker compose -f docker-compose.host.yml"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.distributed.harness import Outcome, run_job
-from tests.distributed.pages import launching_units, units
+from tests.distributed.pages import Unit, launching_units, units
 
 # What train.py is in these tests: it runs every snippet of the pages as a script, and writes the weights of its model.
 RUN_SNIPPETS = """
@@ -50,15 +50,21 @@ def write_snippets(folder: Path, *, with_plain_loop: bool = False, containing: s
     """
     (folder / "snippets").mkdir(parents=True)
     (folder / "train.py").write_text(RUN_SNIPPETS)
-    blocks = [unit for unit in units("python") if unit.page != RECIPES and unit not in launching_units()]
-    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in blocks}
-    snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in units("diff")}
+    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in _scripts("python")}
+    snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in _scripts("diff")}
     if with_plain_loop:
         snippets["plain.py"] = PLAIN_LOOP
     snippets = {name: text for name, text in snippets.items() if containing in text}
     for name, text in snippets.items():
         (folder / "snippets" / name).write_text(text)
     return list(snippets)
+
+
+def _scripts(kind: str) -> list[Unit]:
+    """Return the blocks that are scripts which train; those of some pages have tests of their own."""
+    # What docs/coming-from-*.md show are parts of files, which test_coming_from.py runs.
+    is_elsewhere = ("docs/coming-from-", RECIPES)
+    return [unit for unit in units(kind) if not unit.page.startswith(is_elsewhere) and unit not in launching_units()]
 
 
 def check_weights(folder: Path, snippets: Sequence[str], ranks: int) -> None:

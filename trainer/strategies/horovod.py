@@ -58,6 +58,7 @@ class HorovodStrategy(Strategy):
         self._hvd.init()
         self._closed = False
         self._started: set[int] = set()
+        self._all_reduces = itertools.count()
         at_exit(self._finish_started)
         self._check_world()
         self.is_over_nccl = world.device.type == "cuda"
@@ -109,7 +110,9 @@ class HorovodStrategy(Strategy):
         return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum), tensor)
+        # Horovod numbers what has no name by all calls of a rank, so a call of the user's on some ranks would part them.
+        name = f"trainer.all_reduce.{next(self._all_reduces)}"
+        return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum, name=name), tensor)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.

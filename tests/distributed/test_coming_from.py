@@ -1,0 +1,75 @@
+"""docs/coming-from-*.md: they show the scripts of examples/coming_from, which have the same losses before and after."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import pytest
+
+from benchmarks import launching
+from tests.distributed.harness import ROOT, run_job
+from tests.distributed.pages import units
+
+SCRIPTS = ROOT / "examples/coming_from"
+# The launcher of each page's script before; "peers" is torchrun in .venv-peers.
+BEFORE = {"horovod": "horovodrun-mpi", "ddp": "torchrun", "fabric": "peers", "accelerate": "peers"}
+NEEDS_PEERS = pytest.mark.needs("peers")
+
+
+def losses(launcher: str, script: str, *options: str, ranks: int = 2) -> list[float]:
+    """Return the mean loss over all ranks of both epochs, as rank 0 prints them."""
+    path = f"examples/coming_from/{script}.py"
+    if launcher == "peers":
+        command = [*launching.launch(path, ranks, launcher), *options]
+        finished = launching.run(command, timeout_s=120, threads=1)
+        code, output = finished.code, finished.stdout + finished.stderr
+    else:
+        outcome = run_job(launcher, ranks, [path, *options], env={"OMP_NUM_THREADS": "1"})
+        code, output = outcome.code, outcome.output
+    assert code == 0, output
+    printed = re.findall(r"epoch (\d): loss (\d+\.\d{8})", output)
+    assert [epoch for epoch, _ in printed] == ["0", "1"], output
+    return [float(loss) for _, loss in printed]
+
+
+@pytest.mark.parametrize("page", [*BEFORE, "lightning-horovod"])
+def test_the_page_shows_what_differs(page: str) -> None:
+    before, after = (
+        (SCRIPTS / f"{page.replace('-', '_')}_{part}.py").read_text().splitlines()[2:] for part in ("before", "after")
+    )
+    differences = list(difflib.unified_diff(before, after, n=1000, lineterm=""))[3:]
+    assert [unit.text for unit in units("diff") if unit.page == f"docs/coming-from-{page}.md"] == [
+        "\n".join(differences)
+    ]
+
+
+def test_the_page_shows_a_part_of_what_runs() -> None:
+    script = (SCRIPTS / "horovod_beside.py").read_text()
+    shown = [unit.text for unit in units("python") if unit.page.startswith("docs/coming-from-")]
+    assert shown != []
+    assert [part for text in shown for part in text.split("\n…\n") if part not in script] == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=NEEDS_PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
+)
+def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    after = losses("horovodrun-mpi" if page == "horovod" else "torchrun", f"{page}_after", "--no-shuffle")
+    assert after == pytest.approx(losses(BEFORE[page], f"{page}_before", "--no-shuffle"), rel=1e-6)
+    assert after[1] < after[0]
+
+
+@pytest.mark.distributed
+def test_trainer_has_the_losses_of_the_loop() -> None:
+    # Lightning's own strategy is gone, so what came after it is compared with the loop that equals Horovod's.
+    after = losses("horovodrun-mpi", "lightning_horovod_after")
+    assert after == pytest.approx(losses("horovodrun-mpi", "horovod_after"), rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_horovods_own_calls_stand_beside_ours() -> None:
+    first, second = losses("horovodrun-mpi", "horovod_beside", ranks=4)
+    assert second < first
