@@ -3,7 +3,7 @@
 python examples/image_folder.py
 horovodrun -np 2 python examples/image_folder.py --workers 4 --precision bf16 --checkpoints runs/images
 torchrun --nproc-per-node 2 examples/image_folder.py --data-dir ~/imagenet --model resnet50 --size 224 --workers 8
-horovodrun -np 4 -H a:2,b:2 python examples/image_folder.py --batch-size 256 --lr 0.1 --ema-decay 0.9999
+horovodrun -np 4 -H a:2,b:2 python examples/image_folder.py --batch-size 256 --ema-decay 0.9999
 
 --data-dir holds train/ and val/, each with a folder of images for every class. Without it, a few hundred images are
 drawn. Workers decode the JPEGs; random crops, mixup, label smoothing, an average of the weights (EMA), channels-last,
@@ -31,9 +31,9 @@ parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help="with train/
 parser.add_argument("--model", default="resnet18", help="of torchvision.models (default: %(default)s)")
 parser.add_argument("--size", type=int, default=64, help="pixels on each side of an input (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
-parser.add_argument("--batch-size", type=int, default=32, help="images per step of all ranks (default: %(default)s)")
+parser.add_argument("--batch-size", type=int, default=16, help="images per step of all ranks (default: %(default)s)")
 parser.add_argument("--workers", type=int, default=2, help="processes per rank that decode (default: %(default)s)")
-parser.add_argument("--lr", type=float, default=0.02, help="(default: %(default)s)")
+parser.add_argument("--lr", type=float, default=1e-3, help="(default: %(default)s)")
 parser.add_argument("--warm-up", type=int, default=20, help="updates of warm-up (default: %(default)s)")
 parser.add_argument("--mixup", type=float, default=0.2, help="alpha; 0 mixes nothing (default: %(default)s)")
 parser.add_argument("--label-smoothing", type=float, default=0.1, help="(default: %(default)s)")
@@ -61,7 +61,7 @@ mix = v2.MixUp(alpha=args.mixup, num_classes=classes) if args.mixup else lambda 
 
 torch.manual_seed(args.seed)
 model = torchvision.models.get_model(args.model, num_classes=classes).to(memory_format=torch.channels_last)
-optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-5, nesterov=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
 model, optimizer = run.prepare(model, optimizer)
 ema = AveragedModel(run.unwrap(model), multi_avg_fn=get_ema_multi_avg_fn(args.ema_decay), use_buffers=True)
 options = {"global_batch_size": args.batch_size, "num_workers": args.workers, "persistent_workers": args.workers > 0}

@@ -169,7 +169,8 @@ class Results:
         measured = Measured(
             shape=str(shape), strategy=strategy, ranks=shape.ranks, samples_per_s=rate, cores=cores, threads=threads,
             efficiency=self._efficiency(rate, shape, timings[0]["threads"]),
-            gradient_bytes=timings[0]["gradient_bytes"], **_medians(timings),
+            gradient_bytes=timings[0]["gradient_bytes"], workers=timings[0]["workers"],
+            on_cpu=timings[0]["device"] == "cpu", **_medians(timings),
         )  # fmt: skip
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)
         rank = self.baselines.rank(runs[0].batch, timings[0]["threads"], ranks_at_once(timings[0]))

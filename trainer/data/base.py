@@ -83,6 +83,9 @@ class Loader(ABC):
         group: the ranks' collectives; not needed on a single rank.
     """
 
+    num_workers: int
+    """Processes that load for this rank; 0 where it loads by itself."""
+
     def __init__(
         self,
         world: World | None,

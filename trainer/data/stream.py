@@ -92,6 +92,7 @@ class StreamLoader(Loader):
             _check_lengths(dataset, lengths)
         self._epoch_samples = _sum_if_known(lengths)
         self._steps = _count_steps(lengths, sizes, drop_last=drop_last)
+        self.num_workers = num_workers
         self._batches = self._make_batches(sizes[self.world.rank], {"num_workers": num_workers, **options})
 
     def _make_batches(self, batch_size: int, options: dict[str, Any]) -> DataLoader[Any]:
