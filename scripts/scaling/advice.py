@@ -12,6 +12,8 @@ from scaling.models import Link
 _STEPS = (2, 4, 8)
 _LEAST_GAIN, _LEAST_PREDICTED_GAIN = 1.1, 1.2
 """A smaller gain could not be told from noise, or from what predictions are off by."""
+_LEAST_INPUT_SHARE = 0.1
+"""Of a step, in which a rank waits for its loader: what is less is not told."""
 _LEAST_SHARED_GAIN = 1.5
 """Of compression powersgd where ranks share cores: its two messages wait for time slices, which is not predicted."""
 
@@ -36,10 +38,37 @@ class Measured:
     """Cores of all machines."""
     threads: int
     """Threads of all ranks."""
+    on_cpu: bool
+    """Whether ranks compute on the cores, and not on GPUs."""
+    workers: int | None
+    """Processes that load for each rank, 0 where it does so itself; None where the dataset is in memory."""
 
     @property
     def step(self) -> float:
         return self.input + self.compute + self.exchange + self.waiting
+
+    @property
+    def waits_for_loader(self) -> bool:
+        return self.input > _LEAST_INPUT_SHARE * self.step
+
+    @property
+    def load_s(self) -> float:
+        """Return about how many seconds one worker takes for a batch, where a rank waits for its loader."""
+        if not self.workers and self.on_cpu:
+            return self.input
+        # Workers that are waited for are never idle: of k, each makes a batch in k steps. So does a process that loads
+        # by itself while its GPU computes; it also starts the GPU's work, so for it this is the most that it can be.
+        return max(1, self.workers or 0) * self.step
+
+    @property
+    def wanted_workers(self) -> int:
+        """Return how many workers make a batch in what a step takes without the waiting for it."""
+        return math.ceil(self.load_s / max(self.step - self.input, 1e-9))
+
+    @property
+    def busy_s(self) -> float:
+        """Return for how long a step keeps all cores busy: with the loading, and on CPUs with the computing."""
+        return (self.ranks * self.load_s + self.threads * self.compute * self.on_cpu) / self.cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +109,7 @@ def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advi
         *_average_weights(run, known.full_load_s),
         *_compress(run, known.half_size_ratio),
         *_approximate(run, known),
+        *_load(run),
     ]
     worthwhile = [advice for advice in predicted if advice.gain >= _LEAST_PREDICTED_GAIN]
     worthwhile += [advice for advice in _change(run, others) if advice.gain >= _LEAST_GAIN]
@@ -92,7 +122,6 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
     Args:
         link: the slowest link of the shape; None where it was not measured.
     """
-    lost = run.exchange + run.waiting
     efficiency = "unknown" if run.efficiency is None else f"{run.efficiency:.0%}"
     parts = [f"{run.shape} under {run.strategy}: efficiency {efficiency}."]
     if run.threads > run.cores:
@@ -106,13 +135,44 @@ def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str
         f"At this batch the exchange takes {run.exchange / run.compute:.2g} × the compute"
         f" and waiting for the slowest rank {run.waiting / run.compute:.2g} ×"
     )
-    if run.input > lost and run.input > 0.1 * run.step:
-        parts[-1] += f"; input takes {run.input / run.step:.0%} of a step: load with more workers, or from memory"
+    if run.waits_for_loader:
+        parts[-1] += f". {_describe_loading(run)}"
     if not advice:
         parts[-1] += "; no known change is predicted to gain a fifth, or was measured to gain a tenth."
         return " ".join(parts)
     listed = [f"{item.what} for about {item.gain:.2g} ×" for item in advice[:3]]
     return f"{' '.join(parts)}. Advice: {', or '.join(listed)}."
+
+
+def _describe_loading(run: Measured) -> str:
+    share = f"{run.input / run.step:.0%}"
+    if run.workers is None:
+        return f"Input takes {share} of a step, though the data is in memory: look at what its transform does"
+    rest, count = run.step - run.input, run.wanted_workers
+    text = (
+        f"Ranks wait for their loaders {share} of a step: one worker takes {_milliseconds(run.load_s)} for a batch, "
+        f"and the rest of a step {_milliseconds(rest)}, so a rank wants {_workers(count)} (it has {run.workers})"
+    )
+    if run.busy_s > rest:
+        busy = f"that keeps {run.cores} cores busy for {_milliseconds(run.busy_s)}"
+        text += f"; {busy}, so take more cores for each rank, or smaller files"
+    return text
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"
+
+
+def _load(run: Measured) -> list[Advice]:
+    if run.workers is None or not run.waits_for_loader:
+        return []
+    count = min(run.wanted_workers, max(1, run.cores // run.ranks))  # more would wait for one another's cores
+    step = max(run.step - run.input, run.load_s / count, run.busy_s)
+    return [Advice(what=f"load with {_workers(count)}", gain=run.step / step, options=("--workers", str(count)))]
 
 
 def _accumulate(run: Measured, full_load_s: float) -> list[Advice]:

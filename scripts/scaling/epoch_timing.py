@@ -39,6 +39,8 @@ class EpochTiming:
     """All-reduced by each rank in an update, before compression."""
     gradient_shapes: list[list[int]]
     """Of each parameter that requires a gradient."""
+    workers: int | None
+    """Processes that load for each rank, 0 where it does so itself; None where the dataset is in memory."""
     samples_in_epoch: int
     """In the whole dataset."""
     steps: int

@@ -18,7 +18,7 @@ from trainer.files import write_atomically
 TEMPLATE = Path(__file__).resolve().with_name("page.html")
 _COLORS = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
-_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute")
+_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute", "input share")
 _PREDICTION_HEAD = (
     "shape",
     "strategy",
@@ -259,7 +259,8 @@ def _run_cells(row: Row) -> Sequence[str]:
 def _step_cells(row: Row) -> Sequence[str]:
     measured = row.measured
     phases = (measured.step, measured.input, measured.compute, measured.exchange, measured.waiting, measured.hidden)
-    return (str(row.shape), row.strategy, row.scaling, *(f"{phase * 1e3:.2f}" for phase in phases))
+    milliseconds = (f"{phase * 1e3:.2f}" for phase in phases)
+    return (str(row.shape), row.strategy, row.scaling, *milliseconds, f"{measured.input / measured.step:.0%}")
 
 
 def _larger_cells(strategy: str, prediction: Prediction, efficiency: float) -> tuple[str, ...]:

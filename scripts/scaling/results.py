@@ -175,6 +175,8 @@ class Results:
             threads=threads,
             efficiency=self._efficiency(rate, shape, timings[0]["threads"]),
             gradient_bytes=timings[0]["gradient_bytes"],
+            workers=timings[0]["workers"],
+            on_cpu=timings[0]["device"] == "cpu",
             **_medians(timings),
         )
         batch = round(timings[0]["samples"] / timings[0]["steps"] / shape.ranks)

@@ -32,6 +32,7 @@ from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.data.base import Loader, Step
+from trainer.data.loader import InMemory, ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
@@ -198,7 +199,7 @@ class StepTimer:
                 self.exchange_seconds = 0.0
         if seen:
             samples = loader.epoch_samples or loader.samples_after(len(seen))
-            self._write([_step_times(*moments) for moments in seen], samples)
+            self._write([_step_times(*moments) for moments in seen], samples, _workers_of(loader))
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._gradients.append((self._now(), parameter.numel() * parameter.element_size()))
@@ -210,7 +211,7 @@ class StepTimer:
         event.record()
         return event
 
-    def _write(self, steps: Sequence[StepTimes], samples: int) -> None:
+    def _write(self, steps: Sequence[StepTimes], samples: int, workers: int | None) -> None:
         strategy = self._strategy
         seconds, self.exchange_seconds = self.exchange_seconds if self._tells_exchange else None, 0.0
         times = RankTimes(host=socket.gethostname(), machine=machine_id(), steps=steps, exchange_seconds=seconds)
@@ -226,6 +227,7 @@ class StepTimer:
             strategy=type(strategy).__name__.removesuffix("Strategy"),
             gradient_bytes=self._gradient_bytes,
             gradient_shapes=self._gradient_shapes,
+            workers=workers,
             samples_in_epoch=samples,
         )
         try:
@@ -233,6 +235,11 @@ class StepTimer:
                 file.write(json.dumps(asdict(timing)) + "\n")
         except OSError as error:
             raise TrainerError(f"the timing cannot be written to {self._file}: {error.strerror or error}") from None
+
+
+def _workers_of(loader: Loader) -> int | None:
+    in_memory = isinstance(loader, ShardedLoader) and isinstance(loader.dataset, InMemory)
+    return None if in_memory else loader.num_workers
 
 
 def _step_times(

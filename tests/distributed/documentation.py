@@ -112,6 +112,12 @@ HERE = {
     "--bytes 400000 --epochs 1": Run(
         replace=("--steps 40", "--steps 5"), append="--bytes 20000 --length 64", prints="epoch 1/1: test loss"
     ),
+    "python scripts/scaling_test.py --batch-size 16 --global-batch examples/image_folder.py --workers 0": Run(
+        replace=("examples/", "--scaling weak --steps 2 --repeats 1 --output $(mktemp -d) examples/"),
+        append="--size 40",
+        prints="1x2 under horovod: efficiency",
+        is_slow=True,
+    ),
     'python -c "import torch.distributed as d; print(d.Backend.backend_list)"': Run(
         prints="['undefined', 'gloo', 'nccl', 'xccl', 'ucc', 'mpi', 'fake']"
     ),

@@ -22,7 +22,7 @@ def timing(step: float, samples: int, **changes: Any) -> dict[str, Any]:
     values = {
         "world_size": 1, "hosts": ["a"], "machines": 1, "cores": 2, "threads": 1, "device": "cpu", "strategy": "Single",
         "gradient_bytes": SIZE, "gradient_shapes": [[1250, 1000]] * 5,
-        "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
+        "workers": None, "samples_in_epoch": 60000, "steps": 10, "updates": 10, "samples": samples * 10,
         "seconds": step * 10, "input": 0.0, "compute": 0.1, "exchange": step - 0.1, "waiting": 0.0, "hidden": None,
         "window": 0.0, "own": [0.1], "ranks": [],
     }  # fmt: skip

@@ -26,7 +26,7 @@ def measured(**changes: Any) -> Measured:
     values: dict[str, Any] = {
         "shape": "2x2", "strategy": "horovod", "ranks": 4, "input": 0.0, "compute": 0.1, "exchange": 0.4,
         "waiting": 0.0, "hidden": 0.0, "gradient_bytes": SIZE, "samples_per_s": 800.0, "efficiency": 0.2,
-        "cores": 4, "threads": 4,
+        "cores": 4, "threads": 4, "on_cpu": True, "workers": None,
     }  # fmt: skip
     return Measured(**{**values, **changes})
 
@@ -93,8 +93,47 @@ def test_accumulation_gains_nothing_where_the_cores_would_be_fully_loaded() -> N
     assert advise(measured(), [], Known(low_rank_s=0.001, full_load_s=0.5)) == []
 
 
-def test_slow_input_is_named() -> None:
-    assert "input takes 66% of a step" in summarize(measured(exchange=0.002, input=0.2), [], None)
+def loading(**changes: Any) -> Measured:
+    """Return a rank on 8 cores, one of which computes 0.1 s in each step."""
+    return measured(**{"shape": "1x1", "ranks": 1, "cores": 8, "threads": 1, "exchange": 0.0, **changes})
+
+
+def test_a_rank_that_loads_by_itself_is_told_how_many_workers_it_wants() -> None:
+    run = loading(workers=0, input=0.25)
+    (found,) = advise(run, [], Known())
+    assert found.options == ("--workers", "3")  # 0.25 s of decoding in 0.1 s of a step
+    assert found.gain == pytest.approx(0.35 / 0.1)
+    text = summarize(run, [found], None)
+    assert "Ranks wait for their loaders 71% of a step: one worker takes 250 ms for a batch, and the rest" in text
+    assert "rest of a step 100 ms, so a rank wants 3 workers (it has 0). Advice: load with 3 workers for" in text
+
+
+def test_workers_that_are_waited_for_are_too_few() -> None:
+    run = loading(workers=2, input=0.06, compute=0.1)  # two batches in 0.32 s, so one worker takes that for each
+    (found,) = advise(run, [], Known())
+    assert found.options == ("--workers", "4")
+    assert found.gain == pytest.approx(0.16 / 0.1)
+    assert advise(loading(workers=2, input=0.01), [], Known()) == []  # a tenth of a step at least
+    assert "loaders" not in summarize(loading(workers=2, input=0.01), [], None)
+
+
+def test_cores_that_are_busy_limit_what_workers_gain() -> None:
+    run = loading(workers=0, input=0.25, cores=2, threads=2)
+    (found,) = advise(run, [], Known())
+    assert found.options == ("--workers", "2")  # no more than the rank has cores
+    assert found.gain == pytest.approx(0.35 / ((0.25 + 2 * 0.1) / 2))
+    assert "that keeps 2 cores busy for 225 ms, so take more cores for each rank" in summarize(run, [found], None)
+    assert advise(loading(workers=0, input=0.25, cores=1), [], Known()) == []
+    on_gpu = loading(workers=0, input=0.25, cores=8, threads=8, on_cpu=False)
+    (found,) = advise(on_gpu, [], Known())
+    assert found.options == ("--workers", "4")  # the rank decodes for up to the whole step, beside its GPU
+    assert found.gain == pytest.approx(0.35 / 0.1)
+
+
+def test_slow_input_from_memory_is_no_matter_of_workers() -> None:
+    run = loading(workers=None, input=0.2)
+    assert "Input takes 67% of a step, though the data is in memory" in summarize(run, [], None)
+    assert advise(run, [], Known()) == []
 
 
 def test_a_better_strategy_or_a_smaller_shape_is_named() -> None:

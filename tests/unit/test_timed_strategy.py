@@ -39,7 +39,7 @@ def rank(*rows: tuple[float, float, float], busy: float | None = None) -> RankTi
 def summary(*ranks: RankTimes) -> EpochTiming:
     return summarize(
         ranks, world_size=len(ranks), cores=2, threads=1, device="cpu", strategy="Single", gradient_bytes=1000,
-        gradient_shapes=[[10, 25]], samples_in_epoch=60000,
+        gradient_shapes=[[10, 25]], workers=None, samples_in_epoch=60000,
     )  # fmt: skip
 
 
@@ -105,6 +105,12 @@ def test_clipping_is_the_loops_own_work(time_training: Timed, monkeypatch: pytes
     (timing,) = time_training(clip_norm=1.0)
     assert timing["compute"] > SLOW_S
     assert timing["exchange"] < SLOW_S / 2
+
+
+@pytest.mark.parametrize(("settings", "workers"), [({}, 0), ({"num_workers": 1}, 1)])
+def test_the_workers_of_a_loader_are_noted(time_training: Timed, settings: dict[str, int], workers: int) -> None:
+    (timing,) = time_training(**settings)
+    assert timing["workers"] == workers
 
 
 def test_an_epoch_ends_with_a_whole_update(time_training: Timed) -> None:

@@ -131,7 +131,7 @@ class Loader(ABC):
             raise ConfigError("weigh_by is for training; in an evaluation, add up what you need of each batch")
         self.world = world or current_world()
         self.training, self.drop_last, self.seed, self.accumulate = training, drop_last, seed, accumulate
-        self._num_workers, self._options = num_workers, options
+        self.num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
@@ -216,7 +216,7 @@ class Loader(ABC):
         options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         generator = torch.Generator()
-        return DataLoader(dataset, num_workers=self._num_workers, generator=generator, **batches, **options)
+        return DataLoader(dataset, num_workers=self.num_workers, generator=generator, **batches, **options)
 
     def _count_of(self, loaded: Counted) -> int:
         """Return the samples of a batch; 1 where they are neither known nor needed."""

@@ -1,0 +1,66 @@
+"""examples/image_folder.py learns on one rank and on two, also where it is killed, and evaluates every image once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.datasets.images import KINDS, draw_images
+from tests.distributed.harness import Outcome, run_job
+from trainer.checkpoint.disk.committed import find
+
+pytestmark = pytest.mark.distributed
+
+EPOCHS, TRAIN, TEST = 4, 12, 3
+EPOCH = re.compile(r"epoch (\d)/4: loss (\d\.\d+), top-1 +(\d+\.\d+)%, top-5 +(\d+\.\d+)% of (\d+) images")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So few images that neither the batch nor the ranks divide them."""
+    drawn = tmp_path_factory.mktemp("images") / "drawn"
+    draw_images(drawn, TRAIN, TEST)
+    return drawn
+
+
+def job(launcher: str, ranks: int, folder: Path, *options: str, hangs_at: str = "") -> Outcome:
+    small = ["--size", "40", "--batch-size", "10", "--epochs", str(EPOCHS), "--warm-up", "5", "--workers", "1"]
+    script = ["examples/image_folder.py", "--data-dir", str(folder), *small, *options]
+    return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"}, hangs_at=hangs_at, timeout_s=240)
+
+
+def losses_in(output: str) -> dict[int, float]:
+    """Return each epoch's loss, where each has evaluated every image once."""
+    lines = EPOCH.findall(output)
+    for _, _, first, five, count in lines:
+        assert int(count) == TEST * len(KINDS)
+        assert 0 <= float(first) <= float(five) <= 100
+        hits = float(five) / 100 * int(count)
+        assert hits == pytest.approx(round(hits), abs=0.01)
+    return {int(epoch): float(loss) for epoch, loss, *_ in lines}
+
+
+def test_one_rank_learns(folder: Path) -> None:
+    outcome = job("python", 1, folder)
+    assert outcome.code == 0, outcome.output
+    losses = losses_in(outcome.output)
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[4] < losses[1] - 0.1
+
+
+def test_two_ranks_learn_though_they_are_killed(folder: Path, tmp_path: Path) -> None:
+    options = ["--precision", "bf16", "--checkpoints", str(tmp_path)]
+    killed = job("horovodrun-mpi", 2, folder, *options, hangs_at="epoch 2/4: loss")
+    assert killed.timed_out, killed.output
+    before = losses_in(killed.output)
+    outcome = job("torchrun", 2, folder, *options)
+    assert outcome.code == 0, outcome.output
+    assert "going on from checkpoint" in outcome.output
+    losses = losses_in(outcome.output)
+    assert 1 not in losses
+    assert losses[4] < before[1] - 0.1
+    best = re.search(r"the best checkpoint is (\S+)", outcome.output)
+    assert best is not None
+    assert Path(best[1]) in find(tmp_path)
