@@ -1,4 +1,4 @@
-"""The training of accelerate_before.py with trainer: torchrun --nproc-per-node 2 examples/coming_from/accelerate_after.py."""
+"""accelerate_before.py with trainer: torchrun --nproc-per-node 2 examples/coming_from/accelerate_after.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Horovod's alltoall and process sets beside trainer: horovodrun -np 4 python examples/coming_from/horovod_beside.py."""
+"""Horovod's own calls beside trainer: horovodrun -np 4 python examples/coming_from/horovod_beside.py."""
 
 import os
 

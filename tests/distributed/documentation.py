@@ -261,6 +261,17 @@ ELSEWHERE |= {
         ("tests/docker/test_strategies.py", '"--json", "runs/comm.json", "--plot", "runs/comm.png"'),
     ),
 }
+ELSEWHERE |= {
+    "horovodrun -np 4 -H a:2,b:2 python train.py": ("tests/docker/test_shapes.py", '"2x2": (4, "a:2,b:2")'),
+    "trainer run -np 4 --min-np 2 -H a:2,b:2 python train.py": (
+        "tests/docker/test_surviving.py",
+        'supervised.start("--min-np", "2", epochs=60)',
+    ),
+    "trainer run --torchrun -np 2 python train.py": (
+        "tests/distributed/test_supervise.py",
+        '("--torchrun", "segfault"',
+    ),
+}
 # Before and after, with the losses compared.
 _COMING_FROM = "tests/distributed/test_coming_from.py"
 _SCRIPTS = "examples/coming_from"
@@ -353,6 +364,7 @@ UNTESTED = {
 MENTIONED = (
     *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
     *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
+    *("torchrun --max-restarts 3", "horovodrun --min-np 2"),
     *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),
 )
 

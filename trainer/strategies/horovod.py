@@ -110,7 +110,7 @@ class HorovodStrategy(Strategy):
         return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        # Horovod numbers what has no name by all calls of a rank, so a call of the user's on some ranks would part them.
+        # Horovod numbers what has no name by all calls of a rank: a call of the user's on some ranks would part them.
         name = f"trainer.all_reduce.{next(self._all_reduces)}"
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum, name=name), tensor)
 
