@@ -102,7 +102,7 @@ def differences_us(tracker: str, pairs: int, steps: int) -> Iterator[float]:
 def measure(tracker: str, pairs: int, steps: int) -> list[float]:
     """Return the quartiles of the differences, measured in a process of its own, in µs."""
     script = [str(PEERS / "bin/python"), "-m", "benchmarks.trackers"]
-    finished = run([*script, "--only", tracker, "--pairs", str(pairs), "--steps", str(steps)], timeout_s=600)
+    finished = run([*script, "--only", tracker, "--pairs", str(pairs), "--steps", str(steps)], timeout_s=600, threads=1)
     if finished.problem is not None:
         raise RuntimeError(f"{tracker}: {finished.problem}\n{finished.stderr}")
     (line,) = [line for line in finished.stdout.splitlines() if line.startswith(REPORT_PREFIX)]
