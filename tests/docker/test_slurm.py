@@ -87,7 +87,8 @@ def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
     assert "Horovod over MPI, rank 0 of 4" in outcome.output
     assert "going on from checkpoint" in outcome.output
     assert "test accuracy" in outcome.output
-    assert slurm.ask(job.job, "Restarts") == "1"
+    # A node that is still busy with the first start's end may refuse the second one, which is then repeated.
+    assert slurm.ask(job.job, "Restarts") in ("1", "2")
     logs = slurm.shell("ctl", f"cd runs/requeue-{job.job} && echo rank-*.log").split()
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
 
