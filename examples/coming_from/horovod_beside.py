@@ -36,3 +36,4 @@ for epoch in run.epochs(2):
     if evens.included():
         ranks = hvd.allgather(torch.tensor([hvd.rank()]), process_set=evens, name="evens")
         run.print(f"ranks of the process set: {ranks.tolist()}")
+run.barrier()  # no rank leaves the job while others are within a call of theirs
