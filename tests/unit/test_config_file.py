@@ -93,6 +93,14 @@ def test_the_manuals_file_is_valid(file: Path) -> None:
         ("gloo = true", "gloo = 1", "line 6: gloo is 1; valid is true or false"),
         ("max-restarts = 3", "max-restarts = true", "line 8: max-restarts is True; valid is a number or a text"),
         ("max-restarts = 3", "max-restarts = -1", "line 8: --max-restarts is -1; valid is a number of at least 0"),
+        ("np = 4", "np = [4, 2]", "line 4: np is [4, 2]; valid is a number or a text"),
+        ("np = 4", "config = 'a'", "line 4: 'config' is not known; valid are "),
+        ("[run]", "run = 3\n[submits]", "line 3: run is 3; valid is a table, [run]"),
+        (
+            'epochs 90"',
+            "epochs '90\"",
+            'line 1: command is "python train.py --epochs \'90", which a shell cannot read: No cl',
+        ),
         ("[run]", "[runs]", "line 3: 'runs' is not known; valid are command, [run] and [submit]"),
         ('command = "python', 'command = 3 # "', "line 1: command is 3; valid is a text, or a list of texts"),
         ("np = 4", "np = four", "is not valid TOML: Invalid value (at line 4, column 6)"),
@@ -104,6 +112,11 @@ def test_what_is_wrong_is_named_with_its_line(file: Path, old: str, new: str, ex
         run_options("--config", str(file))
     assert str(file) in str(error.value)
     assert expected in str(error.value)
+
+
+def test_a_mistake_on_the_command_line_is_not_the_files(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^-np is 0; valid is a number of at least 1$"):
+        run_options("--config", str(file), "-np", "0")
 
 
 def test_submits_mistakes_are_named_with_their_line_too(file: Path) -> None:

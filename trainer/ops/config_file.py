@@ -22,6 +22,7 @@ import argparse
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from typing import Any
 from trainer.errors import ConfigError
 
 _TABLES = ("run", "submit")
-_KEYS = {"np": "-np", "hosts": "-H"}
-"""Options whose names say little; any other key is the name of a long option."""
+_KEYS = {"-np": "np", "-H": "hosts"}
+"""Keys of the options that have no long name."""
+_NO_SETTINGS = ("help", "config", "command")
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,22 @@ class ConfigFile:
     """What a file says of one subcommand."""
 
     words: tuple[str, ...]
-    """Its options, as a command line has them; "scheduler" of `trainer submit` is the first word."""
+    """Its options, as a command line has them; the scheduler of `trainer submit` is the first word."""
     command: tuple[str, ...]
     """What each rank runs; empty where the file does not say so."""
-    lines: dict[str, str]
+    places: Mapping[str, str]
     """Where each option stands, as in "job.toml, line 3"."""
 
-    def locate(self, message: str) -> str:
-        """Return an error's text with the place of the first option in it that the file has set."""
-        for option, place in self.lines.items():
-            if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", message):
+    def locate(self, message: str, typed: Sequence[str]) -> str:
+        """Return an error's text with the place of the option in it that the file has set.
+
+        Args:
+            message: the error's text.
+            typed: the words of the command line, whose options count more than the file's.
+        """
+        for option, place in self.places.items():
+            is_typed = any(word == option or word.startswith(f"{option}=") for word in typed)
+            if not is_typed and re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", message):
                 return f"{place}: {message}"
         return message
 
@@ -68,71 +76,100 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
         settings = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError, which names the line; or bytes that are no text
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from None
-    lines = _lines(text)
-
-    def place(*key: str) -> str:
-        return f"{path}, line {lines.get(key, 1)}"
-
-    if unknown := settings.keys() - {"command", *_TABLES}:
-        raise ConfigError(
-            f"{place(name := min(unknown))}: {name!r} is not known; valid are command, [run] and [submit]"
-        )
-    command = settings.get("command", [])
-    if isinstance(command, str):
-        command = shlex.split(command)
-    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
-        raise ConfigError(f"{place('command')}: command is {command!r}; valid is a text, or a list of texts")
-    options = settings.get(table, {})
-    if not isinstance(options, dict):
-        raise ConfigError(f"{place(table)}: {table} is {options!r}; valid is a table, [{table}]")
+    lines, actions = _lines(text), _actions(parser)
     words: list[str] = []
+    command: list[str] = []
     places: dict[str, str] = {}
-    for key, value in options.items():
-        option = _KEYS.get(key, key if key == "scheduler" else f"--{key}")
-        places[option] = place(table, key)
+    for keys, value in _entries(settings, table):
+        place = f"{path}, line {lines.get(keys) or lines.get(keys[:1], 1)}"
         try:
-            made = _words(parser, option, value)
+            if keys == ("command",):
+                command = _command(value)
+                continue
+            action = _action(keys, actions, value)
+            made = _words(keys[-1], value, action)
         except ConfigError as error:
-            raise ConfigError(f"{places[option]}: {error}") from None
-        words = [*made, *words] if option == "scheduler" else [*words, *made]
+            raise ConfigError(f"{place}: {error}") from None
+        # argparse takes an optional positional argument, the scheduler, from the beginning only.
+        words = [*words, *made] if action.option_strings else [*made, *words]
+        places[action.option_strings[0] if action.option_strings else keys[-1]] = place
     return ConfigFile(tuple(words), tuple(command), places)
 
 
-def _words(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
+def _entries(settings: Mapping[str, Any], table: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what counts for one subcommand, by its key, behind that of its table; and whatever is no known table."""
+    for key, value in settings.items():
+        if key not in _TABLES or not isinstance(value, dict):
+            yield (key,), value
+        elif key == table:
+            yield from (((key, name), entry) for name, entry in value.items())
+
+
+def _command(value: Any) -> list[str]:
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"command is {value!r}, which a shell cannot read: {error}") from None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"command is {value!r}; valid is a text, or a list of texts")
+    return words
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return what a file may set, by key: options by their long names, and positional arguments."""
+    actions = {}
+    for action in parser._actions:
+        long_names = [name.removeprefix("--") for name in action.option_strings if name.startswith("--")]
+        key = long_names[0] if long_names else _KEYS.get("".join(action.option_strings[:1]), action.dest)
+        if key not in _NO_SETTINGS:
+            actions[key] = action
+    return actions
+
+
+def _action(keys: tuple[str, ...], actions: Mapping[str, argparse.Action], value: Any) -> argparse.Action:
+    """Return what a key sets.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    if keys[0] not in _TABLES:
+        raise ConfigError(f"{keys[0]!r} is not known; valid are command, [run] and [submit]")
+    if len(keys) == 1:
+        raise ConfigError(f"{keys[0]} is {value!r}; valid is a table, [{keys[0]}]")
+    if keys[1] not in actions:
+        raise ConfigError(f"{keys[1]!r} is not known; valid are {', '.join(sorted(actions))}")
+    return actions[keys[1]]
+
+
+def _words(key: str, value: Any, action: argparse.Action) -> list[str]:
     """Return a setting as words of a command line.
 
     Raises:
-        ConfigError: there is no such option, or it takes no such value.
+        ConfigError: the option takes no such value.
     """
-    key = option.lstrip("-") if option not in _KEYS.values() else next(k for k, v in _KEYS.items() if v == option)
-    actions = {name: action for action in parser._actions for name in action.option_strings or [action.dest]}
-    if option not in actions or key in ("help", "config", "command", "h"):
-        skipped = ("--help", "--config")
-        valid = [name.removeprefix("--") for name in actions if name.startswith("--") and name not in skipped]
-        valid += [key for key, name in _KEYS.items() if name in actions] + ["scheduler"] * ("scheduler" in actions)
-        raise ConfigError(f"{key!r} is not known; valid are {', '.join(sorted(valid))}")
-    action = actions[option]
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{key} is {value!r}; valid is true or false")
-        return [option] if value else []
-    values = value if isinstance(value, list) else [value]
-    if isinstance(value, bool) or any(isinstance(entry, dict | list) for entry in values):
-        raise ConfigError(f"{key} is {value!r}; valid is a number or a text")
-    for entry in values:
-        if callable(action.type):
+        return [action.option_strings[0]] if value else []
+    is_repeated = isinstance(value, list) and isinstance(action, argparse._AppendAction)
+    values = value if is_repeated else [value]
+    if any(isinstance(entry, bool | dict | list) for entry in values):
+        lists = ", or a list of these" if isinstance(action, argparse._AppendAction) else ""
+        raise ConfigError(f"{key} is {value!r}; valid is a number or a text{lists}")
+    if callable(action.type):
+        for entry in values:
             try:
                 action.type(str(entry))
             except ValueError:
                 raise ConfigError(f"{key} is {entry!r}; valid is a number") from None
-    if option == "scheduler":
-        return [str(entry) for entry in values]
+    if not action.option_strings:
+        return [str(value)]
+    option = action.option_strings[0]
+    # With "=", because a value may begin with a dash; options with a single one do not take it so.
     return [
-        word
-        for entry in values
-        for word in ([f"{option}={entry}"] if option.startswith("--") else [option, str(entry)])
+        word for entry in values for word in ([f"{option}={entry}"] if option[:2] == "--" else [option, str(entry)])
     ]
 
 

@@ -126,7 +126,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     try:
         return _to_options(parser, [*words, *arguments[:end], *command], arguments)
     except ConfigError as error:
-        raise ConfigError(file.locate(str(error))) from None
+        raise ConfigError(file.locate(str(error), arguments[:end])) from None
 
 
 def _to_options(parser: _Parser, arguments: list[str], typed: list[str]) -> Options:

@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Options:
     try:
         return to_options(parser.parse_args([*words, *arguments, *(() if parsed.command else file.command)]))
     except ConfigError as error:
-        raise ConfigError(file.locate(str(error))) from None
+        raise ConfigError(file.locate(str(error), arguments)) from None
 
 
 def to_options(parsed: argparse.Namespace) -> Options:
