@@ -181,6 +181,22 @@ def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
+def test_the_caller_is_told_which_rank_failed_first(tmp_path: Path) -> None:
+    (tmp_path / "rank.sh").write_text(
+        'test -z "$HOROVOD_FAILED_RANK_FD" || exit 9\n[ $HOROVOD_RANK = 1 ] && kill -KILL $$; exec sleep 30\n'
+    )
+    with (tmp_path / "told").open("w+") as told:
+        done = subprocess.run(
+            [sys.executable, HOROVODRUN, "--gloo", "-np", "3", "sh", str(tmp_path / "rank.sh")],
+            env={**os.environ, "HOROVOD_FAILED_RANK_FD": str(told.fileno())},
+            pass_fds=[told.fileno()],
+            capture_output=True,
+            timeout=60,
+        )
+        told.seek(0)
+        assert (done.returncode, told.read()) == (137, "1\n"), done.stderr
+
+
 ELASTIC = (
     "--min-np 2|--min-num-proc=2|--max-np 2|--host-discovery-script d.sh|--host-discovery-script=d.sh|"
     "--slots-per-host 1|--elastic-timeout 5|--reset-limit 1|--blacklist-cooldown-range 1 2"

@@ -216,6 +216,13 @@ def test_a_rank_that_was_not_asked_to_end_before_it_died_is_the_cause(seen: list
     assert list(find_dead([0], asked, asked, {0: "a", 1: "a", 3: "b"})) == [0], "where all were asked, the first death"
 
 
+def test_the_rank_that_the_launcher_has_named_is_the_cause() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert list(find_dead([0], {0, 1, 2, 3}, (), hosts, failed=[3])) == [3]
+    # Rank 3 has said why it ended, so it is not among those that have gone without a word.
+    assert list(find_dead([0], {0}, (), hosts, failed=[3])) == [0]
+
+
 def test_on_one_host_the_first_deaths_that_were_seen_are_the_cause() -> None:
     assert list(find_dead([0, 1], {0, 1}, (), {0: "a", 1: "a"})) == [0, 1]
 
@@ -237,7 +244,7 @@ def test_of_an_attempt_the_rank_is_named_that_died_without_a_word(order: Sequenc
         Answer(host.name, True, ranks=tuple(states[number] for number in order if place[number] == host.name))
         for host in hosts
     ]
-    running._conclude(answers, [1])
+    running._conclude(answers, [1], [])
     running._ranks.close()
     name = f"rank {guilty} on {place[guilty]}"
     assert started.judgement.text == f"{name} died without a word in update 10"

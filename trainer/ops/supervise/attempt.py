@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -48,24 +49,30 @@ class Running:
 
     def run(self) -> list[Answer]:
         """Start the job, wait for its end, and end what is left; return what all hosts of the job have answered."""
-        options = self._options
+        with tempfile.TemporaryFile() as failed_rank:
+            answers, codes = self._run(failed_rank.fileno())
+            failed_rank.seek(0)
+            self._conclude(answers, codes, [int(line) for line in failed_rank][:1])
+        return answers
+
+    def _run(self, failed_rank: int) -> tuple[list[Answer], list[int]]:
+        options, attempt = self._options, self._attempt
         try:
-            self._processes = launch(options.launcher, self._attempt.hosts, options.command, self._attempt.job)
+            self._processes = launch(options.launcher, attempt.hosts, options.command, attempt.job, failed_rank)
             self._watch()
             codes = self._codes()
-            self._attempt.times.detected = self._attempt.times.detected or time.monotonic()
+            attempt.times.detected = attempt.times.detected or time.monotonic()
             if self._end():
                 codes = self._codes()
         finally:
             self._ranks.close()
             self._missing.close()
-            answers = on_all_hosts(options.hosts, self._attempt.job, "kill")
+            answers = on_all_hosts(options.hosts, attempt.job, "kill")
             for process in self._processes:
                 process.kill()
                 process.wait()
-        self._attempt.times.ended = time.monotonic()
-        self._conclude(answers, codes)
-        return answers
+        attempt.times.ended = time.monotonic()
+        return answers, codes
 
     @property
     def _is_over(self) -> bool:
@@ -131,8 +138,12 @@ class Running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
 
-    def _conclude(self, answers: Sequence[Answer], codes: Sequence[int]) -> None:
-        """Judge how the attempt has ended, from what its hosts have answered and its launcher's exit codes."""
+    def _conclude(self, answers: Sequence[Answer], codes: Sequence[int], failed: Sequence[int]) -> None:
+        """Judge how the attempt has ended, from what its hosts have answered and its launcher's exit codes.
+
+        Args:
+            failed: the rank that failed first, where the launcher has told it.
+        """
         attempt, ranks = self._attempt, self._ranks
         # A host that is back without being in this attempt may still have the files of an earlier attempt.
         answers = [answer for answer in answers if answer.host in {host.name for host in attempt.hosts}]
@@ -147,7 +158,7 @@ class Running:
             codes=codes,
             ranks=ranks.all,
             host_of=ranks.host_of,
-            dead=find_dead(silent, gone, asked, ranks.host_of),
+            dead=find_dead(silent, gone, asked, ranks.host_of, failed),
             ended=ranks.ended,
             lost={answer.host: answer.problem for answer in answers if not answer.is_well},
             idle_s=self._idle_s,
@@ -176,7 +187,11 @@ class Running:
 
 
 def find_dead(
-    seen: Sequence[int], gone: Collection[int], asked: Collection[int], host_of: Mapping[int, str]
+    seen: Sequence[int],
+    gone: Collection[int],
+    asked: Collection[int],
+    host_of: Mapping[int, str],
+    failed: Sequence[int] = (),
 ) -> Sequence[int]:
     """Return the ranks that died first; none if that is not known.
 
@@ -184,7 +199,10 @@ def find_dead(
         seen: ranks of this host whose deaths were seen first.
         gone: ranks of any host that were gone at the end, without a word.
         asked: ranks that had got a signal to end. A launcher sends it to the ranks that a dead rank leaves behind.
+        failed: the rank that failed first, where the launcher has told it.
     """
+    if silent := sorted(set(gone) & set(failed)):
+        return silent
     if asked and (unasked := sorted(set(gone) - set(asked))):
         return unasked
     if len(gone) < len(host_of):

@@ -52,8 +52,13 @@ class Start:
     """What it reads from its standard input, which then stays open; where it is empty, it gets our standard input."""
 
 
-def launch(launcher: str, hosts: Sequence[Host], command: Sequence[str], job: str) -> list[subprocess.Popen[bytes]]:
+def launch(
+    launcher: str, hosts: Sequence[Host], command: Sequence[str], job: str, failed_rank: int
+) -> list[subprocess.Popen[bytes]]:
     """Start `command` on all slots of these hosts.
+
+    Args:
+        failed_rank: descriptor of a file in which horovodrun over Gloo writes which rank failed first.
 
     Raises:
         ConfigError: the launcher is not installed.
@@ -63,9 +68,10 @@ def launch(launcher: str, hosts: Sequence[Host], command: Sequence[str], job: st
         starts = torchrun(hosts, command, environment)
     else:
         starts = [horovodrun(hosts, command, [f"--{launcher}"] if launcher in ("mpi", "gloo") else [])]
+        environment["HOROVOD_FAILED_RANK_FD"] = str(failed_rank)
     if shutil.which(starts[0].command[0], path=environment["PATH"]) is None:
         raise ConfigError(f"{starts[0].command[0]} is not installed; --torchrun starts with PyTorch's own launcher")
-    return [_popen(start, environment) for start in starts]
+    return [_popen(start, environment, failed_rank) for start in starts]
 
 
 def program_of(launcher: str) -> str:
@@ -126,7 +132,7 @@ def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, st
     return Start((*SSH, host.name, "sh -s"), "\n".join([*exported, script]))
 
 
-def _popen(start: Start, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _popen(start: Start, environment: Mapping[str, str], failed_rank: int) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def end_with_parent() -> None:
@@ -135,7 +141,11 @@ def _popen(start: Start, environment: Mapping[str, str]) -> subprocess.Popen[byt
             os._exit(1)
 
     process = subprocess.Popen(
-        start.command, env=environment, preexec_fn=end_with_parent, stdin=subprocess.PIPE if start.script else None
+        start.command,
+        env=environment,
+        preexec_fn=end_with_parent,
+        stdin=subprocess.PIPE if start.script else None,
+        pass_fds=[failed_rank],
     )
     if process.stdin is not None:
         with suppress(BrokenPipeError):
