@@ -52,6 +52,8 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
     Raises:
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
+    if isinstance(strategy, RunConfig):
+        raise ConfigError(f"init's strategy is a {type(strategy).__name__}; settings are given as init(config=...)")
     if config is None:
         config = settings_from(RunConfig, "init", others=("strategy", "config"), **settings)
     elif settings:

@@ -52,6 +52,8 @@ def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
     assert Trainer(model, sgd(model), F.cross_entropy, **plain).config == TrainerConfig(accumulate=2)
     with pytest.raises(ConfigError, match="init takes config, or settings one by one; seed was given beside config"):
         init("single", config=config, seed=4)
+    with pytest.raises(ConfigError, match=r"strategy is a TrainerConfig; settings are given as init\(config=...\)"):
+        init(config)  # type: ignore[arg-type]
 
 
 def test_the_handle_has_the_worlds_names() -> None:
