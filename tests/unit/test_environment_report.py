@@ -39,6 +39,40 @@ def test_libraries_that_cannot_be_imported_are_told(monkeypatch: pytest.MonkeyPa
     assert environment._built() == "PyTorch has gloo; importing them fails: OSError: libmpi.so.40: no such file"
 
 
+def test_an_import_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_BUILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(environment, "_BUILT_S", 0.2)
+    assert environment._built() == "importing PyTorch and Horovod has not ended after 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("OMPI_MCA_orte_hnp_uri", "1532166144.0;tcp://10.0.0.1:43211", "(set)"),
+        ("OMPI_MCA_orte_local_daemon_uri", "of no known form", "(set)"),
+        ("TRAINER_REMOTE", "ssh://node-7", "(set)"),
+        ("TRAINER_CALLER", "someone@node-7", "(set)"),
+        ("NCCL_COMM_ID", "10.0.0.1:5000", "(set)"),
+        ("NCCL_COMM_ID", "[fd00::2]:5000", "(set)"),
+        ("TRAINER_NETWORK", "fd00:0:0:1:0:0:0:0", "(set)"),
+        ("TRAINER_PARAMETER_SERVERS", "node-7:5000", "(set)"),
+        ("OMPI_MCA_orte_precondition_transports", "78da1348cb775a51-3707668747acbb60", "(set)"),
+        ("PYTHONUSERBASE", "/home/someone", "(set)"),
+        ("UCX_NET_DEVICES", "mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1024", "max_split_size_mb:1024"),
+        ("TORCH_CUDA_ARCH_LIST", "8.0 9.0", "8.0 9.0"),
+        ("OMP_NUM_THREADS", "2", "2"),
+    ],
+)
+def test_a_variable_with_an_address_is_named_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, shown: str
+) -> None:
+    monkeypatch.setattr(environment, "_built", lambda: "")
+    monkeypatch.setenv(name, value)
+    variables = dict(environment.describe())["variables"]
+    assert f"{name}={shown}" in variables
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])

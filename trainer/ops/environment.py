@@ -19,8 +19,13 @@ from trainer.ops.doctor.agent.machine import machine
 from trainer.ops.doctor.agent.software import software
 
 _VARIABLES = re.compile(r"(TRAINER|HOROVOD|NCCL|OMPI_MCA|OMP|MKL|GLOO|UCX|CUDA|TORCH|PYTORCH)_\w+|PYTHON\w+")
-_HIDDEN = re.compile(r"SECRET|KEY|TOKEN|PASS|ADDR|HOST|HOME|PATH|DIR")
-"""Variables of which only the name is shown."""
+# Open MPI makes a job's key of its precondition_transports.
+_HIDDEN_NAMES = re.compile(r"SECRET|KEY|TOKEN|PASS|ADDR|HOST|HOME|PATH|DIR|UR[IL]|SERVER|TRANSPORTS", re.IGNORECASE)
+# A URI, a user's name, an address, a path (whose folders may be named after users).
+_HIDDEN_VALUES = re.compile(r"/|@|::|\b\d{1,3}(\.\d{1,3}){3}\b|\b([0-9a-f]{1,4}:){3}", re.IGNORECASE)
+"""Of a variable with such a name or such a value, only the name is shown."""
+_BUILT_S = 120.0
+"""Time for a process that imports PyTorch and Horovod."""
 _BUILD = """\
 import torch, torch.distributed as d
 has = lambda name: getattr(d, f"is_{name}_available")()
@@ -55,7 +60,10 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "builds", f"trainer {_revision() or facts['library']}, Horovod {facts['horovod_build'] or 'none'}; {_built()}"
     yield "programs", ", ".join(name for name, path in facts["programs"].items() if path)
-    yield "system", f"{_distribution()}, Linux {platform.release()}, {platform.machine()}, {platform.libc_ver()[1]}"
+    yield (
+        "system",
+        f"{_distribution()}, Linux {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}",
+    )
     memory = psutil.virtual_memory().total / _GIB
     yield (
         "machine",
@@ -64,13 +72,18 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "GPUs", "; ".join(" ".join(line.split(", ")[1:3]) for line in gpus()["query"].splitlines())
     yield "network", ", ".join(_interfaces())
     yield "launcher", _launcher()
-    shown = {name: "(set)" if _HIDDEN.search(name) else value for name, value in os.environ.items()}
-    yield "variables", ", ".join(f"{name}={shown[name]}" for name in sorted(shown) if _VARIABLES.fullmatch(name))
+    shown = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    hidden = {name for name, value in shown.items() if _HIDDEN_NAMES.search(name) or _HIDDEN_VALUES.search(value)}
+    yield "variables", ", ".join(f"{name}={'(set)' if name in hidden else value}" for name, value in shown.items())
 
 
 def _built() -> str:
     """Return what PyTorch and Horovod were built with; in a process of its own, because either may fail to start."""
-    done = subprocess.run([sys.executable, "-c", _BUILD], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", _BUILD]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"importing PyTorch and Horovod has not ended after {_BUILT_S:g} s"
     lines = done.stdout.splitlines()
     if done.returncode:
         lines.append(f"importing them fails: {(done.stderr.splitlines() or [''])[-1]}")
