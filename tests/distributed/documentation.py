@@ -283,14 +283,8 @@ ELSEWHERE |= {
         _COMING_FROM,
         '"accelerate": "peers"',
     ),
-    f"horovodrun -np 2 python {_SCRIPTS}/horovod_after.py --no-shuffle": (_COMING_FROM, 'f"{page}_after"'),
-    **dict.fromkeys(
-        (
-            f"torchrun --nproc-per-node 2 {_SCRIPTS}/{page}_after.py --no-shuffle"
-            for page in ("ddp", "fabric", "accelerate")
-        ),
-        (_COMING_FROM, 'f"{page}_after"'),
-    ),
+    f"horovodrun -np 2 python {_SCRIPTS}/horovod_after.py --no-shuffle": (_COMING_FROM, '"horovod": "horovod_after"'),
+    f"torchrun --nproc-per-node 2 {_SCRIPTS}/after.py --no-shuffle": (_COMING_FROM, '"ddp": "after"'),
     f"horovodrun -np 2 python {_SCRIPTS}/lightning_horovod_after.py": (_COMING_FROM, '"lightning_horovod_after"'),
 }
 # The two physical machines: keys through the pipe, both nodes, and a job over the network between them.

@@ -14,6 +14,13 @@ from tests.distributed.pages import units
 SCRIPTS = ROOT / "examples/coming_from"
 # The launcher of each page's script before; "peers" is torchrun in .venv-peers.
 BEFORE = {"horovod": "horovodrun-mpi", "ddp": "torchrun", "fabric": "peers", "accelerate": "peers"}
+AFTER = {
+    "horovod": "horovod_after",
+    "ddp": "after",
+    "fabric": "after",
+    "accelerate": "after",
+    "lightning-horovod": "lightning_horovod_after",
+}
 NEEDS_PEERS = pytest.mark.needs("peers")
 
 
@@ -33,11 +40,10 @@ def losses(launcher: str, script: str, *options: str, ranks: int = 2) -> list[fl
     return [float(loss) for _, loss in printed]
 
 
-@pytest.mark.parametrize("page", [*BEFORE, "lightning-horovod"])
+@pytest.mark.parametrize("page", AFTER)
 def test_the_page_shows_what_differs(page: str) -> None:
-    before, after = (
-        (SCRIPTS / f"{page.replace('-', '_')}_{part}.py").read_text().splitlines()[2:] for part in ("before", "after")
-    )
+    scripts = (f"{page.replace('-', '_')}_before", AFTER[page])
+    before, after = ((SCRIPTS / f"{script}.py").read_text().splitlines()[2:] for script in scripts)
     differences = list(difflib.unified_diff(before, after, n=1000, lineterm=""))[3:]
     assert [unit.text for unit in units("diff") if unit.page == f"docs/coming-from-{page}.md"] == [
         "\n".join(differences)
@@ -57,7 +63,7 @@ def test_the_page_shows_a_part_of_what_runs() -> None:
 )
 def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    after = losses("horovodrun-mpi" if page == "horovod" else "torchrun", f"{page}_after", "--no-shuffle")
+    after = losses("horovodrun-mpi" if page == "horovod" else "torchrun", AFTER[page], "--no-shuffle")
     assert after == pytest.approx(losses(BEFORE[page], f"{page}_before", "--no-shuffle"), rel=1e-6)
     assert after[1] < after[0]
 

@@ -1,4 +1,4 @@
-"""The training of fabric_before.py with trainer: torchrun --nproc-per-node 2 examples/coming_from/fabric_after.py."""
+"""DDP's, Fabric's and Accelerate's training with trainer: torchrun --nproc-per-node 2 examples/coming_from/after.py."""
 
 import sys
 
