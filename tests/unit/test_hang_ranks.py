@@ -34,7 +34,7 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, record: Path) -> None:
         self.rank = LocalRank(0, str(record))
-        self.now, self.process, self.asked = 1000.0, Process("S", 1, 0.0), 0
+        self.now, self.process, self.asked = 1000.0, Process("S", 0.0), 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(ranks_module, "look", lambda *_, **__: self.process)
         monkeypatch.setattr(ranks_module, "takes_signal", lambda _: True)
@@ -44,7 +44,7 @@ class Looked:
         self.asked += 1
 
     def after(self, seconds: float, state: str = "S", cpu_s: float = 0.0) -> View:
-        self.now, self.process = self.now + seconds, Process(state, 1, cpu_s)
+        self.now, self.process = self.now + seconds, Process(state, cpu_s)
         return self.rank.view()
 
 
@@ -96,7 +96,7 @@ def test_it_is_the_thread_that_trains_which_is_looked_at(monkeypatch: pytest.Mon
 
     def look(pid: int, thread: int) -> Process:
         seen.append((pid, thread))
-        return Process("S", 1, 0.0)
+        return Process("S", 0.0)
 
     monkeypatch.setattr(ranks_module, "look", look)
     LocalRank(0, str(heartbeat.open_record(0))).view()

@@ -18,8 +18,6 @@ class Process:
 
     state: str
     """The kernel's letter."""
-    started: int
-    """Start time in clock ticks since the boot, which tells it from a later process with the same number."""
     cpu_s: float
     """Processor time that it has taken."""
     parent: int = 0
@@ -42,7 +40,7 @@ def read_process(pid: int | str, thread: int | str = "") -> Process:
     fields = Path(path).read_text(errors="replace").rpartition(") ")[2].split()
     parent, group, _, terminal, foreground = map(int, fields[1:6])
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return Process(fields[0], int(fields[19]), cpu_s, parent, group, terminal, foreground)
+    return Process(fields[0], cpu_s, parent, group, terminal, foreground)
 
 
 def is_running(pid: int) -> bool:
@@ -52,21 +50,20 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def look(pid: int, started: int = 0, thread: int = 0) -> Process:
+def look(pid: int, thread: int = 0) -> Process:
     """Look at a process, which may be gone.
 
     Args:
-        started: start time of the process that is meant; 0 takes any.
         thread: whose state and processor time are meant; 0 is the main thread.
     """
     with suppress(OSError, ValueError, IndexError):
         process = read_process(pid)
-        if process.state not in "ZX" and started in (0, process.started):
+        if process.state not in "ZX":
             with suppress(OSError, ValueError, IndexError):
                 trains = read_process(pid, thread or pid)
-                return Process(trains.state, process.started, trains.cpu_s)
+                return Process(trains.state, trains.cpu_s)
             return process
-    return Process(GONE, started, 0.0)
+    return Process(GONE, 0.0)
 
 
 def children_cpu_s(pid: int) -> float:

@@ -59,7 +59,7 @@ class LocalRank:
             raise OSError("its heartbeat is another process's")
         self._thread, self._native_thread = heartbeat.thread, heartbeat.native_thread
         self.stacks_file = os.open(f"/proc/{self.pid}/fd/{heartbeat.stacks_file}", os.O_RDONLY)
-        self._looked_at, self._look, self._cpu, self._state = 0.0, Process("S", 0, 0.0), 0.0, "S"
+        self._looked_at, self._look, self._cpu, self._state = 0.0, Process("S", 0.0), 0.0, "S"
         self._counters: tuple[int, ...] = ()
         self._went_on = (0.0, 0.0)
         """When it did something last, and its thread's processor time then."""
