@@ -36,7 +36,7 @@ LAUNCHERS = ("horovodrun", "mpi", "gloo", "torchrun")
 _ENDED_S = 60.0
 """Time for the supervisor to end the job on all hosts after an interrupt; it needs a few seconds."""
 _QUIET_S = 0.5
-"""How long output is waited for after the end of the supervisor, where something else keeps its pipes open."""
+"""How long to wait for output after the supervisor has ended, if another process keeps its pipes open."""
 
 Result = TypeVar("Result")
 
@@ -55,30 +55,32 @@ def launch(
 ) -> list[Result]:
     """Call `function(*args, **kwargs)` on several ranks, and return what each of them returns, in the order of ranks.
 
-    It is `trainer run` for a function: the same launchers start the ranks, and the same supervisor watches them. Their
-    output is printed as it comes, each line behind `[rank]`. The ranks are new processes: a function of a notebook's
-    cell works, nothing of it needs to be importable, and it does not matter whether this process has used CUDA. The
-    function, its arguments and the results are pickled (by cloudpickle); tensors of a GPU arrive in the CPU's memory.
-    They go through files of this user alone, and through ssh. In the end, also after Ctrl-C, after the interrupt of a
-    notebook's kernel, and when this process is killed, no process and no file of it is left.
+    This is `trainer run` for a function: the same launchers start the ranks, and the same supervisor watches them. The
+    ranks' output is printed as it comes, each line prefixed with `[rank]`. The ranks are new processes, so it does not
+    matter whether this process has used CUDA. The function, its arguments and the results are pickled by cloudpickle,
+    so the function may be defined in a notebook's cell. GPU tensors arrive in CPU memory. All of this goes through
+    files that only this user can read, and through ssh. When the call ends, no process and no file is left; that also
+    holds after Ctrl-C, after an interrupt of a notebook's kernel, and when this process is killed.
 
     Args:
-        function: is called by every rank; it calls `trainer.init`, or makes a `trainer.Trainer`.
-        args: for the function, as are all keyword arguments that do not stand here.
+        function: every rank calls it; it calls `trainer.init`, or makes a `trainer.Trainer`.
+        args: arguments for the function. It also gets all keyword arguments that are not listed here.
         np: number of ranks.
-        hosts: and their slots, as in "a:2,b:2"; this host when None. Python and what the function imports are at the
-            same paths on all of them.
+        hosts: hosts and their slots, as in "a:2,b:2"; this host when None. Python, and the modules that the function
+            imports, must be at the same paths on all hosts.
         launcher: "horovodrun"; "mpi" or "gloo", which are horovodrun with that option; or "torchrun".
-        max_restarts: how often the function is called again, from its beginning, after a failure. It goes on where it
-            was if it keeps checkpoints.
-        min_np: number of ranks with which it is still called again, where hosts are lost; `np` when None.
-        timeout_s: seconds without any progress of the ranks after which the job has failed; 0: none.
+        max_restarts: how often the function is called again, from its beginning, after a failure. It continues where
+            it was if it keeps checkpoints.
+        min_np: the fewest ranks with which the function is called again when hosts are lost; `np` when None.
+        timeout_s: seconds without progress of any rank after which the job has failed; 0 means no limit.
 
     Raises:
-        ConfigError: an argument is not valid, or cannot be sent, which is named; or this is a rank already.
-        LaunchError: the job has failed, and not by an exception of the function: a rank was killed, or it hangs.
-        Exception: the function's own, of the rank that has failed first; its cause is the traceback there, and a note
-            names rank and host.
+        ConfigError: an argument is not valid; something cannot be sent, which the error names; or this process is a
+            rank itself.
+        LaunchError: the job failed, but not because of an exception in the function: a rank was killed, or the job
+            hung.
+        Exception: the function's own exception, from the rank that failed first. Its cause is the traceback on that
+            rank, and a note names the rank and its host.
     """
     _refuse_within_rank()
     places = _check(np, hosts, launcher, max_restarts, min_np, timeout_s)
@@ -86,7 +88,7 @@ def launch(
     options += ["-H", hosts] if hosts else []
     options += ["--min-np", str(min_np)] if min_np is not None else []
     options += [f"--{launcher}"] if launcher != "horovodrun" else []
-    # Neither file has a name: whatever ends this process, they are gone.
+    # Neither file has a name, so both are gone however this process ends.
     with tempfile.TemporaryFile() as call, tempfile.TemporaryFile() as results:
         _write_call(call, function, args, kwargs)
         _supervise(options, places, call, results)
@@ -102,7 +104,7 @@ def _refuse_within_rank() -> None:
     if rank is not None or JOB in os.environ:
         who = f"rank {rank.rank} of {rank.size}" if rank is not None else "a rank"
         raise ConfigError(
-            f"trainer.launch is called within {who}, and starts ranks itself; call it in a process of no launcher"
+            f"trainer.launch is called within {who}, and starts ranks itself; call it outside of a launcher's job"
         )
 
 
@@ -146,9 +148,9 @@ def _write_call(
         name = getattr(function, "__name__", type(function).__name__)
         why = describe_unsendable({**parts, f"function {name!r}": function}) or str(error)
         raise ConfigError(f"trainer.launch cannot send {why}") from None
-    # A script's options are its ranks' too; those of a notebook's kernel mean nothing to anyone.
+    # The ranks get a script's options too, but not those of a notebook's kernel, which mean nothing to them.
     argv = sys.argv if hasattr(__main__, "__file__") else [getattr(function, "__name__", "function")]
-    # The source of cells, for tracebacks: those of files have a time.
+    # The source of a notebook's cells, for tracebacks. Unlike entries of files, theirs have no modification time.
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     dump((argv, sources, call), file)
     file.seek(0)
@@ -193,7 +195,7 @@ def _supervise(options: Sequence[str], hosts: Sequence[Host], call: IO[bytes], r
 
 
 def _import_path() -> list[str]:
-    """Return where this process finds modules and a new Python would not."""
+    """Return the folders in which this process finds modules and a new Python would not."""
     usual = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
     library = sysconfig.get_path("stdlib")
     path = [str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip")]
@@ -203,7 +205,7 @@ def _import_path() -> list[str]:
 def _print_output(process: subprocess.Popen[bytes], deadline: float = math.inf) -> None:
     """Print what the job prints until it ends.
 
-    From this thread, because a notebook takes output of another one for that of another cell.
+    It prints from this thread, because a notebook may show another thread's output below another cell.
     """
     with selectors.DefaultSelector() as selector:
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -224,7 +226,7 @@ def _print_output(process: subprocess.Popen[bytes], deadline: float = math.inf) 
 
 
 def _print(text: str, name: str) -> None:
-    # Looked up at each call, because a test or a notebook may put another one in its place. Nobody may read any more.
+    # The stream is looked up at each call, because a test or a notebook may replace it. Its reader may be gone.
     stream = getattr(sys, name)
     if text and stream is not None:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How the function has ended on each rank, and what its caller is told of it."""
+"""How the function ended on each rank, and what its caller gets to know."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ CALL = "call"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the function has ended on one rank, as this rank has written it."""
+    """How the function ended on a rank, as that rank has written it."""
 
     rank: int
     size: int
     host: str
     attempt: str
-    """The start of the job; each has another text."""
+    """Identifies the start of the job; each start has a different text."""
     time: float
-    """By the host's clock, seconds."""
+    """When it was written, in seconds by the host's clock."""
     value: bytes
-    """The result, or the exception, as a pickle; empty for an exception that has none."""
+    """The result, or the exception, as a pickle; empty for an exception that cannot be pickled."""
     trace: str = ""
     """The traceback of the exception; empty where the function has returned."""
     follows: bool = False
-    """Whether the exception follows from the end of another rank."""
+    """Whether the exception is only a consequence of the loss of another rank."""
 
     @property
     def place(self) -> str:
@@ -41,14 +41,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What the supervisor has to say of a launch that has ended."""
+    """What the supervisor reports about a launch that has ended."""
 
     code: int
     text: str
-    """How the last attempt has ended; or why there was none."""
+    """How the last attempt ended, or why there was none."""
     was_started: bool = True
     is_mistake: bool = False
-    """Whether it was not started for a mistake of the caller's."""
+    """Whether a mistake of the caller's kept it from being started."""
 
 
 class RankTracebackError(Exception):
@@ -69,7 +69,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def read_outcomes(file: BinaryIO) -> Iterator[Outcome]:
-    """Yield the outcomes that stand in a file one after another, up to one that is cut off."""
+    """Yield the outcomes that a file holds one after another, up to the first that is cut off."""
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
             yield pickle.load(file)  # noqa: S301 (written by this user's own ranks, and brought by ssh)
@@ -79,11 +79,11 @@ def conclude(report: Report, outcomes: Iterable[Outcome]) -> list[Any]:
     """Return what the ranks have returned, in their order.
 
     Raises:
-        Exception: that of the rank which has failed first, with its traceback as the cause.
-        LaunchError: the job has failed without an exception, or that one cannot be sent.
+        Exception: the exception of the rank that failed first, with its traceback as the cause.
+        LaunchError: the job failed without an exception of the function, or with one that cannot be sent.
     """
     by_time = sorted(outcomes, key=lambda outcome: outcome.time)
-    # An earlier attempt may have left some, also of ranks that the last one did not have.
+    # An earlier attempt may have left outcomes, even of ranks that the last attempt did not have.
     last = {outcome.rank: outcome for outcome in by_time if outcome.attempt == by_time[-1].attempt}
     if report.code == 0:
         return [_value(last, rank) for rank in range(next(iter(last.values())).size if last else 1)]
@@ -95,7 +95,7 @@ def conclude(report: Report, outcomes: Iterable[Outcome]) -> list[Any]:
 
 def _value(outcomes: dict[int, Outcome], rank: int) -> Any:
     if rank not in outcomes or outcomes[rank].trace:
-        raise LaunchError(f"rank {rank} has ended without a result, as os._exit in the function ends it")
+        raise LaunchError(f"rank {rank} has ended without a result, as when the function calls os._exit")
     return pickle.loads(outcomes[rank].value)  # noqa: S301 (as above)
 
 

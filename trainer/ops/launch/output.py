@@ -14,14 +14,14 @@ _LINE_ENDS = re.compile(r"(?<=\n)(?!\Z)|(?<=\r)(?!\n|\Z)")
 
 
 class Tags:
-    """Makes plain text of one stream of a launcher's output, with `[rank] ` in place of the launcher's own marks."""
+    """Turns a stream of a launcher's output into plain text, with `[rank] ` in place of the launcher's own marks."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._kept = ""
 
     def text(self, data: bytes) -> str:
-        """Return what can be shown by now. Without data, the stream has ended."""
+        """Return the text that can be shown so far. Empty data means that the stream has ended."""
         text = self._kept + self._decoder.decode(data, final=not data)
         self._kept = ""
         if data and (begun := _BEGUN_MARK.search(text)):
@@ -52,7 +52,7 @@ class _TaggedStream(io.TextIOWrapper):
 
 
 def tag_output(rank: int) -> None:
-    """Have what this process prints begin with its rank, line by line, and be written line by line."""
+    """Prefix each line that this process prints with its rank, and write the output line by line."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         tagged = _TaggedStream(stream.detach(), stream.encoding, stream.errors, line_buffering=True)

@@ -1,4 +1,4 @@
-"""What each rank runs: it reads the function, calls it, and writes how that has ended.
+"""What each rank runs: it reads the function, calls it, and writes how the call ended.
 
 python -m trainer.ops.launch.rank FOLDER
 """
@@ -80,7 +80,7 @@ def _write(folder: Path, launch: Launch, value: bytes, trace: str = "", follows:
         rank=launch.rank,
         size=launch.size,
         host=socket.gethostname(),
-        # Another secret is made for every start of the job.
+        # Every start of the job has a secret of its own.
         attempt=hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest(),
         time=time.time(),
         value=value,

@@ -1,4 +1,4 @@
-"""What goes to the ranks and comes back, as pickles by cloudpickle: it also takes what a notebook's cells define."""
+"""Pickles of what goes to the ranks and comes back, by cloudpickle, which also takes what a notebook's cells define."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 _DEEPEST = 8
-"""How far into a value the part is looked for that cannot be sent; a deeper one is told by what holds it."""
+"""How deep to search a value for the part that cannot be sent; for a deeper part, the value that holds it is named."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Sends the tensors of a GPU as the CPU's: the process that gets them may see other GPUs, or none."""
+    """Sends GPU tensors as CPU tensors, because the process that gets them may see other GPUs, or none."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -42,7 +42,7 @@ def describe_unsendable(values: Mapping[str, Any]) -> str:
     """Return which part of these values cannot be sent, and why; empty where all can.
 
     Args:
-        values: by what they are called, as in "argument 'config'".
+        values: the values by their names, as in "argument 'config'".
     """
     for name, value in values.items():
         if problem := _problem_of(value):
@@ -67,7 +67,7 @@ def _describe(value: Any, name: str, problem: str, depth: int) -> str:
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is sent with a value, by its name."""
+    """Yield the names and values of the parts that are sent with a value."""
     if isinstance(value, Mapping):
         yield from ((f"item {key!r}", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):

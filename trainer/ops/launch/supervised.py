@@ -2,9 +2,9 @@
 
 python -m trainer.ops.launch.supervised CALLER FOLDER RESULTS ARGUMENTS-OF-TRAINER-RUN …
 
-The function comes from standard input. It lies in FOLDER on every host while the job runs, and so do the outcomes; in
-the end they are written to the descriptor RESULTS. Whatever ends the caller, no process and no file is left: the kernel
-tells this process of it.
+The function comes from standard input. While the job runs, the function and the outcomes are in FOLDER on every host;
+in the end the outcomes are written to the descriptor RESULTS. The kernel tells this process when the caller ends, for
+whatever reason, so no process and no file is left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.ops.supervise.supervisor import supervise
 _PR_SET_PDEATHSIG = 1
 _REMOVED_S = 10.0
 """Time for the other hosts to remove what was sent to them."""
-# Another name of this very host sees the folder already.
+# If the host is this one under another name, the folder is there already.
 _RECEIVE = """\
 umask 077
 mkdir "$1" 2> /dev/null
@@ -48,7 +48,7 @@ _REMOVE = 'rm -rf "$1"'
 
 
 def main() -> int:
-    """Run the job to its end; return 0 where the results tell how it has ended."""
+    """Run the job to its end; return 0 if the results say how it ended."""
     caller, folder, results = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     _end_with(caller)
     parser = make_parser("trainer")
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def remove(folder: Path, hosts: Sequence[Host]) -> None:
-    """End what is left of a launch on its hosts, and remove its folder there."""
+    """End the processes that are left of a launch on its hosts, and remove its folder there."""
     if (former := read_former(_job_folder(folder))) is not None:
         on_all_hosts(former.hosts, former.job, "kill")
     shutil.rmtree(folder, ignore_errors=True)
@@ -82,8 +82,8 @@ def remove(folder: Path, hosts: Sequence[Host]) -> None:
 
 
 def _end_with(caller: int) -> None:
-    """Have the end of the caller end this process, and with it the job, at once."""
-    # Whatever nohup or a background shell has them be: SIGHUP is the kernel's word, SIGINT the caller's.
+    """Make sure that this process, and with it the job, ends as soon as the caller ends."""
+    # Even if nohup or a background shell has them ignored: SIGHUP comes from the kernel, SIGINT from the caller.
     interrupt_on(*INTERRUPTS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != caller:
@@ -99,12 +99,12 @@ def _run(options: Options, folder: Path) -> Report:
         folder.mkdir(mode=0o700)
         with open_private(folder / CALL) as call:
             shutil.copyfileobj(sys.stdin.buffer, call)
-        # The ranks read nothing: what is there has been read.
+        # Standard input has been read, so the ranks get an empty one.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         _send(options.hosts, folder)
-        # What is said of attempts is of interest where there may be several. Else results or an exception say it.
+        # Messages about attempts matter only if there can be several. Otherwise the results or an exception say it all.
         with redirect_stderr(io.StringIO()) if options.max_restarts == 0 else nullcontext():
             # An absolute name is the whole path of the job's folder, where `trainer run` has it in runs/.
             code = supervise(replace(options, name=str(_job_folder(folder))))
@@ -116,7 +116,7 @@ def _run(options: Options, folder: Path) -> Report:
 
 
 def _last_text(events: Path) -> str:
-    """Return how the last attempt has ended, and what may tell more."""
+    """Return how the last attempt ended, and the last hint of where to read more."""
     entries = [json.loads(line) for line in events.read_text().splitlines()]
     ends = [str(entry["text"]) for entry in entries if "attempt" in entry and entry["event"] != "start"]
     hints = [str(entry["text"]) for entry in entries if entry["event"] == "hint"]
@@ -131,7 +131,7 @@ def _start(
     host: Host, script: str, source: IO[bytes] | int, sink: IO[bytes] | int, *arguments: Path | str
 ) -> subprocess.Popen[bytes]:
     command = shlex.join(["sh", "-c", script, "sh", *map(str, arguments)])
-    # A host that loses its power in the middle is given up after three times that many seconds.
+    # A host that loses power meanwhile is given up after three times that many seconds.
     options = ("-o", "ServerAliveInterval=10")
     return subprocess.Popen([*SSH, *options, host.name, command], stdin=source, stdout=sink, stderr=subprocess.PIPE)
 
