@@ -13,7 +13,7 @@ from trainer.ops.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
-"""Where scripts/install/peers.py installs Lightning Fabric and Accelerate."""
+"""Where scripts/install/peers.py installs Lightning Fabric, Accelerate and the trackers."""
 # The user's settings, which would change what "default settings" means.
 _USER_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "MALLOC_", "OMP_", "MKL_")
 

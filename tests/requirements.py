@@ -67,7 +67,7 @@ REQUIREMENTS = {
     ),
     "openssl": Requirement(lambda: _has_commands("openssl"), "there is no openssl: apt-get install openssl"),
     "peers": Requirement(
-        has_peers, "Lightning Fabric and Accelerate are not installed: python scripts/install/peers.py"
+        has_peers, "Lightning Fabric, Accelerate and the trackers are not installed: python scripts/install/peers.py"
     ),
     "root": Requirement(lambda: os.geteuid() == 0, "only root can do this"),
     "slurm": Requirement(

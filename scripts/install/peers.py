@@ -1,9 +1,9 @@
-"""Makes .venv-peers: the libraries that `make bench` compares with, and beside them .venv's own packages.
+"""Makes .venv-peers: the libraries that `make bench` compares with, trackers, and beside them .venv's own packages.
 
     .venv/bin/python scripts/install/peers.py    # takes no options
 
-So all contestants have one PyTorch, and .venv stays without what the project does not need. When nothing has changed
-since the last time, it returns at once.
+So all contestants have one PyTorch, and .venv stays without what the project does not need. The trackers are those of
+docs/trackers.md. When nothing has changed since the last time, it returns at once.
 """
 
 from __future__ import annotations
