@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -316,7 +317,9 @@ def settings_from(kind: type[_SettingsT], call: str, others: Sequence[str] = (),
     valid: list[str] = [setting.name for setting in fields(kind)]
     for name in settings:
         if name not in valid:
-            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*others, *valid))}")
+            near = get_close_matches(name, valid, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{call} has no setting {name!r}; {meant}valid are {', '.join((*others, *valid))}")
     return kind(**settings)
 
 

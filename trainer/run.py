@@ -32,6 +32,7 @@ from trainer.models.sharded import gather, whole_state
 from trainer.report.loop_report import LogFunction, LoopReport, Settings
 from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
+from trainer.watch.failure import report_failures
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Types that not every transport can add, or that a sum over ranks may overflow, each with the type that is sent.
@@ -52,6 +53,7 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
     Raises:
         ConfigError: a setting is not valid, or the strategy is not available here.
     """
+    report_failures()
     if isinstance(strategy, RunConfig):
         raise ConfigError(f"init's strategy is a {type(strategy).__name__}; settings are given as init(config=...)")
     if config is None:
@@ -279,8 +281,12 @@ class Run:
         return total.to(local.dtype) if local.dtype == torch.bfloat16 else total
 
     def mean(self) -> Mean:
-        """Return a running mean over all ranks' samples, of the loss for example. Reading it is what all-reduces it."""
-        return Mean(self.all_reduce, lambda: self.batch_samples if self._updates.batches.has_loader else 1, self.device)
+        """Return a running mean over all ranks' samples, of the loss for example. Reading it is what all-reduces it.
+
+        In `state` of the run's checkpoints, a mean goes on where an epoch was interrupted.
+        """
+        count = self._updates.batches
+        return Mean(self.all_reduce, lambda: self.batch_samples if count.has_loader else 1, self.device, self.is_root)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled."""

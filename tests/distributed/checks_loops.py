@@ -598,7 +598,9 @@ def check_a_mean_is_over_the_samples_of_all_ranks(strategy: Strategy) -> None:
     mean = run.mean()
     for (batch,) in run.loader(torch.utils.data.TensorDataset(values), BATCH):
         mean.add(batch.mean())
-    assert mean.read() == pytest.approx(float(values.mean()), rel=1e-12)
+    resumed = run.mean()
+    resumed.load_state_dict(mean.state_dict())
+    assert resumed.read() == mean.read() == pytest.approx(float(values.mean()), rel=1e-12)
     mean.add(run.rank, samples=run.rank)
     expected = sum(rank * rank for rank in range(run.world_size)) / max(sum(range(run.world_size)), 1)
     assert run.world_size == 1 or mean.read() == pytest.approx(expected)

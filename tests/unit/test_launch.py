@@ -86,6 +86,24 @@ def test_an_option_that_is_not_valid_is_named(options: dict[str, Any], said: str
     assert str(refused.value) == said
 
 
+def takes_two(first: int, second: int) -> int:
+    return first + second
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((1, 2), {"num_processes": 2}, "takes_two(): got an unexpected keyword argument 'num_processes'; "),
+        (((1, 2),), {}, "takes_two(): missing a required argument: 'second'; "),
+    ],
+)
+def test_arguments_that_the_function_does_not_take_are_named(args: Any, kwargs: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        trainer.launch(takes_two, *args, **kwargs)
+    options = "np, hosts, launcher, max_restarts, min_np, timeout_s"
+    assert str(refused.value) == f"{said}trainer.launch itself takes {options}"
+
+
 def test_without_horovod_the_launcher_that_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(ConfigError, match=r'horovodrun is not installed; launcher="torchrun" starts the ranks'):

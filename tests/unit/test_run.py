@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,7 +31,9 @@ def test_what_every_strategy_does_a_single_rank_does(check: str) -> None:
 
 
 def test_a_setting_that_there_is_not_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match="init has no setting 'precison'; valid are strategy, config, accumulate"):
+    with pytest.raises(
+        ConfigError, match="init has no setting 'precison'; did you mean precision.* valid are strategy, config, acc"
+    ):
         init("single", precison="bf16")
     with pytest.raises(ConfigError, match="precision is 'fp8'; valid are fp32, bf16, fp16"):
         init("single", precision="fp8")
@@ -52,8 +56,18 @@ def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
     assert Trainer(model, sgd(model), F.cross_entropy, **plain).config == TrainerConfig(accumulate=2)
     with pytest.raises(ConfigError, match="init takes config, or settings one by one; seed was given beside config"):
         init("single", config=config, seed=4)
+    with pytest.raises(ConfigError, match="init has no setting 'mixed_precision'; did you mean precision"):
+        init("single", mixed_precision="bf16")
     with pytest.raises(ConfigError, match=r"strategy is a TrainerConfig; settings are given as init\(config=...\)"):
         init(config)  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_the_call_of_init_is_one_line() -> None:
+    code = "import trainer; trainer.init(mixed_precision='bf16')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "init has no setting 'mixed_precision'" in done.stderr
 
 
 def test_the_handle_has_the_worlds_names() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,17 @@ class Mean:
     Args:
         all_reduce: returns the sum of a tensor over all ranks.
         samples: returns what a value counts for where `add` is not told.
+        is_root: whether this is rank 0, which goes on with the sums of all ranks.
     """
 
     def __init__(
-        self, all_reduce: Callable[[Tensor, str], Tensor], samples: Callable[[], float], device: torch.device
+        self,
+        all_reduce: Callable[[Tensor, str], Tensor],
+        samples: Callable[[], float],
+        device: torch.device,
+        is_root: bool,
     ) -> None:
-        self._all_reduce, self._samples = all_reduce, samples
+        self._all_reduce, self._samples, self._is_root = all_reduce, samples, is_root
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         """The weighed values, and what they count for together."""
 
@@ -44,3 +50,13 @@ class Mean:
         total, count = self._all_reduce(self._sums, "sum").tolist()
         self._sums.zero_()
         return float(total / count) if count else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of all ranks, for `state` of the run's checkpoints. Collective."""
+        total, count = self._all_reduce(self._sums, "sum").tolist()
+        return {"total": total, "count": count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the sums of an earlier run, on any number of ranks."""
+        values = (state["total"], state["count"]) if self._is_root else (0.0, 0.0)
+        self._sums.copy_(torch.tensor(values, dtype=torch.float64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import math
 import os
@@ -90,6 +91,7 @@ def launch(
     options += [f"--{launcher}"] if launcher != "horovodrun" else []
     # Neither file has a name, so both are gone however this process ends.
     with tempfile.TemporaryFile() as call, tempfile.TemporaryFile() as results:
+        _check_call(function, args, kwargs)
         _write_call(call, function, args, kwargs)
         _supervise(options, places, call, results)
         results.seek(0)
@@ -135,6 +137,25 @@ def _check(
     if not timeout_s >= 0:
         raise ConfigError(f"timeout_s is {timeout_s}; valid is a number of at least 0")
     return places
+
+
+def _check_call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Check that the function takes these arguments, before ranks are started that would find out.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        options = inspect.signature(launch).parameters.values()
+        taken = ", ".join(option.name for option in options if option.default != option.empty)
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(f"{name}(): {error}; trainer.launch itself takes {taken}") from None
 
 
 def _write_call(

@@ -80,8 +80,13 @@ def program_of(launcher: str) -> str:
 
 
 def environment_for(job: str) -> dict[str, str]:
-    """Return the environment of a job."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    """Return the environment of a job: the caller's, so that `python` is what it is in the caller's shell.
+
+    Where this interpreter's programs are not on the PATH, because its environment is not activated, they come first.
+    """
+    path, tools = os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)
+    if tools not in path.split(os.pathsep):
+        path = f"{tools}{os.pathsep}{path}"
     # Open MPI's daemons on other hosts would carry no mark.
     agent = {"OMPI_MCA_orte_launch_agent": f"env {JOB}={job} orted"}
     # A new secret at every start. It reaches the ranks as the rest of the environment does, on no command line.
