@@ -32,7 +32,7 @@ def test_what_every_strategy_does_a_single_rank_does(check: str) -> None:
 
 def test_a_setting_that_there_is_not_is_named_with_the_valid_ones() -> None:
     with pytest.raises(
-        ConfigError, match="init has no setting 'precison'; did you mean precision.* valid are strategy, config, acc"
+        ConfigError, match=r"init has no setting 'precison'; did you mean precision.* valid are strategy, config, acc"
     ):
         init("single", precison="bf16")
     with pytest.raises(ConfigError, match="precision is 'fp8'; valid are fp32, bf16, fp16"):
