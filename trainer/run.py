@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig, RunConfig, settings_from
-from trainer.data.base import NOT_GIVEN, Loader, is_stream
+from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
 from trainer.data.loader import ShardedLoader
+from trainer.data.order import Drawn, DrawnBatches
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
@@ -61,6 +62,16 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
     elif settings:
         raise ConfigError(f"init takes config, or settings one by one; {min(settings)} was given beside config")
     return Run(strategy, config)
+
+
+class _LoaderOptions(CommonOptions, total=False):
+    """The options of `Run.loader` for datasets of both kinds; one that is for the other kind is refused at run time."""
+
+    drop_last: bool
+    shuffle: bool | None
+    sampler: Drawn | None
+    batch_sampler: DrawnBatches | None
+    already_sharded: bool
 
 
 class Run:
@@ -129,15 +140,16 @@ class Run:
         results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
         return results[0] if len(results) == 1 else results
 
+    # An iterable dataset is a Dataset as well; type checkers take the first of the two that fits.
     @overload
-    def loader(
+    def loader(  # type: ignore[overload-overlap]
         self,
         dataset: IterableDataset[Any],
         batch_size: int | None = NOT_GIVEN,
         *,
         global_batch_size: int | None = None,
         training: bool = True,
-        **options: Any,
+        **options: Unpack[_LoaderOptions],
     ) -> StreamLoader: ...
     @overload
     def loader(
@@ -147,7 +159,7 @@ class Run:
         *,
         global_batch_size: int | None = None,
         training: bool = True,
-        **options: Any,
+        **options: Unpack[_LoaderOptions],
     ) -> ShardedLoader: ...
 
     def loader(

@@ -245,3 +245,11 @@ def test_an_empty_dataset_is_refused() -> None:
 def test_a_size_that_is_no_integer_is_one_line(name: str, size: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {size!r}; it must be an integer of at least 1"):
         ShardedLoader(Pairs(torch.zeros(8, 2), torch.zeros(8)), **{name: size})
+
+
+def test_a_type_checker_knows_the_options() -> None:
+    """The errors that mypy is told to ignore here must be there: strict as it is, it refuses to ignore what is none."""
+    with pytest.raises(ConfigError, match="no option 'num_worker'"):
+        ShardedLoader(numbered(4), 2, num_worker=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="weigh_by is for training"):
+        ShardedLoader(numbered(4), 2, training=False, weigh_by=1)  # type: ignore[arg-type]

@@ -188,3 +188,8 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
 def test_a_stream_that_cannot_be_shared_exactly_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StreamLoader(dataset, world=FIRST_OF_TWO, group=TwoRanks(5), **options)
+
+
+def test_a_type_checker_knows_the_options() -> None:
+    with pytest.raises(ConfigError, match="no option 'shuffle'"):
+        StreamLoader(Numbers(0, 4), 2, shuffle=True)  # type: ignore[call-arg]

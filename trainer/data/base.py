@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import BaseContext
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -70,6 +71,38 @@ class Observer(Protocol):
         """Runs when a pass has ended; `was_left` after an update, by a loop that was left early."""
 
 
+class DataLoaderOptions(TypedDict, total=False):
+    """The options of torch's DataLoader that a loader hands on."""
+
+    collate_fn: Callable[[list[Any]], Any] | None
+    multiprocessing_context: BaseContext | str | None
+    persistent_workers: bool
+    pin_memory: bool
+    prefetch_factor: int | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+
+
+class CommonOptions(DataLoaderOptions, total=False):
+    """What every loader takes, and `run.loader` hands on; see `Loader`."""
+
+    weigh_by: Callable[[Any], Tensor | float] | None
+    num_workers: int
+
+
+class LoaderOptions(CommonOptions, total=False):
+    """The same, and what `run.loader` takes from the run; see `Loader`."""
+
+    seed: int
+    accumulate: int
+    world: World | None
+    on_step: Callable[[Step], None] | None
+    group: Group | None
+
+
+OPTIONS = tuple(DataLoaderOptions.__annotations__)
+
+
 class Loader(ABC):
     """Base of all loaders. Iterating yields an epoch of batches on the rank's device.
 
@@ -121,7 +154,7 @@ class Loader(ABC):
         on_step: Callable[[Step], None] | None = None,
         group: Group | None = None,
         num_workers: int = 0,
-        **options: Any,
+        **options: Unpack[DataLoaderOptions],
     ) -> None:
         for name in options:
             if name not in OPTIONS:
@@ -212,7 +245,7 @@ class Loader(ABC):
 
     def _make_data_loader(self, dataset: Any, **batches: Any) -> DataLoader[Any]:
         """Return torch's DataLoader with the options that were given; `batches` says which batches it makes."""
-        options = {"pin_memory": self.world.device.type == "cuda", **self._options}
+        options: dict[str, Any] = {"pin_memory": self.world.device.type == "cuda", **self._options}
         options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         generator = torch.Generator()
@@ -321,15 +354,3 @@ def check_sizes(
             "drop_last is for batches that the loader cuts; with batch_sampler or batch_size=None, none is"
         )
     return not given
-
-
-OPTIONS = (
-    "collate_fn",
-    "multiprocessing_context",
-    "persistent_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "timeout",
-    "worker_init_fn",
-)
-"""The options of torch's DataLoader that a loader hands on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.base import NOT_GIVEN, Loader, Step, check_sizes, is_stream
+from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan
@@ -92,7 +92,7 @@ class ShardedLoader(Loader):
         batch_sampler: DrawnBatches | None = None,
         training: bool = True,
         drop_last: bool = False,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         is_ready = check_sizes(batch_size, global_batch_size, batch_sampler, drop_last=drop_last)
         super().__init__(is_ready, training=training, drop_last=drop_last, **options)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import IterableDataset
 
 from trainer.cluster.world import World
-from trainer.data.base import NOT_GIVEN, Loader, Step, check_sizes
+from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes
 from trainer.data.batches import batches_of, move
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
@@ -33,8 +33,9 @@ class StreamLoader(Loader):
         batch_size: samples per rank and step; None (given, not left out) for a stream of batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
         already_sharded: take the dataset as it is, because it is this rank's part already.
+        training: False for an evaluation.
         drop_last: end the epoch before the first step that the ranks cannot fill.
-        options: what every loader takes, such as `training` and `weigh_by`; see `Loader`. Each of `num_workers`
+        options: what every loader takes, such as `weigh_by` and `collate_fn`; see `Loader`. Each of `num_workers`
             processes iterates over the dataset, which has to give it a part of its own
             (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
 
@@ -51,12 +52,12 @@ class StreamLoader(Loader):
         *,
         global_batch_size: int | None = None,
         already_sharded: bool = False,
+        training: bool = True,
         drop_last: bool = False,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        super().__init__(
-            check_sizes(batch_size, global_batch_size, drop_last=drop_last), drop_last=drop_last, **options
-        )
+        is_ready = check_sizes(batch_size, global_batch_size, drop_last=drop_last)
+        super().__init__(is_ready, training=training, drop_last=drop_last, **options)
         sizes = _batch_sizes(1 if self._is_ready else batch_size, global_batch_size, self.world.size)
         self.step_size = sum(sizes)
         self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
