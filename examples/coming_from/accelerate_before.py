@@ -29,3 +29,4 @@ for epoch in range(2):
         total += loss.detach()
     mean = accelerator.reduce(total / len(loader), reduction="mean")
     accelerator.print(f"epoch {epoch}: loss {mean:.8f}")
+accelerator.end_training()

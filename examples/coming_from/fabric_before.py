@@ -30,3 +30,4 @@ for epoch in range(2):
         total += loss.detach()
     mean = fabric.all_reduce(total / len(loader), reduce_op="mean")
     fabric.print(f"epoch {epoch}: loss {mean:.8f}")
+torch.distributed.destroy_process_group()
