@@ -22,14 +22,14 @@ SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
 # The jobs of the table's fourth column that each of these is.
 JOBS = {
     "horovodrun-gloo horovod": {"gloo"},
-    "horovodrun-gloo ddp": {"gloo", "ddp", "ddp without torchrun"},
+    "horovodrun-gloo ddp": {"gloo", "ddp"},
     "horovodrun-gloo parameter_server": {"gloo", "parameter server"},
     "horovodrun-mpi horovod": {"mpi"},
-    "mpirun ddp": {"mpi", "ddp", "ddp without torchrun"},
+    "mpirun ddp": {"mpi", "ddp"},
     "mpirun parameter_server": {"mpi", "parameter server"},
     "torchrun ddp": {"torchrun", "torchrun with c10d", "ddp"},
     "torchrun parameter_server": {"torchrun", "torchrun with c10d", "parameter server"},
-    "supervised ddp": {"mpi", "ddp", "ddp without torchrun"},
+    "supervised ddp": {"mpi", "ddp"},
     "supervised-torchrun ddp": {"torchrun", "ddp"},
     "hosts": {"torchrun", "ddp", "hosts"},
 }

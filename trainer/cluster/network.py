@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
-from trainer.cluster.environment import set_default
+from trainer.cluster.environment import set_default, user_set
 from trainer.errors import ConfigError
 
 
@@ -93,6 +93,21 @@ def choose_gloo_interface(address: str | None) -> None:
     """
     if address:
         set_default("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Make Gloo listen on the loopback interface within this context, unless it has been told another one.
+
+    A process that trains alone may start a job on several hosts afterwards, which inherits its environment.
+    """
+    is_set_here = not user_set("GLOO_SOCKET_IFNAME")
+    choose_gloo_interface("127.0.0.1")
+    try:
+        yield
+    finally:
+        if is_set_here:
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def address_toward_master(*, is_one_host: bool) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from trainer.cluster.mpi import connects_by_mpi, import_mpi
@@ -75,23 +77,69 @@ class Rendezvous:
 def init_process_group(backend: str, world: World, rendezvous: Rendezvous, timeout: timedelta | None = None) -> None:
     """Call torch.distributed's `init_process_group` under any launcher, on the network between the ranks. Collective.
 
+    On one host, the ranks share a store that no other user can open. On several, rank 0 serves one over TCP.
+
     Args:
         backend: "gloo", "nccl" or both, as in "cpu:gloo,cuda:nccl".
         timeout: of each collective; torch's default when None.
-        rendezvous: tells the other ranks the address of rank 0's store.
+        rendezvous: tells the other ranks where rank 0's store is.
     """
     import torch.distributed as dist
 
-    address = address_toward(rendezvous.all_gather(host_id()))
+    hosts = rendezvous.all_gather(host_id())
+    address = address_toward(hosts)
     if "gloo" in backend:
         choose_gloo_interface(address)
     if "nccl" in backend:
         choose_nccl_interface(address)
+    store = _share_memory(world, rendezvous) if len(set(hosts)) == 1 else None
+    store = store or _connect_by_tcp(address, world, rendezvous)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _share_memory(world: World, rendezvous: Rendezvous) -> Any:
+    """Return a store in a file that is only in memory; None where a rank cannot open it, as in another PID namespace.
+
+    The file is in no folder, so that no start finds that of another one, and none is left after a kill. Every rank
+    keeps it open until its process ends: the store opens it again and again by the number of this descriptor, which
+    must not become that of another file.
+    """
+    import torch.distributed as dist
+
+    name = f"trainer.store.{secrets.token_hex(16)}"
+    descriptor = _make_file(name) if world.is_root else None
+    place = rendezvous.all_gather("" if descriptor is None else f"/proc/{os.getpid()}/fd/{descriptor} {name}")[0]
+    if place and not world.is_root:
+        descriptor = _open_file(*place.split())
+    if all(rendezvous.all_gather("" if descriptor is None else "open")):
+        return dist.FileStore(f"/proc/self/fd/{descriptor}")  # type: ignore[attr-defined]
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def _make_file(name: str) -> int | None:
+    try:
+        return os.memfd_create(name)
+    except (AttributeError, OSError):  # another system than Linux, or a sandbox that forbids it
+        return None
+
+
+def _open_file(path: str, name: str) -> int | None:
+    """Open the file of another rank; None where this process sees none, or one of another name, in this place."""
+    try:
+        return os.open(path, os.O_RDWR) if str(Path(path).readlink()).startswith(f"/memfd:{name} ") else None
+    except OSError:
+        return None
+
+
+def _connect_by_tcp(address: str, world: World, rendezvous: Rendezvous) -> Any:
+    import torch.distributed as dist
+
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = _serve_store(make_store, address, world.size) if world.is_root else None
     host, port = rendezvous.all_gather(f"{address} {store.port}" if store else "")[0].split()
-    store = store or make_store(host, int(port), world.size, False)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    return store or make_store(host, int(port), world.size, False)
 
 
 def _serve_store(make_store: Any, address: str, ranks: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.cluster.network import address_toward_master, choose_gloo_interface
+from trainer.cluster.network import address_toward_master, choose_gloo_interface, gloo_on_loopback
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
 from trainer.strategies.base import Strategy
@@ -52,7 +52,8 @@ class ProcessGroupStrategy(Strategy):
             return  # by an earlier trainer in this process, or by the user, who then also ends it
         at_exit(self.close)
         if world.size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            with gloo_on_loopback():
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         elif all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
             choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
             dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
