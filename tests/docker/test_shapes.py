@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
 import pytest
 
-from tests.docker.cluster import Cluster, Outcome, data_dir
+from tests.docker.cluster import Cluster, Outcome, data_dir, succeed
 
 WHO = """
 import socket, torch, horovod.torch as hvd
@@ -73,3 +74,32 @@ def test_mnist_trains_on_every_shape(cluster: Cluster, shape: str) -> None:
     assert_quiet(outcome)
     places = hosts.replace(":", ": ").replace(",", ", ")
     assert (f"{ranks} ranks on {places}; " if ranks > 1 else "rank 0 of 1 on a ") in outcome.output
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_node_can_write_its_volumes_and_memory_only(cluster: Cluster, node: str) -> None:
+    """The other tests of this file show that what the mission's commands need is there."""
+    settings = json.loads(succeed(["docker", "inspect", cluster.container(node)]))[0]["HostConfig"]
+    assert settings["ReadonlyRootfs"]
+    assert set(settings["Tmpfs"]) == {"/tmp", "/run", "/home/trainer"}  # noqa: S108 (in the container)
+    assert settings["PidsLimit"] == 8192
+    assert settings["CapDrop"] == ["ALL"]
+    assert not settings["CapAdd"]
+    assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+    status = cluster.shell(node, "cat /proc/self/status")
+    assert re.findall(r"^Cap(?:Prm|Eff|Bnd):\s*0+$", status, re.MULTILINE), status
+    assert "NoNewPrivs:\t1\n" in status
+    for folder in ("/trainer", "/opt/venv", "/etc", "/usr/local/bin", "/var/tmp"):  # noqa: S108
+        assert "Read-only file system" in cluster.shell(node, f"touch {folder}/written 2>&1")
+    assert cluster.shell(node, "for i in /tmp ~ runs /cluster; do touch $i/written && rm $i/written; done 2>&1") == ""
+    assert cluster.shell(node, "stat --format '%a %U' /tmp ~") == "1777 root\n755 trainer\n"
+
+
+def test_the_nodes_on_machines_of_their_own_are_confined_alike() -> None:
+    hosts = {"NODE": "a", "ADDRESS_A": "10.0.0.1", "ADDRESS_B": "10.0.0.2"}
+    together, alone = (
+        json.loads(succeed(["docker", "compose", "-f", file, "config", "--format", "json"], env=hosts))["services"]
+        for file in ("docker-compose.yml", "docker-compose.host.yml")
+    )
+    for key in ("cap_drop", "pids_limit", "read_only", "security_opt", "shm_size", "tmpfs"):
+        assert together["a"][key] == together["b"][key] == alone["node"][key]
