@@ -4,11 +4,14 @@
 #     docker compose up --build -d
 #
 # Dockerfile.gpu is made of this file: `python scripts/install/gpu_dockerfile.py` after a change.
-ARG BASE=debian:bookworm-slim
+# `make bases` moves digests on. Where no registry answers, BASE=debian:bookworm-slim takes what is there by that name.
+ARG DEBIAN=debian:bookworm-slim
+ARG DEBIAN_DIGEST=sha256:7c7b2c966bc9ee8cedfeef67e0e279108992c77681fa595db4a9d65c06ccc587
+ARG BASE=
 
 # What running and building share. Debian pins nothing here: its stable release changes for security alone, and
 # a version that has been superseded is no longer on its mirrors.
-FROM ${BASE} AS base
+FROM ${BASE:-${DEBIAN}@${DEBIAN_DIGEST}} AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # The package makes host keys as it installs; a key in an image layer would be everybody's.
 # hadolint ignore=DL3008

@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -13,6 +13,8 @@ ARGS ?=
 CUDA_ARCHS ?=
 GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -name '*.patch' -o -name '*.py' -o -name '*.txt')) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
     $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
+# Other bases than the pinned ones, where the environment or the command line names some.
+BASES := --build-arg BASE --build-arg CUDA_IMAGE
 # A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
 # Two files of tests at a time: jobs wait for one another, for timeouts and for what starts, half of the time.
@@ -58,16 +60,19 @@ test-docker-all: setup  ## The same, the slow ones included: every cause of the 
 containers:
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
-	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
+	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu . $(BASES)
 	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(TWO_FILES) $(ARGS)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
 	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \
-	    --label trainer.inputs=$(GPU_IMAGE_HASH) -t trainer:gpu -f Dockerfile.gpu .
+	    --label trainer.inputs=$(GPU_IMAGE_HASH) -t trainer:gpu -f Dockerfile.gpu . $(BASES)
 
 image-gpu-if-changed:  ## The same, unless this engine has one that was compiled from the same files
 	@docker image inspect -f '{{index .Config.Labels "trainer.inputs"}}' trainer:gpu 2>/dev/null | \
 	    grep -qx $(GPU_IMAGE_HASH) || $(MAKE) image-gpu
+
+bases:  ## Move the images that ours are built on to what their tags name today; asks their registries
+	@python3 scripts/install/bases.py
 
 lint: setup  ## Check style, types, imports between modules, Dockerfiles and job files
 	@$(IN_VENV) ruff check .

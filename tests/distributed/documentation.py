@@ -313,6 +313,10 @@ UNTESTED = {
         "needs a Grid Engine; tests/docker/test_gridengine.py"
     ),
     "docker push registry.example/trainer:1": "needs a registry",
+    "make bases": "needs a registry; tests/unit/test_images.py",
+    "BASE=debian:bookworm-slim docker compose up --build -d": "is what .ci/run does where it has no registry",
+    "BASE=debian:bookworm-slim CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 make image-gpu": "the same",
+    "docker build --build-arg BASE=debian:bookworm-slim -t trainer:cpu .": "the same",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_benchmarks.py",
