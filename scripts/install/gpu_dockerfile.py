@@ -67,8 +67,8 @@ ARG CUDA_ARCHS=75,80,86,89,90,100,120
     ("--gpu none --wheel-dir", '--gpu nccl --cuda-archs "${CUDA_ARCHS}" --wheel-dir'),
     ("prove_horovod.py --gpu none\n", "prove_horovod.py --gpu nccl\n"),
     (
-        "\nARG TRAINER_VERSION=",
-        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility\n\nARG TRAINER_VERSION=",
+        "\n# What the build cannot see",
+        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility\n\n# What the build cannot see",
     ),
     ("with Horovod, on CPUs", "with Horovod, on GPUs over NCCL"),
 )

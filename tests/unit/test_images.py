@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import audit
 import bases
 import image_packages
 import packages
@@ -126,6 +127,25 @@ def test_labels_carry_the_locked_versions() -> None:
         locked = re.search(pattern, where, re.MULTILINE)
         assert locked
         assert f"ARG {argument}={locked[1]}\n" in text
+
+
+def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixture[str]) -> None:
+    safe: dict[str, object] = {"name": "a", "version": "1", "vulns": []}
+    advisory = {"id": "PYSEC-1", "fix_versions": ["2.1", "3"]}
+    bad = {"name": "b", "version": "2", "vulns": [advisory]}
+    skipped = {"name": "c", "skip_reason": "not found"}
+    lock = Path("run.txt")
+    assert [audit.judge(lock, packages) for packages in ([safe], [safe, bad], [safe, skipped], [bad, skipped])] == [
+        0,
+        1,
+        3,
+        1,
+    ]
+    printed = capsys.readouterr()
+    assert "b 2: PYSEC-1, mended in 2.1, 3\n" in printed.out
+    assert "audit: run.txt: 1 NOT CHECKED: not found\n" in printed.err
+    assert audit.judge(lock, [skipped]) == audit.NOT_ASKED
+    assert capsys.readouterr().err == "audit: run.txt: NOTHING WAS CHECKED: not found\n"
 
 
 def test_split_lock_keeps_every_requirement_with_its_hashes() -> None:
