@@ -27,6 +27,8 @@ from cyclonedx.validation.json import JsonStrictValidator
 ROOT = Path(__file__).resolve().parents[2]
 CHANGES, PIN, PROJECT = ROOT / "third_party" / "horovod", ROOT / "requirements" / "horovod.txt", ROOT / "pyproject.toml"
 SPEC = SchemaVersion.V1_6
+# How GCC and nvcc name themselves in what they compile.
+COMPILERS = re.compile(rb"GCC: \([^)]*\) [\d.]+|Cuda compilation tools, release [\d.]+, V[\d.]+")
 # What Horovod's source has in its own third_party/ and compiles: the versions stand in these libraries' headers.
 BUNDLED = {"boost": "1.69", "eigen": "3.4.0", "flatbuffers": "2.0.0", "gloo": "0.5.0", "HTTPRequest": "", "lbfgs": ""}
 
@@ -97,7 +99,7 @@ def compiled(changes: Path, pin: str, libraries: list[Path]) -> dict[str, Any]:
         "purl": f"pkg:pypi/horovod@{version}",
         "hashes": [{"alg": "SHA-256", "content": digest} for digest in re.findall(r"--hash=sha256:(\w+)", pin)],
     }
-    compilers = {text.decode() for path in libraries for text in re.findall(rb"GCC: [^\0]+", path.read_bytes())}
+    compilers = {text.decode() for path in libraries for text in COMPILERS.findall(path.read_bytes())}
     hashes = [(f"trainer:change:{path.relative_to(changes)}", f"sha256:{sha256(path)}") for path in files]
     built_with = [("trainer:compiler", compiler) for compiler in sorted(compilers)]
     return {

@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import audit
 import bases
@@ -130,10 +131,10 @@ def test_labels_carry_the_locked_versions() -> None:
 
 
 def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixture[str]) -> None:
-    safe: dict[str, object] = {"name": "a", "version": "1", "vulns": []}
+    safe: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
     advisory = {"id": "PYSEC-1", "fix_versions": ["2.1", "3"]}
-    bad = {"name": "b", "version": "2", "vulns": [advisory]}
-    skipped = {"name": "c", "skip_reason": "not found"}
+    bad: dict[str, Any] = {"name": "b", "version": "2", "vulns": [advisory]}
+    skipped: dict[str, Any] = {"name": "c", "skip_reason": "not found"}
     lock = Path("run.txt")
     assert [audit.judge(lock, packages) for packages in ([safe], [safe, bad], [safe, skipped], [bad, skipped])] == [
         0,
