@@ -4,11 +4,15 @@
 #     docker compose up --build -d
 #
 # Dockerfile.gpu is made of this file: `python scripts/install/gpu_dockerfile.py` after a change.
-ARG BASE=debian:bookworm-slim
+# Debian 12: regular support ended in June 2026, that of the LTS team ends in June 2028. Debian 13 builds and trains too.
+# `make bases` moves digests on. Where no registry answers, BASE=debian:bookworm-slim takes what is there by that name.
+ARG DEBIAN=debian:bookworm-slim
+ARG DEBIAN_DIGEST=sha256:7c7b2c966bc9ee8cedfeef67e0e279108992c77681fa595db4a9d65c06ccc587
+ARG BASE=
 
 # What running and building share. Debian pins nothing here: its stable release changes for security alone, and
 # a version that has been superseded is no longer on its mirrors.
-FROM ${BASE} AS base
+FROM ${BASE:-${DEBIAN}@${DEBIAN_DIGEST}} AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # The package makes host keys as it installs; a key in an image layer would be everybody's.
 # hadolint ignore=DL3008
@@ -51,6 +55,19 @@ RUN --mount=type=bind,from=packages,source=/opt/venv,target=/opt/venv,rw \
     pip install --no-deps --require-hashes --requirement requirements/build.txt \
     && python scripts/install/build_horovod.py --gpu none --wheel-dir /wheels
 
+# What reads the parts of an image for its SBOM. It is mounted where that is written, and not shipped.
+FROM base AS sbom
+WORKDIR /mnt
+COPY requirements/sbom.txt requirements/
+# hadolint ignore=DL3042
+RUN --mount=type=cache,target=/root/.cache \
+    python3 -m venv . \
+    && bin/pip install --no-deps --require-hashes --requirement requirements/sbom.txt
+COPY pyproject.toml ./
+COPY requirements/horovod.txt requirements/
+COPY third_party third_party
+COPY scripts/install/sbom.py scripts/install/
+
 # What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
 FROM packages AS node
 RUN useradd --create-home --uid 1000 --shell /bin/bash trainer \
@@ -58,6 +75,8 @@ RUN useradd --create-home --uid 1000 --shell /bin/bash trainer \
     && install -d -o trainer -g trainer /trainer/data /trainer/runs
 RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+RUN --mount=type=bind,from=sbom,source=/mnt,target=/mnt \
+    /mnt/bin/python /mnt/scripts/install/sbom.py --python /opt/venv/bin/python --out /usr/share/doc/trainer/sbom.json
 # Docker's seccomp profile refuses Open MPI's copies from process to process, and Open MPI says so at every one.
 # A node that has lost power or network says nothing; unasked, Open MPI takes eight minutes to notice.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' 'oob_tcp_keepalive_time = 10' \
@@ -86,6 +105,14 @@ RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --edita
     && ln -s /trainer/ssh/node.py /usr/local/bin/trainer-node
 USER 1000
 
+# What the build cannot see is given to it, as `make image` does; else these labels are empty.
+ARG SOURCE=
+ARG REVISION=
+ARG CREATED=
+ARG DEBIAN
+ARG DEBIAN_DIGEST
+ARG BASE
+ARG BASE_DIGEST=${BASE:+unknown}
 ARG TRAINER_VERSION=0.1.0
 ARG TORCH_VERSION=2.14.1
 ARG HOROVOD_VERSION=0.28.1
@@ -94,6 +121,11 @@ LABEL org.opencontainers.image.title="trainer" \
       org.opencontainers.image.description="A node that trains PyTorch models with Horovod, on CPUs" \
       org.opencontainers.image.version="${TRAINER_VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.base.name="${BASE:-docker.io/library/${DEBIAN}}" \
+      org.opencontainers.image.base.digest="${BASE_DIGEST:-${DEBIAN_DIGEST}}" \
       trainer.torch.version="${TORCH_VERSION}" \
       trainer.horovod.version="${HOROVOD_VERSION}" \
       trainer.openmpi.version="${OPEN_MPI_VERSION}"

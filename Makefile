@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image-gpu image-gpu-if-changed lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -11,8 +11,19 @@ DATA_DIR ?= data
 ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
-GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -name '*.patch' -o -name '*.py' -o -name '*.txt')) $(addprefix requirements/,run.txt build.txt horovod.txt uv.txt) \
-    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py)
+GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -name '*.patch' -o -name '*.py' -o -name '*.txt')) $(addprefix requirements/,run.txt build.txt horovod.txt sbom.txt uv.txt) \
+    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py sbom.py)
+# Other bases than the pinned ones, where the environment or the command line names some.
+BASES := --build-arg BASE --build-arg CUDA_IMAGE
+# What the images' labels say of their origin. A remote's address may hold a password, so SOURCE is not guessed.
+SOURCE ?=
+REVISION ?= $(shell git describe --always --dirty --abbrev=40 --match= 2>/dev/null)
+CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)
+ORIGIN = --build-arg SOURCE="$(SOURCE)" --build-arg REVISION="$(REVISION)" --build-arg CREATED="$(CREATED)"
+IMAGE ?= trainer:cpu
+OCI ?= dist/trainer-cpu.oci.tar
+# BuildKit's scanner is an image that it pulls; false leaves it out.
+SBOM ?= true
 # A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
 # Two files of tests at a time: jobs wait for one another, for timeouts and for what starts, half of the time.
@@ -58,16 +69,32 @@ test-docker-all: setup  ## The same, the slow ones included: every cause of the 
 containers:
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
-	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu .
+	@$(MAKE) --no-print-directory image
 	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(TWO_FILES) $(ARGS)
+
+image:  ## Build the CPU image; its labels say the commit and the time
+	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu . $(BASES) $(ORIGIN)
 
 image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, but no GPU
 	@DOCKER_BUILDKIT=1 docker build $(if $(CUDA_ARCHS),--build-arg CUDA_ARCHS=$(CUDA_ARCHS)) \
-	    --label trainer.inputs=$(GPU_IMAGE_HASH) -t trainer:gpu -f Dockerfile.gpu .
+	    --label trainer.inputs=$(GPU_IMAGE_HASH) -t trainer:gpu -f Dockerfile.gpu . $(BASES) $(ORIGIN)
 
 image-gpu-if-changed:  ## The same, unless this engine has one that was compiled from the same files
 	@docker image inspect -f '{{index .Config.Labels "trainer.inputs"}}' trainer:gpu 2>/dev/null | \
 	    grep -qx $(GPU_IMAGE_HASH) || $(MAKE) image-gpu
+
+image-oci:  ## Export the CPU image as the archive OCI, with attestations: BuildKit's provenance, and an SBOM by its scanner
+	@docker buildx build --provenance=mode=max --sbom=$(SBOM) --output type=oci,dest="$(OCI)" . $(BASES) $(ORIGIN)
+
+image-check:  ## Say what is in IMAGE (trainer:cpu), and what a node of it may do and listens on
+	@python3 scripts/image_check.py $(IMAGE) $(ARGS)
+
+audit: setup  ## Ask PyPI which locked packages have known vulnerabilities; fails where it does not answer
+	@$(IN_VENV) python -m pip install --quiet --no-deps --require-hashes --upgrade --target build/audit -r requirements/audit.txt
+	@PYTHONPATH=build/audit $(IN_VENV) python scripts/audit.py $(addprefix requirements/,run.txt build.txt sbom.txt uv.txt)
+
+bases:  ## Move the images that ours are built on to what their tags name today; asks their registries
+	@python3 scripts/install/bases.py
 
 lint: setup  ## Check style, types, imports between modules, Dockerfiles and job files
 	@$(IN_VENV) ruff check .

@@ -27,13 +27,16 @@ CHANGES = (
 """,
     ),
     (
-        "ARG BASE=debian:bookworm-slim\n",
+        "ARG BASE=\n",
         """\
-ARG BASE=debian:bookworm-slim
-ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
+ARG BASE=
+ARG CUDA=nvidia/cuda:13.0.2-devel-ubuntu24.04
+ARG CUDA_DIGEST=sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
+# As BASE.
+ARG CUDA_IMAGE=
 
 # Only the builder takes the toolkit from here. What is shipped has one CUDA and one NCCL, those of PyTorch's wheels.
-FROM ${CUDA_IMAGE} AS cuda
+FROM ${CUDA_IMAGE:-${CUDA}@${CUDA_DIGEST}} AS cuda
 """,
     ),
     ("ca-certificates openssh-client", "ca-certificates ibverbs-providers libibverbs1 openssh-client"),
@@ -64,8 +67,8 @@ ARG CUDA_ARCHS=75,80,86,89,90,100,120
     ("--gpu none --wheel-dir", '--gpu nccl --cuda-archs "${CUDA_ARCHS}" --wheel-dir'),
     ("prove_horovod.py --gpu none\n", "prove_horovod.py --gpu nccl\n"),
     (
-        "\nARG TRAINER_VERSION=",
-        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility\n\nARG TRAINER_VERSION=",
+        "\n# What the build cannot see",
+        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility\n\n# What the build cannot see",
     ),
     ("with Horovod, on CPUs", "with Horovod, on GPUs over NCCL"),
 )

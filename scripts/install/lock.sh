@@ -18,6 +18,8 @@ trap 'rm -f "$shared"' EXIT
 compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build
 compile uv.txt --group uv
+compile sbom.txt --group sbom
+compile audit.txt --group audit
 # trackio wants an older Pillow than the rest has.
 awk '/^[^ #]/ { skip = /^pillow==/ } !skip' requirements/run.txt > "$shared"
 compile peers.txt --constraint "$shared" --group peers

@@ -229,6 +229,8 @@ ELSEWHERE = {
     "make docs": (".ci/run", "make docs\n"),
     "make test-docker": (".ci/run", "make test-docker "),
     "make wheels": ("Makefile", "python scripts/install/wheels.py $(ARGS)"),  # tests/distributed/test_wheels.py
+    "make image": ("Makefile", "$(MAKE) --no-print-directory image\n"),
+    "make image-check": ("tests/docker/test_image_contents.py", "scripts/image_check.py"),
     "make image-gpu": ("Makefile", "|| $(MAKE) image-gpu"),
     "docker build -t trainer:cpu .": ("Makefile", "docker build -t trainer:cpu ."),
     "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
@@ -313,6 +315,13 @@ UNTESTED = {
         "needs a Grid Engine; tests/docker/test_gridengine.py"
     ),
     "docker push registry.example/trainer:1": "needs a registry",
+    "make audit": "needs PyPI's advisories, which mirrors have not; tests/unit/test_images.py",
+    "docker build --build-arg BASE=debian:trixie-slim -t trainer:trixie .": "needs a registry, or a base made by hand",
+    "make image-oci": "needs an engine whose builder writes attestations",
+    "make bases": "needs a registry; tests/unit/test_images.py",
+    "BASE=debian:bookworm-slim docker compose up --build -d": "is what .ci/run does where it has no registry",
+    "BASE=debian:bookworm-slim CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 make image-gpu": "the same",
+    "docker build --build-arg BASE=debian:bookworm-slim -t trainer:cpu .": "the same",
     "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
     "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_benchmarks.py",
@@ -356,7 +365,14 @@ UNTESTED = {
 
 # Names of commands in running text, which are no whole commands.
 MENTIONED = (
-    *("docker compose exec", "docker compose exec a", "docker history", "horovodrun --mpi", "horovodrun --gloo"),
+    *(
+        "docker compose exec",
+        "docker build",
+        "docker compose exec a",
+        "docker history",
+        "horovodrun --mpi",
+        "horovodrun --gloo",
+    ),
     *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
     *("torchrun --max-restarts 3", "horovodrun --min-np 2"),
     *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),

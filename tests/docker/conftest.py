@@ -21,8 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The CPU image, built by the README's own command."""
-    succeed(["docker", "build", "-t", IMAGE, "."], timeout_s=BUILD_TIMEOUT_S, env={"DOCKER_BUILDKIT": "1"})
+    """The CPU image, built by the README's own command, on BASE where the environment names one."""
+    command = ["docker", "build", "-t", IMAGE, ".", "--build-arg", "BASE"]
+    succeed(command, timeout_s=BUILD_TIMEOUT_S, env={"DOCKER_BUILDKIT": "1"})
     return IMAGE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import bases
 import pytest
 
-from tests.docker.cluster import IMAGE, Cluster, run, succeed
+from tests.docker.cluster import IMAGE, ROOT, Cluster, run, succeed
 
 # The image that ours begin with: small, so that a scan of it takes a moment.
-BASE = "debian:bookworm-slim"
+BASE = os.environ.get("BASE") or bases.pinned((ROOT / "Dockerfile").read_text())[0]
 # What a private key begins with in any of OpenSSH's, OpenSSL's and PuTTY's formats.
 _PRIVATE_KEY = re.compile(rb"^(-----BEGIN [A-Z ]*PRIVATE KEY-----|PuTTY-User-Key-File)", re.MULTILINE)
 _SECRET_NAME = re.compile(r"(^|/)(id_(rsa|dsa|ecdsa|ed25519)|ssh_host_\w+_key|authorized_keys|\.netrc|\.npmrc|\.env)$")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import audit
+import bases
 import image_packages
 import packages
 import pytest
+from console import SetupError
 from gpu_dockerfile import gpu_dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +27,83 @@ def test_a_dockerfile_that_a_change_for_gpus_does_not_fit_is_told() -> None:
     assert gpu_dockerfile(text) == (ROOT / "Dockerfile.gpu").read_text()
     with pytest.raises(SystemExit, match=r"replaces 'ARG TORCH_INDEX=.*', which Dockerfile has 0 times, not once"):
         gpu_dockerfile(text.replace("ARG TORCH_INDEX", "ARG INDEX"))
+
+
+OURS = r"(trainer:(cpu|gpu)|registry\.example/)"
+FROM = re.compile(r"^FROM (?:--platform=\S+ )?(\S+)(?: AS (\w+))?", re.MULTILINE)
+
+
+def outside_images(text: str) -> list[str]:
+    """Return the images that a Dockerfile's text builds on, with arguments filled in, but for its own stages."""
+    arguments: dict[str, str] = {}
+    for name, value in re.findall(r"^ARG (\w+)=(.*)$", text.partition("\nFROM ")[0], re.MULTILINE):
+        arguments[name] = filled(value, arguments)
+    stages = {stage for _, stage in FROM.findall(text)}
+    return [filled(image, arguments) for image, _ in FROM.findall(text) if image not in stages]
+
+
+def filled(text: str, arguments: dict[str, str]) -> str:
+    """Return a text with `${NAME}` and `${NAME:-default}` in it replaced, from the innermost outwards."""
+    while (variable := re.search(r"\$\{(\w+)(?::-([^${}]*))?\}", text)) is not None:
+        text = text.replace(variable[0], arguments.get(variable[1]) or variable[2] or "")
+    return text
+
+
+def test_every_image_from_outside_that_something_is_built_on_has_a_digest() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    images = {
+        file: outside_images((ROOT / file).read_text())
+        for file in files
+        if file.endswith(".md") or "Dockerfile" in file.rpartition("/")[2]
+    }
+    assert [len(images[file]) for file in ("Dockerfile", "Dockerfile.gpu")] == [1, 2]
+    for file, named in images.items():
+        for image in named:
+            assert re.match(OURS, image) or re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", image), f"{file}: FROM {image}"
+    for file in ("Dockerfile", "Dockerfile.gpu"):
+        assert set(images[file]) == set(bases.pinned((ROOT / file).read_text()))
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Make `docker buildx imagetools` answer with this, or fail with a text."""
+
+    def answer(manifest: object) -> None:
+        reply = f"cat <<'.'\n{json.dumps(manifest)}\n.\n"
+        if isinstance(manifest, str):
+            reply = f"echo 'WARNING: x' >&2\necho 'ERROR: {manifest}' >&2\nexit 1\n"
+        (tmp_path / "docker").write_text(f"#!/bin/sh\n{reply}")
+        (tmp_path / "docker").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return answer
+
+
+BASE_LINES = f"ARG DEBIAN=debian:bookworm-slim\nARG DEBIAN_DIGEST=sha256:{'0' * 64}\nARG BASE=\n"
+
+
+def test_a_base_moves_on_to_the_index_that_its_tag_names(
+    registry: Callable[[object], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm, amd = ({"platform": {"os": "linux", "architecture": name}} for name in ("arm64", "amd64"))
+    attestation = {"platform": {"os": "unknown", "architecture": "unknown"}}
+    registry({"digest": f"sha256:{'1' * 64}", "manifests": [arm, amd, attestation]})
+    text = bases.moved(BASE_LINES)
+    assert text == BASE_LINES.replace("0" * 64, "1" * 64)
+    assert bases.moved(text) == text
+    assert capsys.readouterr().err.splitlines() == [
+        "trainer: debian:bookworm-slim: sha256:000000000000 -> sha256:111111111111 (linux/amd64, linux/arm64)",
+        "trainer: debian:bookworm-slim: has not moved (linux/amd64, linux/arm64)",
+    ]
+
+
+def test_a_registry_without_an_answer_or_without_an_index_moves_nothing(registry: Callable[[object], None]) -> None:
+    registry("no such host")
+    with pytest.raises(SetupError, match="the registry does not say what debian:bookworm-slim is: ERROR: no such host"):
+        bases.moved(BASE_LINES)
+    registry({"digest": f"sha256:{'1' * 64}", "mediaType": "application/vnd.oci.image.manifest.v1+json"})
+    with pytest.raises(SetupError, match=r"debian:bookworm-slim is one image \(.*v1\+json\), not an index"):
+        bases.moved(BASE_LINES)
 
 
 def test_the_node_can_read_what_comes_from_a_checkout_with_a_strict_umask() -> None:
@@ -43,6 +128,25 @@ def test_labels_carry_the_locked_versions() -> None:
         locked = re.search(pattern, where, re.MULTILINE)
         assert locked
         assert f"ARG {argument}={locked[1]}\n" in text
+
+
+def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixture[str]) -> None:
+    safe: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
+    advisory = {"id": "PYSEC-1", "fix_versions": ["2.1", "3"]}
+    bad: dict[str, Any] = {"name": "b", "version": "2", "vulns": [advisory]}
+    skipped: dict[str, Any] = {"name": "c", "skip_reason": "not found"}
+    lock = Path("run.txt")
+    assert [audit.judge(lock, packages) for packages in ([safe], [safe, bad], [safe, skipped], [bad, skipped])] == [
+        0,
+        1,
+        3,
+        1,
+    ]
+    printed = capsys.readouterr()
+    assert "b 2: PYSEC-1, mended in 2.1, 3\n" in printed.out
+    assert "audit: run.txt: 1 NOT CHECKED: not found\n" in printed.err
+    assert audit.judge(lock, [skipped]) == audit.NOT_ASKED
+    assert capsys.readouterr().err == "audit: run.txt: NOTHING WAS CHECKED: not found\n"
 
 
 def test_split_lock_keeps_every_requirement_with_its_hashes() -> None:

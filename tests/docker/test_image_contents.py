@@ -1,0 +1,101 @@
+"""The image's SBOM names what is in it, its labels say where it comes from, and `make image-check` says both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from typing import Any
+from urllib.parse import unquote
+
+import horovod_wheel
+import pytest
+
+from tests.docker.cluster import IMAGE, ROOT, run, succeed
+
+Component = dict[str, Any]
+
+
+def inside(*command: str) -> str:
+    """Return what a command prints in a container of the image."""
+    return succeed(["docker", "run", "--rm", "--entrypoint", command[0], IMAGE, *command[1:]])
+
+
+@pytest.fixture(scope="module")
+def components(image: str) -> list[Component]:
+    """The parts that the image's SBOM names."""
+    sbom = json.loads(inside("cat", "/usr/share/doc/trainer/sbom.json"))
+    assert sbom["metadata"]["component"]["name"] == "trainer"
+    parts: list[Component] = sbom["components"]
+    return parts
+
+
+def is_debian(component: Component) -> bool:
+    return component.get("purl", "").startswith("pkg:deb/")
+
+
+def test_the_sbom_names_every_python_package(components: list[Component]) -> None:
+    listed = json.loads(inside("pip", "list", "--format", "json"))
+    named = {
+        (part["name"], part["version"]) for part in components if part["type"] == "library" and not is_debian(part)
+    }
+    assert named == {(package["name"], package["version"]) for package in listed}
+
+
+def test_the_sbom_names_every_debian_package(components: list[Component]) -> None:
+    installed = inside("dpkg-query", "--show", "--showformat", "${Package} ${Version} ${Architecture}\n").splitlines()
+    named = set()
+    for part in filter(is_debian, components):
+        _, _, architecture = unquote(part["purl"]).partition("arch=")
+        named.add(f"{part['name']} {part['version']} {architecture.partition('&')[0]}")
+    assert {text for text in named if not text.endswith(" source")} == set(installed)
+
+
+def test_the_sbom_says_what_horovod_was_compiled_from(components: list[Component]) -> None:
+    horovod = next(part for part in components if part["name"] == "horovod")
+    patched = [patch["diff"]["url"] for patch in horovod["pedigree"]["patches"]]
+    assert sorted(patched) == sorted(str(path.relative_to(ROOT)) for path in horovod_wheel.patches())
+    properties = {(each["name"], each["value"]) for each in horovod["properties"]}
+    hashes = {
+        (f"trainer:change:{path.relative_to(horovod_wheel.CHANGES)}", f"sha256:{digest(path.read_bytes())}")
+        for path in horovod_wheel.changes()
+    }
+    assert {each for each in properties if each[0] != "trainer:compiler"} == hashes
+    (source,) = horovod["pedigree"]["ancestors"]
+    assert source["hashes"][0]["content"] in horovod_wheel.PIN.read_text()
+    (library,) = (part for part in horovod["components"] if part["type"] == "file")
+    summed = inside("sh", "-c", "sha256sum /opt/venv/lib/python3*/site-packages/horovod/torch/mpi_lib_v2*.so")
+    assert summed.split()[0] == library["hashes"][0]["content"]
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_labels_say_where_the_image_comes_from(image: str) -> None:
+    labels = json.loads(succeed(["docker", "image", "inspect", "--format", "{{json .Config.Labels}}", image]))
+    ours = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+    base = os.environ.get("BASE")
+    if base:
+        assert (ours["base.name"], ours["base.digest"]) == (base, "unknown")
+    else:
+        assert ours["base.name"] == "docker.io/library/debian:bookworm-slim"
+        assert f"ARG DEBIAN_DIGEST={ours['base.digest']}\n" in (ROOT / "Dockerfile").read_text()
+    assert {"source", "revision", "created"} <= ours.keys()
+
+
+def test_image_check_says_what_a_stranger_asks(image: str) -> None:
+    facts = json.loads(succeed([sys.executable, "scripts/image_check.py", image, "--json"]))
+    assert facts["user"].startswith("uid=1000(trainer)")
+    (sshd,) = facts["listens on"]
+    assert re.fullmatch(r"tcp [\d.]+ port 2222", sshd)
+    assert facts["capabilities"].startswith("effective 0x0, bounding set 0x0; more cannot be gained")
+    patches = len(horovod_wheel.patches())
+    assert any(f"with {patches} patches" in line for line in facts["SBOM"])
+    assert "-rwsr-xr-x root:root /usr/bin/su" in facts["setuid or setgid"]
+    missing = run([sys.executable, "scripts/image_check.py", "trainer:none"])
+    assert (missing.code, missing.output.count("\n")) == (1, 1)
+    assert missing.output.startswith("image-check: Error")
+    assert "trainer:none" in missing.output
