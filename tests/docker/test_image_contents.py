@@ -33,7 +33,7 @@ def components(image: str) -> list[Component]:
 
 
 def is_debian(component: Component) -> bool:
-    return component.get("purl", "").startswith("pkg:deb/")
+    return str(component.get("purl", "")).startswith("pkg:deb/")
 
 
 def test_the_sbom_names_every_python_package(components: list[Component]) -> None:
