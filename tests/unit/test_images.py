@@ -136,12 +136,8 @@ def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixtu
     bad: dict[str, Any] = {"name": "b", "version": "2", "vulns": [advisory]}
     skipped: dict[str, Any] = {"name": "c", "skip_reason": "not found"}
     lock = Path("run.txt")
-    assert [audit.judge(lock, packages) for packages in ([safe], [safe, bad], [safe, skipped], [bad, skipped])] == [
-        0,
-        1,
-        3,
-        1,
-    ]
+    locks = ([safe], [safe, bad], [safe, skipped], [bad, skipped])
+    assert [audit.judge(lock, packages) for packages in locks] == [0, 1, 3, 1]
     printed = capsys.readouterr()
     assert "b 2: PYSEC-1, mended in 2.1, 3\n" in printed.out
     assert "audit: run.txt: 1 NOT CHECKED: not found\n" in printed.err
