@@ -117,8 +117,8 @@ def started(image: str) -> Iterator[str]:
         CheckError: it does not become healthy.
     """
     name = f"trainer-image-check-{uuid.uuid4().hex[:8]}"
-    docker("run", "--detach", "--name", name, *LIMITS, image)
     try:
+        docker("run", "--detach", "--name", name, *LIMITS, image)
         check = (
             f"for _ in $(seq {_READY_WITHIN_S}); do trainer-node health >/dev/null 2>&1 && exit; sleep 1; done; exit 1"
         )
