@@ -375,6 +375,7 @@ MENTIONED = (
     ),
     *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
     *("torchrun --max-restarts 3", "horovodrun --min-np 2"),
+    *("docker run", "docker export", "pip install --force-reinstall horovod", "trainer submit slurm"),
     *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),
 )
 

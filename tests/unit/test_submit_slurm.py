@@ -270,3 +270,7 @@ def test_images_go_to_the_container_runtime_that_reads_them() -> None:
     assert "apptainer exec --bind" in render(*SLURM, "--image", "train.sif", *COMMAND)
     assert "apptainer exec --nv --bind" in render(*SLURM, "--image", "docker://a/b", "--gpus-per-node", "2", *COMMAND)
     assert "--container-image=nvcr.io#a/b:1" in render(*SLURM, "--image", "nvcr.io#a/b:1", *COMMAND).replace("'", "")
+    script = render(*SLURM, "--image", "charliecloud:/images/a b", *COMMAND)
+    run = "ch-run --join '--set-env=/images/a b/ch/environment' --bind \"$PWD:/mnt\" --cd /mnt '/images/a b' -- python"
+    assert run in script
+    assert "--container-image" not in script

@@ -18,6 +18,8 @@ _ENDED = frozenset(
 
 _OF_LOGS = {"-J": "--job-name", "-a": "--array", "-D": "--chdir", "-o": "--output"}
 """Options of sbatch that decide where a job's logs are."""
+_CHARLIECLOUD = "charliecloud:"
+"""What stands before the image's folder that Charliecloud is to run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Slurm(Scheduler):
 
 SLURM = Slurm(
     name="slurm",
-    summary="Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer)",
+    summary="Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer, Charliecloud)",
     suffix=".sbatch",
     submit_command=("sbatch", "--parsable"),
     cancel=("scancel",),
@@ -86,7 +88,11 @@ SLURM = Slurm(
 
 def _container(job: Job) -> tuple[str, str]:
     """Return srun's options for a job's image, and what stands before the command instead; one is empty, or both."""
-    image = shell_command((job.image,))
+    image = shell_command((job.image.removeprefix(_CHARLIECLOUD),))
+    if job.image.startswith(_CHARLIECLOUD):
+        # The image is mounted read-only, so that a folder can only be bound where it has one: /mnt is in every image.
+        environment = shell_command((f"--set-env={job.image.removeprefix(_CHARLIECLOUD)}/ch/environment",))
+        return "", f'ch-run --join {environment} --bind "$PWD:/mnt" --cd /mnt {image} -- '
     if job.image.endswith(".sif") or "://" in job.image:
         return "", f'apptainer exec{" --nv" if job.gpus_per_node else ""} --bind "$PWD" --pwd "$PWD" {image} '
     if job.image:
