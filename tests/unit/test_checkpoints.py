@@ -122,7 +122,9 @@ def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_there_is_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.checkpoints has no setting 'every'; valid are folder, every_s"):
+    with pytest.raises(
+        ConfigError, match=r"run\.checkpoints has no setting 'every'; did you mean every_s\? valid are folder, "
+    ):
         start(tmp_path, every="30s")
     with pytest.raises(ConfigError, match="every_s and every_updates are given; checkpoints take one interval"):
         start(tmp_path, every_s=1, every_updates=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import timeit
 from pathlib import Path
 
 import pytest
@@ -104,11 +103,6 @@ def test_without_a_job_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("file")
-def test_counting_an_update_costs_less_than_a_microsecond() -> None:
-    # The bound leaves room for a machine that does something else as well.
-    assert min(timeit.repeat(lambda: heartbeat.report_update(5), number=10_000, repeat=5)) / 10_000 < 3e-6
-
-
 def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
     counter = UpdateCounter()
     for _ in range(3):
