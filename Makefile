@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -36,7 +36,7 @@ IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 export PYTHONDONTWRITEBYTECODE :=
 
 help:  ## Show this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 22
 	@echo 'Variables: DATA_DIR=folder with MNIST/raw, NP=processes, EPOCHS=number, ARGS="further arguments", PYTHON=python3.12'
 
 setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
@@ -82,6 +82,11 @@ image-gpu:  ## Build the GPU image, with CUDA and NCCL; needs a Docker engine, b
 image-gpu-if-changed:  ## The same, unless this engine has one that was compiled from the same files
 	@docker image inspect -f '{{index .Config.Labels "trainer.inputs"}}' trainer:gpu 2>/dev/null | \
 	    grep -qx $(GPU_IMAGE_HASH) || $(MAKE) image-gpu
+
+image-arm64:  ## Build the CPU image for linux/arm64, on another processor emulated, which takes long
+	@docker buildx inspect 2>/dev/null | grep -q linux/arm64 || \
+	    { echo 'make: this Docker engine does not run linux/arm64; a QEMU 10 that binfmt_misc knows lets it (docs/images.md)' >&2; exit 1; }
+	@DOCKER_BUILDKIT=1 docker build --platform linux/arm64 -t trainer:arm64 . $(BASES) $(ORIGIN) $(ARGS)
 
 image-oci:  ## Export the CPU image as the archive OCI, with attestations: BuildKit's provenance, and an SBOM by its scanner
 	@docker buildx build --provenance=mode=max --sbom=$(SBOM) --output type=oci,dest="$(OCI)" . $(BASES) $(ORIGIN)

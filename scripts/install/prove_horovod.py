@@ -19,6 +19,9 @@ from console import SetupError, say
 # One of the kernels that Horovod compiles with nvcc; the rest of its GPU support is plain C++.
 _CUDA_KERNEL = b"batched_memcpy_k"
 
+# Two ranks take seconds; on an emulated processor, importing PyTorch alone takes minutes.
+_HANGS_AFTER_S = 1200.0
+
 _TWO_RANKS = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -87,7 +90,12 @@ def _check_cuda() -> None:
 
 
 def _check_two_ranks(command: list[str], env: dict[str, str]) -> None:
-    trial = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    try:
+        trial = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_HANGS_AFTER_S)
+    except subprocess.TimeoutExpired:
+        raise SetupError(
+            f"two ranks have not all-reduced over {' '.join(command[:4])} within {_HANGS_AFTER_S:.0f} s"
+        ) from None
     if trial.returncode != 0 or trial.stdout.count("of 2: all-reduce is right") != 2:
         raise SetupError(
             f"two ranks cannot all-reduce over {' '.join(command[:4])}:\n{trial.stdout[-3000:]}{trial.stderr[-3000:]}"

@@ -232,6 +232,7 @@ ELSEWHERE = {
     "make image": ("Makefile", "$(MAKE) --no-print-directory image\n"),
     "make image-check": ("tests/docker/test_image_contents.py", "scripts/image_check.py"),
     "make image-gpu": ("Makefile", "|| $(MAKE) image-gpu"),
+    "make image-arm64": ("Makefile", "docker build --platform linux/arm64 "),
     "docker build -t trainer:cpu .": ("Makefile", "docker build -t trainer:cpu ."),
     "docker compose up --build -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
     "docker compose up -d": ("tests/docker/cluster.py", '"up", "--no-build", "--detach"'),
