@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 5
@@ -59,6 +59,9 @@ test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `m
 
 test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
+
+fuzz: setup  ## Send a hundred thousand inputs to each parser of what others may write; a table, in minutes
+	@$(IN_VENV) python -m tests.security.fuzz $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
 	@$(MAKE) --no-print-directory containers ONLY="docker and not slow"

@@ -40,9 +40,10 @@ def what_is_no_folder(path: Path) -> str:
     return ""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
-    _write_beside(path, lambda partial: partial.write_text(text))
+    data = content if isinstance(content, bytes) else content.encode()
+    _write_beside(path, lambda partial: partial.write_bytes(data))
 
 
 def save_atomically(path: Path, value: Any) -> None:

@@ -29,6 +29,8 @@ SIZE = 28
 MEAN, STD = 0.1307, 0.3081
 """Of the training images' pixels, with white as 1."""
 DOWNLOAD_TIMEOUT_S = 120.0
+_MOST_BYTES = 256 << 20
+"""Of an unpacked file; MNIST's largest has 47 MB. A packed one of 1 MB may unpack to 1 GB."""
 
 _UNSIGNED_BYTE = 0x08
 # torchvision knows the mirrors and the checksums. It has no timeout, so it runs in a process that can be ended.
@@ -146,12 +148,15 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
 
 def _read(path: Path) -> bytes:
     try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} is damaged or truncated: {error}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > _MOST_BYTES:
+        raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes")
+    return content
 
 
 def _existing(path: Path) -> Path | None:

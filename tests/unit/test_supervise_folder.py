@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 def test_a_job_that_was_not_ended_is_found_again(tmp_path: Path) -> None:
     assert read_former(tmp_path) is None
-    write_job(tmp_path, "abc", HOSTS)
-    assert read_former(tmp_path) == Former("abc", HOSTS, os.getpid())
+    job = uuid.uuid4().hex
+    write_job(tmp_path, job, HOSTS)
+    assert read_former(tmp_path) == Former(job, HOSTS, os.getpid())
     write_job(tmp_path, "", ())
     assert read_former(tmp_path) is None
     (tmp_path / "job.json").write_text("{")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON, _SHELL = re.compile(r"(python|pypy)[\d.]*"), re.compile(r"(ba|da|k|z)?sh")
@@ -27,6 +29,15 @@ _WRAPPERS = {"env", "exec", "nice", "ionice", "nohup", "time", "timeout", "numac
 _CONTAINERS = {"apptainer", "singularity"}
 _ENVIRONMENTS = {"uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba"} | _CONTAINERS
 """The same, perhaps in another folder, or with other files."""
+
+
+class OptionsParser(argparse.ArgumentParser):
+    """A parser of the options in front of a command."""
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and arg_strings == ["--"]:  # of `--name=--` older Pythons make an empty list
+            self.error(f"argument {'/'.join(action.option_strings)}: '--' is no value")
+        return super()._get_values(action, arg_strings)
 
 
 @dataclass(frozen=True)

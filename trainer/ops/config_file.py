@@ -33,6 +33,10 @@ _TABLES = ("run", "submit")
 _KEYS = {"-np": "np", "-H": "hosts"}
 """Keys of the options that have no long name."""
 _NO_SETTINGS = ("help", "config", "command")
+_MOST_BYTES = 1 << 20
+_MOST_DEPTH = 100
+_MOST_NUMBER = 1 << 63
+"""TOML promises integers below this. Python writes none of more than 4,300 digits."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,7 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
     Raises:
         ConfigError: names the line of what is not valid.
     """
-    try:
-        text = Path(path).read_text()
-        settings = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # TOMLDecodeError, which names the line; or bytes that are no text
-        raise ConfigError(f"--config {path} is not valid TOML: {error}") from None
+    text, settings = _read(path)
     lines, actions = _lines(text), _actions(parser)
     words: list[str] = []
     command: list[str] = []
@@ -96,6 +94,45 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
         words = [*words, *made] if action.option_strings else [*made, *words]
         places[action.option_strings[0] if action.option_strings else keys[-1]] = place
     return ConfigFile(tuple(words), tuple(command), places)
+
+
+def _read(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a file, and what it says.
+
+    Raises:
+        ConfigError: it cannot be read, or is not valid.
+    """
+    try:
+        with Path(path).open("rb") as file:  # which may be a pipe
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"--config {path} is larger than {_MOST_BYTES:,} bytes")
+        text = data.decode()
+        settings = tomllib.loads(text)
+        _check_numbers(settings)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path} is nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # TOMLDecodeError, which names the line; or bytes that are no text
+        raise ConfigError(f"--config {path} is not valid TOML: {error}") from None
+    return text, settings
+
+
+def _check_numbers(value: Any, depth: int = 0) -> None:
+    """Check that a message can show every value.
+
+    Raises:
+        RecursionError, ValueError: it cannot.
+    """
+    if depth > _MOST_DEPTH:
+        raise RecursionError
+    if isinstance(value, int) and not -_MOST_NUMBER <= value < _MOST_NUMBER:
+        raise ValueError("a number has more than 64 bits")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_numbers(inner, depth + 1)
 
 
 def _entries(settings: Mapping[str, Any], table: str) -> Iterator[tuple[tuple[str, ...], Any]]:

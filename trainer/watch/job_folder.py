@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.files import write_atomically
+from trainer.untrusted import parse_json
 
 JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
@@ -62,7 +63,7 @@ def write_verdict(kind: str, text: str, culprits: Sequence[int] = ()) -> None:
 
 def parse_verdict(line: str | bytes) -> JobVerdict | None:
     """Return what `write_verdict` has noted; None for anything else."""
-    with suppress(ValueError, LookupError, TypeError):
-        entry = json.loads(line)
+    with suppress(ValueError, LookupError, TypeError, OverflowError):
+        entry = parse_json(line)
         return JobVerdict(str(entry["kind"]), str(entry["text"]), tuple(map(int, entry["culprits"])))
     return None

@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import DataError
+from trainer.untrusted import open_file, read_file
 from trainer.watch.heartbeat import progress
 
 MANIFEST = "manifest.json"
@@ -86,7 +87,7 @@ class Manifest:
             manifest = Manifest(name=content["name"], facts=content["facts"], files=files)
             # The same content has the same bytes, so this covers the hash, and the characters around the values too.
             is_whole = manifest.to_bytes() == data and all(isinstance(entry.size, int) for entry in files.values())
-            if not is_whole or order_of(manifest.name) is None:
+            if not (is_whole and isinstance(manifest.facts, dict)) or order_of(manifest.name) is None:
                 raise damaged
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise damaged from None
@@ -101,7 +102,7 @@ def check_file_names(names: Collection[str]) -> None:
         DataError: one does not.
     """
     for name in names:
-        if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name:
+        if name in ("", ".", "..", MANIFEST) or "/" in name or not name.isprintable():
             raise DataError(f"a checkpoint cannot have a file named {name!r}; valid is a plain file name")
 
 
@@ -136,7 +137,7 @@ def load(path: Path) -> Committed:
     """
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
-        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+        with _naming(path, name), open_file(path / name) as file:
             size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
             if size != entry.size:
                 raise DataError(f"checkpoint {path}: {name} has {size:,} bytes instead of {entry.size:,}")
@@ -150,7 +151,7 @@ def load(path: Path) -> Committed:
 
 def _read_manifest(path: Path) -> Manifest:
     with _naming(path, MANIFEST):
-        data = (path / MANIFEST).read_bytes()
+        data = read_file(path / MANIFEST)
     try:
         return Manifest.from_bytes(data)
     except DataError as error:
@@ -192,6 +193,6 @@ def send(path: Path) -> Iterator[bytes]:
     manifest = _read_manifest(path)
     yield manifest.to_bytes()
     for name in manifest.files:
-        with _naming(path, name), (path / name).open("rb", buffering=0) as file:
+        with _naming(path, name), open_file(path / name) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk

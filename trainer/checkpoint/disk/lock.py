@@ -8,12 +8,15 @@ import json
 import os
 import signal
 import socket
+import stat
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainer.files import what_is_no_folder
+from trainer.untrusted import parse_json, read_file
 
 _NAME = ".lock"
 # File systems without locks: some network file systems, and some in user space.
@@ -43,7 +46,7 @@ class FolderLock:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = _open(self._path)
         except OSError as error:
             reason = what_is_no_folder(self._path.parent) or error.strerror or error
             return f"the checkpoints' folder {self._path.parent} cannot be written: {reason}"
@@ -64,9 +67,18 @@ class FolderLock:
     def signal_holder(self, number: signal.Signals) -> None:
         """Send a signal to the process that has the lock, where it is a rank of this job on this host."""
         holder = self._holder()
-        if holder.get("job") == self._job and holder.get("host") == socket.gethostname():
+        process = holder.get("process")
+        # Others may be able to write the file, and may not have this user's other processes signalled.
+        if holder.get("job") == self._job and holder.get("host") == socket.gethostname() and self._is_open_in(process):
             with suppress(ProcessLookupError):
-                os.kill(int(holder["process"]), number)
+                os.kill(process, number)
+
+    def _is_open_in(self, process: object) -> TypeGuard[int]:
+        if type(process) is not int or process <= 0:
+            return False
+        with suppress(OSError):
+            return any(self._path.samefile(entry) for entry in _open_files(process))
+        return False
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -88,6 +100,21 @@ class FolderLock:
 
     def _holder(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            holder = json.loads(self._path.read_text())
+            holder = parse_json(read_file(self._path))
             return holder if isinstance(holder, dict) else {}
         return {}
+
+
+def _open(path: Path) -> int:
+    """Open the lock's file, and not one of this user's to which somebody has put a link in its place."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path.name} is no regular file")
+    return descriptor
+
+
+def _open_files(process: int) -> Iterator[Path]:
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        if path.is_file():  # else it is a socket, or was closed in the meantime
+            yield path

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,6 +18,7 @@ from trainer.errors import TrainerError
 from trainer.ops.doctor.facts import Login
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import SSH
+from trainer.untrusted import parse_json
 
 MARK = "trainer-doctor-agent"
 NO_ANSWER = "no answer in time"
@@ -129,20 +130,23 @@ class Connection:
                 has_started = text.endswith(MARK)  # what is printed without an end of line stands before it
                 self._printed = self._printed or text.removesuffix(MARK).strip()
             elif line.startswith(b'{"id": ') and line.endswith(b"\n"):
-                self._take(json.loads(line))
+                self._take(line)
         with self._lock:
             self._has_ended = True
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentError(f"the agent on host {self.host.name} has ended"))
 
-    def _take(self, reply: dict[str, Any]) -> None:
-        with self._lock:
-            future = self._waiting[reply["id"]]
-        if "error" in reply:
-            future.set_exception(AgentError(f"host {self.host.name}: {reply['error']}"))
-        else:
-            future.set_result(reply["value"])
+    def _take(self, line: bytes) -> None:
+        """Give an answer to who waits for it. What the host prints beside the agent's answers is not heard."""
+        with suppress(ValueError, LookupError, TypeError, InvalidStateError):
+            reply = parse_json(line)
+            with self._lock:
+                future = self._waiting[reply["id"]]
+            if "error" in reply:
+                future.set_exception(AgentError(f"host {self.host.name}: {reply['error']}"))
+            else:
+                future.set_result(reply["value"])
 
 
 def _command(host: Host, *, in_small_segments: bool) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
-from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
 from trainer.ops.config_file import read_config
 from trainer.ops.submit.job import INDEX, Job
 from trainer.ops.submit.schedulers import SCHEDULERS, Scheduler
@@ -89,7 +89,7 @@ class Options:
     follows: bool
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OptionsParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument --directive:"):
             message = "--directive takes its text behind =, as in --directive=--partition=gpu"
@@ -215,7 +215,7 @@ def _read(
             problems.append(f"{_OPTION_OF[name]} is missing; valid is {valid}")
         elif text is not None and (value := convert(text)) is None:
             problems.append(f"{_OPTION_OF[name]} is {text!r}; valid is {valid}")
-            del values[name]
+            values.pop(name, None)
         elif text is not None:
             values[name] = value
     name = name_of(command or ("train",))

@@ -64,13 +64,19 @@ def decide(code: int, folder: Path, told: str, *probe: str) -> int:
         may_go_better = told or has_crashed(code, messages) or " launch failed: " in messages
         if not may_go_better and subprocess.call(probe, stdin=subprocess.DEVNULL) == 0:
             return code
-        repeats = 1 + (int(unsaved.read_text()) if unsaved.exists() else 0)
+        repeats = 1 + _number_in(unsaved)
     if repeats > REPEATS:
         print(f"exit code {code}: not saved {repeats} times in a row")
         return code
     unsaved.write_text(f"{repeats}\n")
     print(f"exit code {code}: back into the queue")
     return PREEMPTED
+
+
+def _number_in(file: Path) -> int:
+    """Return the number in a file; 0 where there is none, as where a full disk has left the file empty."""
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
+    return int(text) if re.match(r"[0-9]{1,9}$", text) else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,11 @@ from typing import Any
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
-from trainer.ops.supervise.hosts import Host
+from trainer.ops.supervise.hosts import Host, parse_hosts
+from trainer.untrusted import parse_json, read_file
+
+_JOB = re.compile("[0-9a-f]{32}")
+"""A job's id, which finds its processes and names its folders: nothing else may be killed and removed by it."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,11 @@ def write_job(folder: Path, job: str, hosts: Sequence[Host]) -> None:
 
 
 def read_former(folder: Path) -> Former | None:
-    """Return the job that a former supervisor has not ended."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        entry = json.loads((folder / "job.json").read_text())
-        if entry["job"]:
-            hosts = tuple(Host(str(name), int(slots)) for name, slots in entry["hosts"])
-            return Former(str(entry["job"]), hosts, int(entry["supervisor"]))
+    """Return the job that a former supervisor has not ended; None also where the file does not look like one."""
+    with suppress(OSError, ValueError, LookupError, TypeError, OverflowError):
+        entry = parse_json(read_file(folder / "job.json"))
+        if _JOB.fullmatch(entry["job"]):
+            # Whoever can write the file may not have ssh take a name for an option.
+            hosts = parse_hosts(",".join(f"{name}:{slots}" for name, slots in entry["hosts"]))
+            return Former(entry["job"], hosts, int(entry["supervisor"]))
     return None

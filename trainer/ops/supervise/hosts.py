@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # never an option of ssh's
+_SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: a name or a number is not valid, or a host is named twice.
     """
-    hosts: list[Host] = []
+    slots_by_name: dict[str, int] = {}
     for part in text.split(","):
         name, colon, slots = part.partition(":")
-        valid = _NAME.fullmatch(name) and (not colon or (slots.isdecimal() and int(slots) > 0))
-        if not valid:
+        if not _NAME.fullmatch(name) or (colon and not _SLOTS.fullmatch(slots)):
             raise ConfigError(f"-H has {part!r}; valid is HOST:SLOTS, as in a:2,b:2")
-        if name in (host.name for host in hosts):
+        if name in slots_by_name:
             raise ConfigError(f"-H has {name!r} twice; name each host once, with all its slots")
-        hosts.append(Host(name, int(slots or 1)))
-    return tuple(hosts)
+        slots_by_name[name] = int(slots or 1)
+    return tuple(Host(name, slots) for name, slots in slots_by_name.items())
 
 
 def slots_of(hosts: Sequence[Host]) -> int:

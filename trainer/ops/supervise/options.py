@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
-from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
 from trainer.ops.config_file import read_config
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
 
@@ -73,7 +73,7 @@ class Options:
         return Path("runs", self.name)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OptionsParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:

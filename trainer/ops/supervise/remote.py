@@ -6,6 +6,7 @@ does not answer in time is not well: the same call is the probe.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
 
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")
 TIMEOUT_S = 10.0
 """Seconds in which all hosts together have to answer."""
 # /proc shows the environment that a process was started with, so the mark stays. A process may be made while others are
@@ -141,24 +143,22 @@ def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answ
         process.communicate()
         return Answer(host.name, is_well=False, problem="does not answer in time")
     head, _, records = output.partition(b"\n")
-    words = head.split()
-    if process.returncode != 0 or words[:1] != [b"trainer-host"]:
+    if process.returncode != 0 or not _HEAD.fullmatch(head.rstrip()):
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         return Answer(host.name, is_well=False, problem=last or f"ssh has ended with code {process.returncode}")
     ranks, verdict = _parse(records)
-    return Answer(host.name, True, frozenset(map(int, words[1:])), ranks, verdict)
+    return Answer(host.name, True, frozenset(map(int, head.split()[1:])), ranks, verdict)
 
 
 def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
     """Return what is in the files of the folders, one after another."""
-    ranks, verdict = [], None
-    while records:
-        size = records.find(b"\n") + 1 or len(records)
-        if (host_verdict := parse_verdict(records[:size])) is not None:
-            verdict = host_verdict
+    ranks, verdict, at = [], None, 0
+    while at < len(records):
+        end = records.find(b"\n", at) + 1 or len(records)
+        if records[at : at + 1] == b"{" and (host_verdict := parse_verdict(records[at:end])) is not None:
+            verdict, at = host_verdict, end
         else:
-            size = SIZE
-            if (heartbeat := Heartbeat.from_bytes(records[:SIZE])) is not None:
+            if (heartbeat := Heartbeat.from_bytes(records[at : at + SIZE])) is not None:
                 ranks.append(heartbeat)
-        records = records[size:]
+            at += SIZE
     return tuple(ranks), verdict

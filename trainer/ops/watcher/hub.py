@@ -199,7 +199,7 @@ class Hub(Watcher):
                 self._take(link, message, now)
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
                 raise RefusedError("it has not proven anything in time")
-        except (RefusedError, OSError, ValueError, TypeError, LookupError) as error:
+        except (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError) as error:
             self._drop(link, is_lost=is_timeout(error))
 
     def _take(self, link: Link, message: dict[str, Any], now: float) -> None:

@@ -77,7 +77,7 @@ class View(Heartbeat):
         """Return the view that `as_dict` has described.
 
         Raises:
-            ValueError, TypeError, LookupError: it is something else.
+            ValueError, TypeError, LookupError, OverflowError: it is something else.
         """
         try:
             record = zlib.decompressobj().decompress(base64.b85decode(fields["heartbeat"]), SIZE)

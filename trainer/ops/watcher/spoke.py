@@ -34,7 +34,7 @@ class Spoke(Watcher):
         self._note(self._here, views, now)
         try:
             self._talk(views, now)
-        except (RefusedError, OSError, ValueError) as error:
+        except (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError) as error:
             self._lose(error)
         if is_paused([self._here]):
             self._limit.progress_at = now

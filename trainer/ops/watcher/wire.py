@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.cluster.identity import PROOF_BYTES, is_proof, prove, seal, unseal
+from trainer.untrusted import parse_json
 
 TIMEOUT_S = 10.0
 """Time for the other side to prove itself, and to acknowledge what it was sent."""
@@ -149,7 +150,10 @@ class Link:
                 raise RefusedError("a message that no watcher of this job has sent")
             self._received += 1
             self.heard_at = time.monotonic()
-            message = json.loads(data)
+            try:
+                message = parse_json(data)
+            except ValueError as error:
+                raise RefusedError(f"a message that is no JSON: {error}") from None
             if isinstance(message, dict):
                 yield message
 

@@ -28,6 +28,11 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 _HEAD = struct.Struct("16s")
+_KINDS = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+}
+"""What NumPy calls the types of tensors' elements. It would take other texts for types too, up to gigabytes wide."""
 
 
 def encode(kind: str, data: bytes | memoryview) -> bytes:
@@ -46,7 +51,7 @@ def decode(message: bytes) -> tuple[str, memoryview]:
     Raises:
         ValueError: it is not a chunk.
     """
-    kind = message[: _HEAD.size].rstrip(b"\0")
-    if len(message) < _HEAD.size or not kind.isascii():
+    kind = message[: _HEAD.size].rstrip(b"\0").decode("ascii", "replace")
+    if len(message) < _HEAD.size or kind not in _KINDS:
         raise ValueError(f"not a chunk: a message of {len(message)} bytes")
-    return kind.decode(), memoryview(message)[_HEAD.size :]
+    return kind, memoryview(message)[_HEAD.size :]

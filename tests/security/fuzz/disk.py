@@ -1,0 +1,231 @@
+"""Targets that come from a disk, or from a command line that another program writes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import struct
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from horovod.runner import command as horovodrun
+
+from examples.datasets.mnist import read_idx
+from tests.security.fuzz.target import Target
+from trainer.checkpoint.disk.committed import Manifest, load, name_of
+from trainer.checkpoint.disk.durable import FileEntry
+from trainer.checkpoint.disk.lock import FolderLock
+from trainer.errors import ConfigError, DataError
+from trainer.ops.submit import options as submit
+from trainer.ops.submit import requeue
+from trainer.ops.supervise import options as supervise
+from trainer.ops.supervise.folder import read_former, write_job
+from trainer.ops.supervise.hosts import Host, names, parse_hosts
+from trainer.report import run_record
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
+
+
+@cache
+def _folder() -> Path:
+    holder = tempfile.TemporaryDirectory(prefix="trainer-fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None)
+    _holders.append(holder)
+    return Path(holder.name)
+
+
+_holders: list[tempfile.TemporaryDirectory[str]] = []
+"""Keeps the folder until Python ends."""
+
+
+def _file(name: str, data: bytes) -> Path:
+    path = _folder() / name
+    path.write_bytes(data)
+    return path
+
+
+def _manifest(data: bytes) -> None:
+    manifest = Manifest.from_bytes(data)
+    assert manifest.to_bytes() == data
+    assert manifest.order
+    for name, entry in manifest.files.items():
+        (_folder() / name).is_file()
+        assert f"{entry.size:,}"
+
+
+def _hashed_manifest(data: bytes) -> None:
+    """Read a manifest whose hash was made anew, as by somebody who knows what it is made of."""
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(data)
+        if isinstance(content, dict):
+            content.pop("sha256", None)
+            digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+            data = (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
+    _manifest(data)
+
+
+def _checkpoint(data: bytes) -> None:
+    """Load a checkpoint whose manifest has these bytes."""
+    folder = _folder() / name_of(1, 2, 3)
+    folder.mkdir(exist_ok=True)
+    (folder / "state.pt").write_bytes(b"state")
+    (folder / "manifest.json").write_bytes(data)
+    load(folder)
+
+
+def _manifests() -> list[bytes]:
+    files = {"state.pt": FileEntry(size=5, sha256=hashlib.sha256(b"state").hexdigest())}
+    facts = {"epoch": 1, "best": [0.5, name_of(1, 1, 2)], "complete": False, "resume": "auto", "lr": 1e-3, "é": None}
+    whole = Manifest(name=name_of(1, 2, 3), facts=facts, files=files)
+    return [whole.to_bytes(), Manifest(name=name_of(1, 2, 3), facts={}, files={}).to_bytes()]
+
+
+def _lock(data: bytes) -> None:
+    lock = FolderLock(_folder(), "a job")
+    lock._path = _file("lock", data)
+    holder = lock._holder()
+    assert isinstance(holder, dict)
+
+
+def _former(data: bytes) -> None:
+    _file("job.json", data)
+    former = read_former(_folder())
+    assert former is None or parse_hosts(names(former.hosts)) == former.hosts
+
+
+def _formers() -> list[bytes]:
+    write_job(_folder(), "0123456789abcdef" * 2, [Host("a", 2), Host("b.example", 1)])
+    return [(_folder() / "job.json").read_bytes()]
+
+
+def _hosts(data: bytes) -> None:
+    hosts = parse_hosts(data.decode())
+    assert parse_hosts(names(hosts)) == hosts
+
+
+def _hostfile(data: bytes) -> None:
+    given = Namespace(hosts=None, hostfile=str(_file("hosts", data)), num_proc=2, mpi_args="", use_gloo=True)
+    given.use_mpi = given.use_jsrun = None
+    horovodrun._set_hosts(given)
+    horovodrun._check_slots(given)
+
+
+@cache  # it takes as long as all the rest
+def _run_parser() -> ArgumentParser:
+    return supervise.add_parser(supervise.make_parser("trainer").add_subparsers())
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
+        call()
+
+
+def _run_config(data: bytes) -> None:
+    path = _file("job.toml", data)
+    _quietly(lambda: supervise.parse(["--config", str(path)], _run_parser()))
+
+
+def _submit_config(data: bytes) -> None:
+    path = _file("job.toml", data)
+    _quietly(lambda: submit.to_options(["--config", str(path)]))
+
+
+def _configs() -> list[bytes]:
+    return [
+        b'command = "python train.py --epochs 90"\n[run]\nnp = 4\nhosts = "a:2,b:2"\ntake-back = true\ntimeout = 1.5\n',
+        b'command = ["python", "train.py"]\n[submit]\nscheduler = "slurm"\nnodes = 2\nranks-per-node = 2\n'
+        b'time = "2h"\ndirective = ["--partition=gpu", "--exclusive"]\ngpus-per-node = 2\nmemory = "16GB"\n',
+        b"[submit]\nnodes = 0x1f\nname = 2020-01-01\narray = '''0-3,7'''\nlabels = {a.b = [1e999, nan]}\n",
+    ]
+
+
+def _words(data: bytes) -> list[str]:
+    # As Python has them from a command line: without NULs, and with what is no UTF-8 as surrogates.
+    return [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
+
+
+def _run_options(data: bytes) -> None:
+    words = [word for word in _words(data) if not word.startswith("--config")]
+    _quietly(lambda: supervise.parse(words, _run_parser()))
+
+
+def _submit_options(data: bytes) -> None:
+    words = [word for word in _words(data) if not word.startswith("--config")]
+    _quietly(lambda: submit.to_options(words))
+
+
+def _run_lines() -> list[bytes]:
+    return [
+        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--take-back\0python\0train.py\0--epochs\00090",
+        b"-np=2\0--name=a\0--gloo\0--max-restarts\0003\0--\0python\0train.py",
+    ]
+
+
+def _submit_lines() -> list[bytes]:
+    return [
+        b"slurm\0--nodes\0002\0--ranks-per-node\0002\0--time\0002h\0--directive=--partition=gpu\0--\0python\0train.py",
+        b"mpijob\0--nodes\0001\0--ranks-per-node\0002\0--image\0a/b:1\0--toleration\0a=b:NoSchedule\0--node-selector\0"
+        b"a=b\0--memory\00016GB\0--\0python\0a.py",
+        b"gridengine\0--nodes\0001\0--ranks-per-node\0004\0--array\0000-3\0--\0python\0a.py\0--seed\0{index}",
+    ]
+
+
+def _requeue(data: bytes) -> None:
+    """Decide by the logs of a start, whose first line is the file `unsaved`."""
+    unsaved, _, messages = data.partition(b"\n")
+    folder = _file("unsaved", unsaved).parent
+    _file("srun.log", messages)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert isinstance(requeue.decide(1, folder, "told", "true"), int)
+
+
+def _settings(data: bytes) -> None:
+    _file("settings.json", data)
+    run_record._checkpoints_of(_folder())
+
+
+def _lines(data: bytes) -> None:
+    run_record._keep(_file("steps.jsonl", data), lambda line: line["step"] <= 1)
+
+
+def _idx(data: bytes) -> None:
+    for dimensions in (1, 3):
+        with contextlib.suppress(DataError):
+            assert read_idx(_file("images", data), dimensions=dimensions).dim() == dimensions
+
+
+def _packed_idx(data: bytes) -> None:
+    """Read an IDX file that is packed anew, or bytes that are no packed file."""
+    packed = data if data[:2] == b"\x1f\x8b" else gzip.compress(data, 1, mtime=0)
+    assert read_idx(_file("images.gz", packed), dimensions=3).dim() == 3
+
+
+def _idx_files() -> list[bytes]:
+    images = struct.pack(">BBBBIII", 0, 0, 8, 3, 2, 2, 3) + bytes(12)
+    return [images, struct.pack(">BBBBI", 0, 0, 8, 1, 5) + bytes(5), gzip.compress(images, mtime=0)]
+
+
+TARGETS = (
+    Target("manifest", _manifest, _manifests, (DataError,)),
+    Target("manifest, hashed anew", _hashed_manifest, _manifests, (DataError,)),
+    Target("checkpoint's folder", _checkpoint, _manifests, (DataError,)),
+    Target("checkpoints' lock", _lock, lambda: [b'{"job": "a job", "process": 1, "host": "a"}', b""]),
+    Target("job.json", _former, _formers),
+    Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
+    Target("hostfile", _hostfile, lambda: [b"a slots=2\nb slots=4  # c\n\n", b"a.b slots=1\n"], (ValueError,)),
+    Target("trainer run --config", _run_config, _configs, (ConfigError,)),
+    Target("trainer submit --config", _submit_config, _configs, (ConfigError,)),
+    Target("trainer run's options", _run_options, _run_lines, (ConfigError,)),
+    Target("trainer submit's options", _submit_options, _submit_lines, (ConfigError,)),
+    Target("requeue's logs", _requeue, lambda: [b"1\nsrun: error: a: task 0: Exited with exit code 75\n", b"\n"]),
+    Target("settings.json", _settings, lambda: [b'{\n  "checkpoints": "runs/checkpoints",\n  "a": null\n}\n']),
+    Target("steps.jsonl", _lines, lambda: [b'{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n{"st'], ()),
+    Target("IDX file", _idx, _idx_files),
+    Target("packed IDX file", _packed_idx, _idx_files, (DataError,)),
+)
+"""Those of this module."""

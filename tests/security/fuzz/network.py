@@ -1,0 +1,260 @@
+"""Targets that come from a network: what strangers send to a job, and what a job's processes send each other."""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import io
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+from horovod.runner.http.http_server import Server, Store, _Handler
+
+from tests.security.fuzz.connections import Connection
+from tests.security.fuzz.target import Target
+from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, spoke_of, waiting
+from trainer.cluster.identity import PROOF_BYTES, prove, seal, unseal
+from trainer.ops.doctor import connection as doctor
+from trainer.ops.doctor.agent import exchange
+from trainer.ops.supervise import remote
+from trainer.ops.supervise.hosts import Host
+from trainer.ops.watcher.wire import Link, RefusedError
+from trainer.strategies.comparisons.parameter_server import wire
+from trainer.strategies.comparisons.parameter_server.wire import decode, encode
+from trainer.watch.heartbeat import SIZE, Heartbeat, State
+from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
+
+_KEY = "0123456789abcdef" * 2
+
+
+def _seal(data: bytes) -> None:
+    opened = unseal(TOKEN, data, "object", 1)
+    assert opened is None or seal(TOKEN, opened, "object", 1) == data
+
+
+def _greet_watcher(data: bytes) -> None:
+    """Send as a stranger, to the hub and to another watcher, before anything is proven."""
+    for is_hub in (True, False):
+        link = Link(cast("Any", Connection(data)), TOKEN, is_hub=is_hub)
+        assert not list(link.receive()), "a message of a stranger was heard"
+
+
+def _proven(connection: Connection, *, is_hub: bool) -> Link:
+    link = Link(cast("Any", connection), TOKEN, is_hub=is_hub)
+    link._key = b"key"
+    return link
+
+
+def _framed(data: bytes, *, is_hub: bool) -> Connection:
+    sealed = seal(b"key", data, "message", is_hub, 0)
+    return Connection(len(sealed).to_bytes(4, "big") + sealed, ends=False)
+
+
+def _tell_hub(data: bytes) -> None:
+    """Send the hub a message as the watcher of another host; the hub itself must live on, and judge."""
+    hub = hub_of(both(), Ranks(waiting(0)), None, 0.0)
+    link = _proven(_framed(data, is_hub=False), is_hub=True)
+    hub._links.append(link)
+    hub._serve(link, 1e9)
+    hub.tick()
+    hub.tick()
+    if hub.verdict is not None:
+        assert all(isinstance(line, str) for line in hub.verdict.lines)
+
+
+def _tell_spoke(data: bytes) -> None:
+    """Send another watcher a message as the hub."""
+    spoke = spoke_of(both(), 1, Ranks(waiting(1)), "127.0.0.1:1", 0.0)
+    spoke._links.append(_proven(_framed(data, is_hub=True), is_hub=False))
+    spoke.tick()
+
+
+def _reports() -> list[bytes]:
+    connection = Connection(b"", ends=False)
+    spoke = spoke_of(both(), 1, Ranks(waiting(1)), "", 10.0)
+    link = _proven(connection, is_hub=False)
+    for more in ({}, {"looked": True}, {"bye": True}):
+        spoke._send(link, {1: waiting(1).replaced(frames=("a", "b"), stacks="Thread 1", at="train.py:31")}, **more)
+    return _messages(connection.sent)
+
+
+def _orders() -> list[bytes]:
+    connection = Connection(b"", ends=False)
+    hub = hub_of(both(), Ranks(waiting(0)), None, 10.0)
+    hub._links.append(_proven(connection, is_hub=True))
+    for order in ("look", "report", "go on", "bye"):
+        hub._tell({"do": order})
+    hub._tell({"do": "end", "said": "no progress", "culprits": [0, 1]})
+    return _messages(connection.sent)
+
+
+def _messages(sent: bytearray) -> list[bytes]:
+    messages = []
+    while sent:
+        end = 4 + int.from_bytes(sent[:4], "big")
+        messages.append(bytes(sent[4 + PROOF_BYTES : end]))
+        del sent[:end]
+    return messages
+
+
+def _server() -> Any:
+    """Import the server's script, which finds the modules in its own folder."""
+    sys.path.insert(0, str(Path(wire.__file__).parent))
+    try:
+        return importlib.import_module("server")
+    finally:
+        del sys.path[0]
+
+
+def _add_up(data: bytes) -> None:
+    add_up = _server().add_up
+    for messages in ((data, data), (encode("float32", bytes(16)), data)):
+        kind, _ = decode(add_up(messages))
+        assert np.dtype(kind).kind in "biufc"
+
+
+def _chunks() -> list[bytes]:
+    kinds = ("float32", "float64", "float16", "int64", "uint8", "bool")
+    return [encode(kind, np.ones(4, kind).tobytes()) for kind in kinds]
+
+
+class _Rendezvous(Server):
+    """The server without a socket that listens."""
+
+    def __init__(self) -> None:
+        self.store, self.key, self.server_address = Store(), _KEY, ("127.0.0.1", 1)
+        self._strangers, self._ranks, self._lock = {}, set(), threading.Lock()
+
+    def take(self, data: bytes) -> bytes:
+        connection: Any = Connection(data)
+        self._strangers[connection] = None
+        self.store.put("scope", "key", b"the value")
+        _Handler(connection, ("127.0.0.1", 2), self)
+        return bytes(connection.sent)
+
+
+def _ask_as_stranger(data: bytes) -> None:
+    if _KEY.encode() in data:
+        return
+    server = _Rendezvous()
+    answer = server.take(data)
+    assert b" 200 " not in answer, "a stranger was answered"
+    assert server.store.names() == {"scope/key"}, "a stranger has changed the store"
+
+
+def _ask_as_rank(data: bytes) -> None:
+    _Rendezvous().take(data.replace(b"KEY", _KEY.encode()))
+
+
+def _requests() -> list[bytes]:
+    head = b" HTTP/1.1\r\nHost: a\r\nContent-Length: "
+    gets = [method + b" /KEY/scope/key" + head + b"0\r\n\r\n" for method in (b"GET", b"DELETE", b"POST")]
+    return [*gets, b"PUT /KEY/scope/name" + head + b"5\r\n\r\nvalue", gets[0] + gets[1]]
+
+
+def _exchange(data: bytes) -> None:
+    """Connect to an agent of `trainer doctor`: the first byte says whether the proof is right."""
+    is_rank, rest = data[:1] == b"\1", data[1:]
+    challenge = bytes(32)
+    proof = hmac.digest(TOKEN.encode(), challenge, "sha256") if is_rank else b""
+    connection = Connection(proof + rest)
+    unproven: list[Any] = [connection]
+    with mock.patch("os.urandom", return_value=challenge):
+        exchange._serve(cast("Any", connection), TOKEN.encode(), unproven)
+    assert not unproven
+    assert is_rank or len(connection.sent) == 32, "a stranger got more than a challenge"
+
+
+def _asked(sent: int, wanted: int) -> bytes:
+    return b"\1" + exchange._REQUEST.pack(sent, wanted) + bytes(sent)
+
+
+def _answer_doctor(data: bytes) -> None:
+    """Answer as a host's login shell and agent do, to three questions."""
+    asking = object.__new__(doctor.Connection)
+    asking.host, asking._output, asking._printed = Host("a", 1), io.BytesIO(data), ""
+    asking._waiting = {number: Future() for number in range(3)}
+    asking._has_ended, asking._lock = False, threading.Lock()
+    asking._read()
+    assert all(future.done() for future in asking._waiting.values()), "a question waits for ever"
+
+
+def _answers() -> list[bytes]:
+    start = b"Welcome\n" + doctor.MARK.encode() + b"\n"
+    replies = [{"id": 0, "value": 1.5}, {"id": 1, "error": "OSError: gone"}, {"id": 2, "value": {"a": [1, "b"]}}]
+    lines = [json.dumps(reply).encode() + b"\n" for reply in replies]
+    return [start + b"".join(lines), start + lines[0], start]
+
+
+def _heartbeat(data: bytes) -> None:
+    """Read a record's every field, as those do who read it."""
+    heartbeat = Heartbeat.from_bytes(data)
+    if heartbeat is not None:
+        assert heartbeat.pid > 0
+        assert isinstance(heartbeat.has_ended, bool)
+        for name in ("what", "last", "phase", "error", "message", "folder", "pending", "group"):
+            getattr(heartbeat, name).encode()
+
+
+def _heartbeats() -> list[bytes]:
+    busy = Heartbeat(rank=1, state=State.WAITING, what="gradients", steps=9, phase="training", message="é" * 300)
+    busy.pid = 4711
+    return [bytes(busy), bytes(busy)[: SIZE - 1]]
+
+
+def _verdict(data: bytes) -> None:
+    verdict = parse_verdict(data)
+    assert verdict is None or (isinstance(verdict.text, str) and all(isinstance(n, int) for n in verdict.culprits))
+
+
+def _verdicts() -> list[bytes]:
+    return [json.dumps({"kind": HANG, "text": "no progress", "culprits": [0, 3]}).encode() + b"\n"]
+
+
+class _Finished:
+    """A process that has ended in good order."""
+
+    returncode = 0
+
+    def __init__(self, output: bytes) -> None:
+        self._output = output
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        return self._output, b""
+
+
+def _hear_host(data: bytes) -> None:
+    answer = remote._read(Host("a", 1), cast("Any", _Finished(data)), 0.0)
+    assert answer.verdict is None or isinstance(answer.verdict, JobVerdict)
+    assert all(rank.pid > 0 for rank in answer.ranks)
+
+
+def _heard() -> Sequence[bytes]:
+    head, records = b"trainer-host 12 13\n", _heartbeats()[0]
+    return [head, head + records + _verdicts()[0], head + records * 2]
+
+
+TARGETS = (
+    Target("sealed object", _seal, lambda: [seal(TOKEN, b"object", "object", 1)]),
+    Target(
+        "watcher's greeting", _greet_watcher, lambda: [bytes(32) + prove(TOKEN, "watcher", bytes(32))], (RefusedError,)
+    ),
+    Target("message to the hub", _tell_hub, _reports),
+    Target("message to a watcher", _tell_spoke, _orders),
+    Target("parameter server's chunk", _add_up, _chunks, (ValueError,)),
+    Target("rendezvous, stranger", _ask_as_stranger, _requests, (OSError,)),
+    Target("rendezvous, rank", _ask_as_rank, _requests, (OSError,)),
+    Target("doctor's exchange", _exchange, lambda: [_asked(0, 1), _asked(100, 0), _asked(0, 100) + _asked(0, 1)[1:]]),
+    Target("doctor's answers", _answer_doctor, _answers),
+    Target("heartbeat", _heartbeat, _heartbeats),
+    Target("verdict.json", _verdict, _verdicts),
+    Target("a host's answer", _hear_host, _heard),
+)
+"""Those of this module."""
