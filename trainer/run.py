@@ -98,6 +98,8 @@ class Run:
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
+        self._evaluated: int | None = None
+        """Samples of the evaluation batch at hand; None outside of an evaluation."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -191,6 +193,7 @@ class Run:
             group=self,
             **options,
         )
+        loader.on_evaluated = self._on_evaluated
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
         check_consistency(self.strategy, loader.must_agree)
@@ -297,8 +300,16 @@ class Run:
 
         In `state` of the run's checkpoints, a mean goes on where an epoch was interrupted.
         """
-        count = self._updates.batches
-        return Mean(self.all_reduce, lambda: self.batch_samples if count.has_loader else 1, self.device, self.is_root)
+        return Mean(self.all_reduce, self._samples_at_hand, self.device, self.is_root)
+
+    def _samples_at_hand(self) -> int:
+        """Return the samples of the batch that was drawn last, of an evaluation too; 1 without a loader."""
+        if self._evaluated is not None:
+            return self._evaluated
+        return self.batch_samples if self._updates.batches.has_loader else 1
+
+    def _on_evaluated(self, samples: int | None) -> None:
+        self._evaluated = samples
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled."""
@@ -371,6 +382,11 @@ class Run:
             TrainerError: the folder cannot be written, or another job uses it.
         """
         config = settings_from(CheckpointConfig, "run.checkpoints", folder=folder, **options)
+        if self._checkpoints is None and self._report.has_named_folder:
+            raise ConfigError(
+                "run.record was called before run.checkpoints, so no later start could go on in its folder; call "
+                "run.checkpoints first"
+            )
         if self._checkpoints is not None:
             self._checkpoints.close()
         contents = Contents(self._updates.prepared, state or {})

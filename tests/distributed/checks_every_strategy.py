@@ -170,11 +170,13 @@ def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> No
     optimizer = sgd(model)
     F.cross_entropy(model(make_data(8).inputs), make_data(8).targets).backward()
     if strategy.world.is_root:
-        optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there.
+        optimizer.step()  # Only rank 0 has momentum, as after loading a checkpoint there,
+        optimizer.param_groups[0]["lr"] = 0.25  # and the rate that a schedule had come to.
     momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()] if optimizer.state else []
     momentum = strategy.broadcast_object(momentum)
     weights = strategy.broadcast_object([parameter.detach().clone() for parameter in model.parameters()])
     init(strategy).prepare(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
     for parameter, expected in zip(model.parameters(), weights, strict=True):
         assert torch.equal(gather(parameter).cpu(), expected)
     assert_same_on_all_ranks(strategy, model)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from unittest import mock
 
 import horovod.torch as hvd
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, train_alone
-from trainer import InMemory
+from trainer import ConfigError, InMemory, init
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
@@ -47,6 +48,13 @@ def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> 
     train_by_hand(by_hand, data, strategy.world.device)
     assert fingerprint(ours) == fingerprint(by_hand)
     assert_same_on_all_ranks(strategy, ours)
+
+
+def check_an_optimizer_that_all_reduces_by_itself_is_refused(strategy: Strategy) -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    with pytest.raises(ConfigError, match="the optimizer is Horovod's DistributedOptimizer"):
+        init(strategy).prepare(model, optimizer)
 
 
 def check_many_buckets_equal_one_process(strategy: Strategy) -> None:

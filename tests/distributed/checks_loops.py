@@ -606,6 +606,28 @@ def check_a_mean_is_over_the_samples_of_all_ranks(strategy: Strategy) -> None:
     assert run.world_size == 1 or mean.read() == pytest.approx(expected)
 
 
+def check_a_mean_of_an_evaluation_weighs_its_batches(strategy: Strategy) -> None:
+    """Also within an epoch of training, whose last batch is a padding batch on some ranks."""
+    run = init(strategy)
+    values = torch.arange(3 * BATCH * run.world_size + 1, dtype=torch.float64)
+    model, optimizer = run.prepare(*(made := make_model(), sgd(made)))
+    test = run.loader(torch.utils.data.TensorDataset(values), BATCH, training=False)
+    train, losses = run.loader(make_data(BATCH * run.world_size + 1), BATCH), run.mean()
+    for number, (inputs, targets) in enumerate(train):
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        mean = run.mean()
+        for (batch,) in test:
+            mean.add(batch.mean())
+            if number == 0:  # an evaluation that is left early
+                break
+        assert number == 0 or mean.read() == pytest.approx(float(values.mean()), rel=1e-12)
+        losses.add(run.batch_samples)  # again weighed by the training batch
+    taken = run.world_size * BATCH
+    assert losses.read() == pytest.approx((taken * BATCH + 1) / (taken + 1))
+
+
 def check_what_rank_0_saves_is_there_whole_or_not_at_all(strategy: Strategy) -> None:
     run = init(strategy)
     folder = run.broadcast(tempfile.mkdtemp() if run.is_root else None)

@@ -54,6 +54,7 @@ _FSDP_CHECKPOINTS = "benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --file
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
     "make help": Run(prints="check-gpu"),
+    'make fuzz ARGS="--only watcher --inputs 1000"': Run(prints="nothing was found"),
     "python examples/mnist.py --help": Run(prints="--target-accuracy"),
     "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
     "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
@@ -375,7 +376,7 @@ MENTIONED = (
         "horovodrun --gloo",
     ),
     *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
-    *("torchrun --max-restarts 3", "horovodrun --min-np 2"),
+    *("torchrun --max-restarts 3", "horovodrun --min-np 2", "horovodrun --timeline-filename", "make fuzz"),
     *("docker run", "docker export", "pip install --force-reinstall horovod", "trainer submit slurm"),
     *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),
 )

@@ -168,6 +168,9 @@ def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypa
     assert {"description", "tuning", "versions", "started"} < set(settings)
     with pytest.raises(TrainerError, match="already holds a run"):
         run.record(folder)
+    # A later start finds the folder with a run, and does not know yet whether it goes on with that.
+    with pytest.raises(ConfigError, match=r"run\.record was called before run\.checkpoints"):
+        run.checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.needs("tensorboard")

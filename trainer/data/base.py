@@ -169,6 +169,8 @@ class Loader(ABC):
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
+        self.on_evaluated: Callable[[int | None], object] = lambda samples: None
+        """Called with the samples of each evaluation batch before it is yielded, and with None after the last one."""
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
         """A filter of the steps that `steps` yields, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
@@ -206,8 +208,15 @@ class Loader(ABC):
         """Yield the steps of the next epoch, padding batches included."""
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self.steps() if self.training else self.own_samples():
-            yield step.batch
+        return (step.batch for step in self.steps()) if self.training else self._evaluation()
+
+    def _evaluation(self) -> Iterator[Any]:
+        try:
+            for step in self.own_samples():
+                self.on_evaluated(step.count)
+                yield step.batch
+        finally:  # also where the evaluation is left early
+            self.on_evaluated(None)
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""

@@ -232,10 +232,17 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
     return facts
 
 
+def is_plain(value: object) -> bool:
+    """Return whether a setting is of numbers and texts alone."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _described(value: object) -> object:
     """Return a setting as it is compared: a tensor's values without its device, and of other objects their type."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
         return [_described(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    return value if is_plain(value) else type(value).__name__

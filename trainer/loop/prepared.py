@@ -22,6 +22,7 @@ from trainer.loop.consistency import (
     describe_model,
     describe_optimizer,
     describe_settings,
+    is_plain,
 )
 from trainer.loop.gradients import parameters_of
 from trainer.loop.loss_scaler import LossScaler
@@ -141,11 +142,17 @@ class Prepared:
         Raises:
             ConfigError: ranks disagree about the optimizer.
         """
+        if hasattr(optimizer, "skip_synchronize"):
+            raise ConfigError(
+                "the optimizer is Horovod's DistributedOptimizer, which all-reduces gradients a second time; give "
+                "run.prepare the optimizer that it was made from"
+            )
         self.has_optimizers = True
         held = _ids(optimizer)
         self.check_known(held)
         known = PreparedOptimizer(next(self._numbers), len(optimizer.param_groups), self.backwards)
         self._optimizers[optimizer] = known
+        self._adopt_loaded_settings(optimizer)
         check_consistency(self._strategy, describe_optimizer(optimizer))
         if optimizer.state:
             # Moves state that was loaded from a checkpoint to its parameters' device.
@@ -157,6 +164,16 @@ class Prepared:
         ]
         _end_earlier(optimizer)
         return known
+
+    def _adopt_loaded_settings(self, optimizer: Optimizer) -> None:
+        """Give the groups rank 0's settings where it alone has loaded a file: its learning rate is not the script's."""
+        has_state, groups, settings = bool(optimizer.state), optimizer.param_groups, None
+        if self._strategy.world.is_root and has_state:
+            settings = [{name: value for name, value in group.items() if is_plain(value)} for group in groups]
+        (_, loaded), *others = self._strategy.all_gather_object((has_state, settings))
+        if loaded is not None and not all(has_state for has_state, _ in others):
+            for group, values in zip(groups, loaded, strict=False):  # their number is compared next
+                group.update(values)
 
     def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
         """Return what synchronizes the models whose parameters the optimizer holds."""

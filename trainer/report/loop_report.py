@@ -43,6 +43,8 @@ class LoopReport:
         """Those that were prepared and are still held, for settings.json."""
         self._epochs = range(0)
         self._folder: RunFolder | None = None
+        self.has_named_folder = False
+        """Whether the script has named the record's folder, in which a later start is to go on."""
         self._functions: list[LogFunction] = []
         self._display: Display | None = None
         self._has_use, self._began, self._before = False, 0.0, 0
@@ -58,6 +60,7 @@ class LoopReport:
         checkpoints: str = "",
     ) -> Path:
         """See `Run.record`."""
+        self.has_named_folder = folder != "auto"
         if self._folder is not None:
             self._folder.close()
         script = vars(settings) if isinstance(settings, Namespace) else settings or {}
