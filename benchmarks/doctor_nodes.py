@@ -29,9 +29,11 @@ class Nodes:
         """Start the nodes, node b with these settings of compose, unless they run so."""
         if settings == self._settings:
             return
-        services = {"a": {"stop_grace_period": "1s"}, "b": {"stop_grace_period": "1s", **settings}}
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump({"services": services}, file)
+        # Causes are made in files of the nodes, which can be written here as in a container that nobody has hardened.
+        common = "stop_grace_period: 1s, read_only: false, tmpfs: !reset []"
+        node_b = "".join(f", {name}: {json.dumps(value)}" for name, value in settings.items())
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(f"services:\n  a: {{{common}}}\n  b: {{{common}{node_b}}}\n")
             file.flush()
             files = [*self._files, file.name]
             command = ["docker", "compose", "--project-directory", str(ROOT), "--project-name", self.project]

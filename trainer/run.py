@@ -100,6 +100,8 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._evaluated: int | None = None
         """Samples of the evaluation batch at hand; None outside of an evaluation."""
+        self._parts_ranks = False
+        """Whether this is within an evaluation of which ranks have unequal numbers of batches."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -284,6 +286,7 @@ class Run:
         Raises:
             ConfigError: `reduction` is neither "mean" nor "sum".
         """
+        self._check_all_ranks_call("all_reduce")
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction is {reduction!r}; valid are mean, sum")
         dtype = torch.float64 if isinstance(value, float) else None
@@ -308,19 +311,34 @@ class Run:
             return self._evaluated
         return self.batch_samples if self._updates.batches.has_loader else 1
 
-    def _on_evaluated(self, samples: int | None) -> None:
-        self._evaluated = samples
+    def _on_evaluated(self, samples: int | None, is_even: bool) -> None:
+        self._evaluated, self._parts_ranks = samples, samples is not None and not is_even
+
+    def _check_all_ranks_call(self, name: str) -> None:
+        """Check that this is not within a loop that other ranks leave earlier: their next call would take its place.
+
+        Raises:
+            TrainerError: it is.
+        """
+        if self._parts_ranks:
+            raise TrainerError(
+                f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "
+                "after the loop, where run.mean() has added up what each rank has seen"
+            )
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled."""
+        self._check_all_ranks_call("all_gather")
         return self.strategy.all_gather_object(value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. A value is anything that can be pickled."""
+        self._check_all_ranks_call("broadcast")
         return self.strategy.broadcast_object(value, root=root)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
+        self._check_all_ranks_call("barrier")
         self.strategy.barrier()
 
     def print(self, *values: Any) -> None:

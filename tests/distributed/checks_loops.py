@@ -628,6 +628,19 @@ def check_a_mean_of_an_evaluation_weighs_its_batches(strategy: Strategy) -> None
     assert losses.read() == pytest.approx((taken * BATCH + 1) / (taken + 1))
 
 
+def check_a_collective_in_an_evaluation_that_ranks_leave_apart_is_refused(strategy: Strategy) -> None:
+    run = init(strategy)
+    uneven, even = (make_data(BATCH * run.world_size + more) for more in (BATCH // 2, 0))
+    for inputs, _ in run.loader(even, BATCH, training=False):
+        assert run.all_reduce(float(len(inputs)), "sum").item() == len(even)
+    for inputs, _ in run.loader(uneven, BATCH, training=False):
+        if run.world_size > 1:
+            for call in (run.all_reduce, run.all_gather, run.broadcast, lambda _: run.barrier()):
+                with pytest.raises(TrainerError, match="ranks have unequal numbers of batches; call it after the loop"):
+                    call(float(len(inputs)))
+    assert run.all_reduce(1.0, "sum").item() == run.world_size
+
+
 def check_what_rank_0_saves_is_there_whole_or_not_at_all(strategy: Strategy) -> None:
     run = init(strategy)
     folder = run.broadcast(tempfile.mkdtemp() if run.is_root else None)

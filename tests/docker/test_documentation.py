@@ -130,7 +130,7 @@ def test_the_files_for_gpus_fit_together() -> None:
     files = shlex.split(WITH_GPUS.removesuffix("up --build -d"))
     own = [*files, "-f", "docker-compose.project.yml", "config", "--format", "json"]
     built = json.loads(succeed(own, env={"PROJECT_DIR": "/elsewhere"}))["services"]["b"]
-    assert built["build"] == {"context": "/elsewhere", "dockerfile": "Dockerfile"}
+    assert (built["build"]["context"], built["build"]["dockerfile"]) == ("/elsewhere", "Dockerfile")
     assert built["image"] == "trainer-project"
     services = json.loads(succeed([*files, "config", "--format", "json"]))["services"]
     devices = [services[node]["deploy"]["resources"]["reservations"]["devices"][0] for node in ("a", "b")]

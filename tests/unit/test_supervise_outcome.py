@@ -198,8 +198,8 @@ def test_ranks_that_a_launcher_has_ended_save_too_and_that_is_no_preemption() ->
     [
         ([], {2}, [2]),  # elsewhere; the others have reported their end, or run
         ([1], {1}, [1]),
-        ([1], {0, 1, 2, 3}, [1]),  # the launcher has ended the others after that
-        ([0, 1], {0, 1, 2, 3}, []),  # all at once here: 2 or 3 may have been before
+        ([1], {0, 1, 2, 3}, []),  # the launcher has ended the others after that, or this one too
+        ([0, 1], {0, 1, 2, 3}, []),
         ([], {0, 1, 2, 3}, []),
     ],
 )

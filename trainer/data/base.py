@@ -169,8 +169,10 @@ class Loader(ABC):
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
         self.on_own_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `own_samples`, and with False for those in which this rank has none."""
-        self.on_evaluated: Callable[[int | None], object] = lambda samples: None
-        """Called with the samples of each evaluation batch before it is yielded, and with None after the last one."""
+        self.on_evaluated: Callable[[int | None, bool], object] = lambda samples, is_even: None
+        """Called with the samples of each evaluation batch before it is yielded, and with None after the last one; and
+        with whether all ranks are known to have as many batches.
+        """
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
         """A filter of the steps that `steps` yields, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
@@ -191,6 +193,11 @@ class Loader(ABC):
     def updates(self) -> int:
         """Optimizer updates in an epoch of `len(self)` steps; the last one may have fewer steps than the others."""
         return -(-len(self) // self.accumulate)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no rank is known to have fewer evaluation batches than another."""
+        return True
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -213,10 +220,10 @@ class Loader(ABC):
     def _evaluation(self) -> Iterator[Any]:
         try:
             for step in self.own_samples():
-                self.on_evaluated(step.count)
+                self.on_evaluated(step.count, self.is_even)
                 yield step.batch
         finally:  # also where the evaluation is left early
-            self.on_evaluated(None)
+            self.on_evaluated(None, self.is_even)
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""

@@ -198,6 +198,11 @@ class ShardedLoader(Loader):
             taken = min(plan.start + (step + 1) * plan.step_size, plan.samples)
             yield Step(loaded.batch, count, weight, plan.closes_update(step), number, taken)
 
+    @property
+    def is_even(self) -> bool:
+        last = self.plan.shard(self.plan.steps - 1, self.world.size - 1)
+        return bool(last.stop > last.start)
+
     def own_samples(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
         shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]

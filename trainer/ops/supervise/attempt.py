@@ -207,6 +207,9 @@ def find_dead(
         return unasked
     if len(gone) < len(host_of):
         return seen or sorted(gone)
-    # The launcher has ended the ranks that were left. If all ranks of this host died at once, it may have ended them.
+    if len({*host_of.values()}) == 1:
+        return seen
+    # The launcher has ended the ranks that were left. Where none has noted its signal, and where all ranks of this host
+    # died at once, it may have ended those that were seen, after a rank of another host.
     here = {number for number, host in host_of.items() if host in {host_of[number] for number in seen}}
-    return seen if set(seen) < here or len(here) == len(host_of) else ()
+    return seen if asked and set(seen) < here else ()
