@@ -35,6 +35,19 @@ def test_plain_data_and_objects_go_on(tmp_path: Path) -> None:
         checkpoints.close()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_scheduler_that_would_begin_anew_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_kept: bool
+) -> None:
+    run, model = init("single"), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = run.prepare(model, optimizer)
+    made.append(run.checkpoints(tmp_path, state={"schedule": schedule} if is_kept else {"totals": {}}))
+    train(run, model, optimizer)
+    assert ("has a scheduler that is not in the state of run.checkpoints" in capsys.readouterr().err) is not is_kept
+
+
 class Versioned(nn.Linear):
     """Notes the version of the state that it loads."""
 

@@ -156,6 +156,12 @@ class Checkpoints:
                 "folder of its own before each"
             )
         self._positions.begin()
+        if self._world.is_root and self._contents.lacks_schedule:
+            print_line(
+                "trainer: WARNING: the learning rate has a scheduler that is not in the state of run.checkpoints; "
+                'after an interruption it begins anew, so give state={"schedule": scheduler}',
+                sys.stderr,
+            )
         left = range(self.epoch, epochs.stop) if self.resumed else epochs
         if self.resumed is not None and self.resumed.is_complete and left and self._world.is_root:
             for end in describe_ends(self._contents.objects):

@@ -25,7 +25,7 @@ from trainer.checkpoint.run.snapshot import count_bytes
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
-from trainer.loop.lr_schedule import LearningRate
+from trainer.loop.lr_schedule import LearningRate, UsersSchedule
 from trainer.loop.prepared import Prepared
 from trainer.models.memory_format import align_state
 from trainer.models.sharded import shard_as, shard_optimizer_state
@@ -83,6 +83,17 @@ class Contents:
         """Settings of the script's optimizers and schedulers; after `load` the checkpoint's, where these apply."""
         # Of a script's own loop, the learning rate is a part of the optimizer's state.
         self._rate_is_scripts = any(isinstance(value, LearningRate) for value in self.objects.values())
+
+    @property
+    def lacks_schedule(self) -> bool:
+        """Whether a scheduler of torch's sets a learning rate, and no object is one or has one's optimizer."""
+        kept = any(
+            isinstance(value, LearningRate | UsersSchedule) or hasattr(value, "optimizer")
+            for value in self.objects.values()
+        )
+        # PyTorch marks an optimizer's step when a scheduler is made for it.
+        scheduled = (hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self.prepared.optimizers)
+        return not kept and any(scheduled)
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
