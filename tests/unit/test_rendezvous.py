@@ -22,36 +22,36 @@ from trainer.strategies.ddp import DDPStrategy
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Meeting:
-    """Where the ranks of a start exchange their texts."""
+class Exchange:
+    """What the threads share that stand for the ranks of a job: each rank's text, and a barrier."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=30)
         self.texts = [""] * ranks
 
 
-class Met(Rendezvous):
-    """A rank's side of a meeting."""
+class ThreadRendezvous(Rendezvous):
+    """The rendezvous of a rank that is a thread."""
 
-    def __init__(self, world: World, meeting: Meeting) -> None:
+    def __init__(self, world: World, exchange: Exchange) -> None:
         self.close = lambda: None
-        self._rank, self._meeting = world.rank, meeting
+        self._rank, self._exchange = world.rank, exchange
 
     def all_gather(self, text: str) -> list[str]:
-        self._meeting.texts[self._rank] = text
-        self._meeting.barrier.wait()
-        texts = list(self._meeting.texts)
-        self._meeting.barrier.wait()
+        self._exchange.texts[self._rank] = text
+        self._exchange.barrier.wait()
+        texts = list(self._exchange.texts)
+        self._exchange.barrier.wait()
         return texts
 
 
 def stores_of(ranks: int) -> list[Any]:
     """Return the store of each rank of a new start."""
-    meeting = Meeting(ranks)
+    exchange = Exchange(ranks)
 
     def share(rank: int) -> Any:
         world = World(rank=rank, size=ranks)
-        return _share_memory(world, Met(world, meeting))
+        return _share_memory(world, ThreadRendezvous(world, exchange))
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(share, range(ranks)))
@@ -139,7 +139,7 @@ def test_a_job_on_one_host_serves_no_store(
     hosts: tuple[str, str], is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On several hosts it does, as without a file that all ranks can open."""
-    meeting, stores, this = Meeting(2), {}, threading.local()
+    exchange, stores, this = Exchange(2), {}, threading.local()
     monkeypatch.setattr(module, "host_id", lambda: hosts[this.rank])
     monkeypatch.setattr(module, "address_toward", lambda _: "127.0.0.1")
     monkeypatch.setattr(module, "choose_gloo_interface", lambda _: None)
@@ -148,7 +148,7 @@ def test_a_job_on_one_host_serves_no_store(
     def join(rank: int) -> None:
         this.rank = rank
         world = World(rank=rank, size=2)
-        init_process_group("gloo", world, Met(world, meeting))
+        init_process_group("gloo", world, ThreadRendezvous(world, exchange))
 
     with closed_afterwards():
         with ThreadPoolExecutor(2) as pool:
