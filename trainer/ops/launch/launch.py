@@ -56,12 +56,13 @@ def launch(
 ) -> list[Result]:
     """Call `function(*args, **kwargs)` on several ranks, and return what each of them returns, in the order of ranks.
 
-    This is `trainer run` for a function: the same launchers start the ranks, and the same supervisor watches them. The
-    ranks' output is printed as it comes, each line prefixed with `[rank]`. The ranks are new processes, so it does not
-    matter whether this process has used CUDA. The function, its arguments and the results are pickled by cloudpickle,
-    so the function may be defined in a notebook's cell. GPU tensors arrive in CPU memory. All of this goes through
-    files that only this user can read, and through ssh. When the call ends, no process and no file is left; that also
-    holds after Ctrl-C, after an interrupt of a notebook's kernel, and when this process is killed.
+    This is `trainer run` for a function: the same launchers start the ranks, and the same supervisor watches them.
+    The output of all ranks is streamed, each line prefixed with its rank in brackets. The ranks are new processes,
+    so it does not matter whether this process has used CUDA. The function, its arguments and the results are
+    pickled by cloudpickle, so the function may be defined in a notebook's cell. GPU tensors arrive in CPU memory.
+    All of this goes through files that only this user can read, and through ssh. When the call ends, no process and
+    no file is left; that also holds after Ctrl-C, after an interrupt of a notebook's kernel, and when this process
+    is killed.
 
     Args:
         function: every rank calls it; it calls `trainer.init`, or makes a `trainer.Trainer`.
