@@ -312,7 +312,7 @@ class Run:
         return self.batch_samples if self._updates.batches.has_loader else 1
 
     def _on_evaluated(self, samples: int | None, is_even: bool) -> None:
-        self._evaluated, self._parts_ranks = samples, samples is not None and not is_even
+        self._evaluated, self._parts_ranks = samples, not is_even
 
     def _check_all_ranks_call(self, name: str) -> None:
         """Check that this is not within a loop that other ranks leave earlier: their next call would take its place.

@@ -223,7 +223,7 @@ class Loader(ABC):
                 self.on_evaluated(step.count, self.is_even)
                 yield step.batch
         finally:  # also where the evaluation is left early
-            self.on_evaluated(None, self.is_even)
+            self.on_evaluated(None, True)
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
