@@ -129,8 +129,9 @@ def test_ctrl_c_ends_all_ranks_on_all_hosts(cluster: Cluster, controller: str) -
         os.write(terminal, b"\x03")
         assert job.wait(timeout=30) == 130
         drain.join()
-    # Before it, a rank may tell that a rank of the other host has gone.
-    assert b"".join(said).rpartition(b"^C")[2].split(b"\n")[-2].strip() == b"horovodrun: interrupted"
+    # Beside it, a rank may tell that a rank of the other host has gone, and Open MPI's libevent that a socket has.
+    after = b"".join(said).rpartition(b"^C")[2]
+    assert [line.strip() for line in after.split(b"\n")].count(b"horovodrun: interrupted") == 1, after
     assert cluster.left_over("a") == ""
     assert cluster.left_over("b") == ""
 
