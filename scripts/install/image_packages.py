@@ -6,15 +6,22 @@
 PyTorch's wheels on PyPI bring CUDA with them, 5 GB that a CPU image has no use for. Its own index has builds
 without. They have the same version and other hashes, which the lock does not know: torch and torchvision are
 protected by HTTPS alone then, everything else by the lock's hashes. Where the index does not answer, or does not
-have the locked version, PyPI's builds are taken, with their hashes, and a line says so. Run it with the Python to
-install the packages for. Only the standard library: nothing is installed yet when it runs.
+have the locked version, PyPI's builds are taken, with their hashes, and a line says so; of CUDA, only the libraries
+that they link are kept then, 2 GB less. Run it with the Python to install the packages for. Only the standard library:
+nothing is installed yet when it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
+import importlib.util
+import os
 import re
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import urllib.parse
 import urllib.request
@@ -27,6 +34,8 @@ LOCK = packages.REQUIREMENTS / "run.txt"
 FROM_TORCH_INDEX = ("torch", "torchvision")
 # What only PyTorch's CUDA builds ask for.
 _CUDA_PACKAGE = re.compile(r"^(nvidia-|cuda-|triton$)")
+# Of these, PyTorch without a GPU needs the libraries that it links, and nothing else.
+_LINKED_PACKAGE = re.compile(r"(nvidia_|triton-)")
 _ANSWER_WITHIN_S = 20.0
 
 
@@ -35,7 +44,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--torch-index", default="", metavar="URL", help="index of PyTorch's builds; empty for PyPI")
-    index = parser.parse_args().torch_index.rstrip("/")
+    index = wanted = parser.parse_args().torch_index.rstrip("/")
     requirements = split_lock(LOCK.read_text())
     pins = [requirements[name].split()[0] for name in FROM_TORCH_INDEX]
     if index and (problem := missing_from(index, pins)):
@@ -45,6 +54,9 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="trainer-") as name:
             _install(Path(name), index, pins, locked)
+        if index != wanted:
+            freed = remove_all_but(loaded_by_torch(), Path(sysconfig.get_path("purelib")))
+            say(f"removed {freed / 1e9:.1f} GB of CUDA that PyTorch does not link")
     except SetupError as error:
         say(str(error))
         return 1
@@ -77,6 +89,54 @@ def missing_from(index: str, pins: list[str]) -> str | None:
         if not re.search(rf"{name}-{re.escape(version)}(\+[\w.]+)?-", files):
             return f"{index} has no {name} {version}"
     return None
+
+
+def loaded_by_torch() -> set[Path]:
+    """The files that are in memory when PyTorch has been imported.
+
+    Raises:
+        SetupError: it cannot be imported.
+    """
+    program = "import torch, torchvision; print(open('/proc/self/maps').read())"
+    imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if imported.returncode:
+        raise SetupError(f"PyTorch cannot be imported:\n{imported.stderr}")
+    return {Path(line.split(maxsplit=5)[5]) for line in imported.stdout.splitlines() if "/" in line}
+
+
+def remove_all_but(kept: set[Path], site: Path) -> int:
+    """Remove the files of CUDA's packages that are not in `kept`, also from pip's records in `site`.
+
+    Returns their bytes.
+
+    The packages stay installed for pip, or it would fetch them again with the next package that asks for PyTorch.
+    """
+    freed = 0
+    for record in site.glob("*.dist-info/RECORD"):
+        if not _LINKED_PACKAGE.match(record.parent.name):
+            continue
+        with record.open(newline="") as file:
+            rows = list(csv.reader(file))
+        gone = [
+            row for row in rows if not row[0].startswith(record.parent.name) and (site / row[0]).resolve() not in kept
+        ]
+        freed += sum(_remove(site / name) for name, *_ in gone)
+        with record.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(row for row in rows if row not in gone)
+    return freed
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, its bytecode and the folders that are empty then; returns the file's bytes.
+
+    A folder that stayed could be imported as a namespace package.
+    """
+    size = path.stat().st_size
+    for file in (path, Path(importlib.util.cache_from_source(str(path)))):
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty, or not there
+            os.removedirs(file.parent)
+    return size
 
 
 def _from_index(name: str) -> bool:

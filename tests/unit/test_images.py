@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import subprocess
 import urllib.request
@@ -189,6 +190,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(packages, "install", install)
     monkeypatch.setattr(packages, "get_uv", lambda python, log, folder: None)
+    # What runs the tests is not an image.
+    monkeypatch.setattr(image_packages, "remove_all_but", lambda kept, site: 2.1e9)
     monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu/"])
     return calls
 
@@ -214,4 +217,27 @@ def test_without_the_index_everything_comes_from_the_lock_and_it_is_said(
     (locked,) = installed
     assert re.search(r"^torch==", locked[-1], re.MULTILINE)
     assert re.search(r"^nvidia-nccl", locked[-1], re.MULTILINE)
-    assert "WARNING: https://index.invalid/cpu does not answer; taking PyTorch from PyPI" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "WARNING: https://index.invalid/cpu does not answer; taking PyTorch from PyPI" in said
+    assert "removed 2.1 GB of CUDA" in said
+
+
+def test_what_pytorch_does_not_link_goes_with_its_bytecode_and_its_folders(tmp_path: Path) -> None:
+    for name in ("nvidia/a/lib/libkept.so", "nvidia/a/lib/libgone.so", "triton/gone.py", "other/stays.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1234")
+    py_compile.compile(str(tmp_path / "triton/gone.py"))
+    (tmp_path / "nvidia/__init__.py").touch()
+    for package, *names in (
+        ("nvidia_a-1.dist-info", "nvidia/a/lib/libkept.so", "nvidia/a/lib/libgone.so"),
+        ("triton-3.dist-info", "triton/gone.py"),
+        ("other-2.dist-info", "other/stays.py"),
+    ):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "RECORD").write_text("".join(f"{name},,4\n" for name in (*names, f"{package}/RECORD")))
+    assert image_packages.remove_all_but({tmp_path / "nvidia/a/lib/libkept.so"}, tmp_path) == 8
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != "RECORD"}
+    assert not left & {"triton", "nvidia/a/lib/libgone.so"}
+    assert {"nvidia/a/lib/libkept.so", "other/stays.py"} <= left
+    assert (tmp_path / "triton-3.dist-info/RECORD").read_text() == "triton-3.dist-info/RECORD,,4\n"
+    assert "libgone" not in (tmp_path / "nvidia_a-1.dist-info/RECORD").read_text()
