@@ -34,8 +34,8 @@ LOCK = packages.REQUIREMENTS / "run.txt"
 FROM_TORCH_INDEX = ("torch", "torchvision")
 # What only PyTorch's CUDA builds ask for.
 _CUDA_PACKAGE = re.compile(r"^(nvidia-|cuda-|triton$)")
-# Of these, PyTorch without a GPU needs the libraries that it links, and nothing else.
-_LINKED_PACKAGE = re.compile(r"(nvidia_|triton-)")
+# Of these, PyTorch without a GPU needs only the libraries that it links: not Triton, which it imports where it is.
+_FOR_GPUS = re.compile(r"(nvidia_|triton-)")
 _ANSWER_WITHIN_S = 20.0
 
 
@@ -97,7 +97,7 @@ def loaded_by_torch() -> set[Path]:
     Raises:
         SetupError: it cannot be imported.
     """
-    program = "import torch, torchvision; print(open('/proc/self/maps').read())"
+    program = "import torch; print(open('/proc/self/maps').read())"
     imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if imported.returncode:
         raise SetupError(f"PyTorch cannot be imported:\n{imported.stderr}")
@@ -113,13 +113,12 @@ def remove_all_but(kept: set[Path], site: Path) -> int:
     """
     freed = 0
     for record in site.glob("*.dist-info/RECORD"):
-        if not _LINKED_PACKAGE.match(record.parent.name):
+        if not _FOR_GPUS.match(record.parent.name):
             continue
         with record.open(newline="") as file:
             rows = list(csv.reader(file))
-        gone = [
-            row for row in rows if not row[0].startswith(record.parent.name) and (site / row[0]).resolve() not in kept
-        ]
+        linked = {row[0] for row in rows if row[0].startswith("nvidia/") and (site / row[0]).resolve() in kept}
+        gone = [row for row in rows if row[0] not in linked and not row[0].startswith(record.parent.name)]
         freed += sum(_remove(site / name) for name, *_ in gone)
         with record.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(row for row in rows if row not in gone)

@@ -191,6 +191,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(packages, "install", install)
     monkeypatch.setattr(packages, "get_uv", lambda python, log, folder: None)
     # What runs the tests is not an image.
+    monkeypatch.setattr(image_packages, "loaded_by_torch", set)
     monkeypatch.setattr(image_packages, "remove_all_but", lambda kept, site: 2.1e9)
     monkeypatch.setattr("sys.argv", ["image_packages.py", "--torch-index", "https://index.invalid/cpu/"])
     return calls
@@ -235,7 +236,8 @@ def test_what_pytorch_does_not_link_goes_with_its_bytecode_and_its_folders(tmp_p
     ):
         (tmp_path / package).mkdir()
         (tmp_path / package / "RECORD").write_text("".join(f"{name},,4\n" for name in (*names, f"{package}/RECORD")))
-    assert image_packages.remove_all_but({tmp_path / "nvidia/a/lib/libkept.so"}, tmp_path) == 8
+    loaded = {tmp_path / "nvidia/a/lib/libkept.so", tmp_path / "triton/gone.py"}
+    assert image_packages.remove_all_but(loaded, tmp_path) == 8
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != "RECORD"}
     assert not left & {"triton", "nvidia/a/lib/libgone.so"}
     assert {"nvidia/a/lib/libkept.so", "other/stays.py"} <= left
