@@ -24,7 +24,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     OPAL_PREFIX=/opt/venv \
     PYTHONUNBUFFERED=1
 
-# The locked packages: 6 GB with PyPI's PyTorch, which is taken where its CPU builds' index does not answer.
+# The locked packages: 4 GB with PyPI's PyTorch, which is taken where its CPU builds' index does not answer.
 FROM base AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src

@@ -41,7 +41,7 @@ FROM ${CUDA_IMAGE:-${CUDA}@${CUDA_DIGEST}} AS cuda
     ),
     ("ca-certificates openssh-client", "ca-certificates ibverbs-providers libibverbs1 openssh-client"),
     (
-        "# The locked packages: 6 GB with PyPI's PyTorch, which is taken where its CPU builds' index does not answer.",
+        "# The locked packages: 4 GB with PyPI's PyTorch, which is taken where its CPU builds' index does not answer.",
         "# The locked packages: 6 GB, CUDA and NCCL among them.",
     ),
     ("ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu", "ARG TORCH_INDEX="),

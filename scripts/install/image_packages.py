@@ -48,7 +48,7 @@ def main() -> int:
     requirements = split_lock(LOCK.read_text())
     pins = [requirements[name].split()[0] for name in FROM_TORCH_INDEX]
     if index and (problem := missing_from(index, pins)):
-        say(f"WARNING: {problem}; taking PyTorch from PyPI, with CUDA (about 5 GB more)")
+        say(f"WARNING: {problem}; taking PyTorch from PyPI, with CUDA (about 2.6 GB more)")
         index = ""
     locked = [text for name, text in requirements.items() if not index or not _from_index(name)]
     try:
