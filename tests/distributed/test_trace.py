@@ -25,10 +25,6 @@ def traced(file: Path, rank: int, name: str, phase: str = "X") -> list[dict[str,
     return sorted(found, key=lambda event: float(event["ts"]))
 
 
-def ends(events: list[dict[str, Any]]) -> list[float]:
-    return [event["ts"] + event["dur"] for event in events]
-
-
 @pytest.mark.parametrize("launcher", ["mpi", "gloo", "torchrun"])
 def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
@@ -44,12 +40,11 @@ def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> Non
         assert len(messages) == UPDATES
         assert all(message["args"]["bytes"] >= (8 * 4 + 4) * 4 for message in messages)
         assert len(traced(file, rank, "gradients", "e")) == UPDATES
-    slow, fast = (median(event["dur"] for event in traced(file, rank, "forward")) for rank in (1, 0))
-    assert slow - fast > SLOW_S * 1e6 / 2
-    # No rank has the mean before the other's backward pass has ended.
+    assert median(event["dur"] for event in traced(file, 1, "forward")) >= SLOW_S * 1e6
+    # No rank has a message's sum before the other has sent it.
     for rank in (0, 1):
-        pairs = zip(ends(traced(file, rank, "gradients")), ends(traced(file, 1 - rank, "backward")), strict=True)
-        assert all(has_mean > is_complete for has_mean, is_complete in pairs)
+        received, sent = traced(file, rank, "gradients", "e"), traced(file, 1 - rank, "gradients", "b")
+        assert all(end["ts"] > begin["ts"] for end, begin in zip(received, sent, strict=True))
 
 
 def test_one_process_has_a_timeline_too(tmp_path: Path) -> None:
@@ -78,6 +73,6 @@ def test_a_file_that_cannot_be_written_is_one_line_before_the_training(tmp_path:
     file = tmp_path / "none" / "trace.json"
     job = [JOB, "auto", "0", "0"]
     outcome = run_job("python", 1, ["-m", "trainer", "trace", str(file), *job])
-    assert outcome.code == 78, outcome.output
+    assert outcome.code == 1, outcome.output
     assert outcome.output.count("\n") == 1, outcome.output
     assert str(file.parent) in outcome.output
