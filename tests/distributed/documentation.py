@@ -72,6 +72,15 @@ HERE = {
     **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
     "trainer --version": Run(prints="trainer 0."),
     "trainer test": Run(prints="trainer test: all right: 2 ranks on localhost, Horovod over MPI: "),
+    "horovodrun -np 2 trainer trace trace.json examples/mnist.py --epochs 1": Run(
+        replace=("trace.json", "$(mktemp -d)/trace.json"),
+        append=f"{_DIGITS} --output none",
+        prints="/trace.json; https://ui.perfetto.dev shows it",
+    ),
+    "torchrun --nproc-per-node 2 --no-python -- trainer trace trace.json train.py": Run(
+        replace=("trace.json train.py", f"$(mktemp -d)/trace.json examples/mnist.py {_DIGITS} --output none"),
+        prints="/trace.json; https://ui.perfetto.dev shows it",
+    ),
     "trainer env": Run(prints="Horovod has mpi, gloo"),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),

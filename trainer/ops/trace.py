@@ -1,0 +1,325 @@
+"""`trainer trace`: run a training script as it is, and write a timeline of all its ranks.
+
+The library records nothing of this by itself. A clock is put around what the strategy sends, what its loaders draw, and
+PyTorch's backward passes; PyTorch calls back at steps of optimizers, and the heartbeat at what it notes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import socket
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.cluster.network import machine_id
+from trainer.cluster.output import print_line
+from trainer.files import check_writable, write_atomically
+from trainer.watch.heartbeat import State, observe
+
+if TYPE_CHECKING:
+    from trainer.data.base import Loader, Step
+    from trainer.strategies.base import Strategy
+
+_MOST_SPANS = 200_000
+"""Spans that a rank keeps, the latest ones: some 20,000 steps, and 40 MB."""
+_ROUNDS = 20
+"""Barriers by which clocks of other machines are compared."""
+_LOOP, _MESSAGE, _PHASE = "loop", "messages", "phase"
+_EPILOG = """\
+examples:
+  horovodrun -np 4 -H a:2,b:2 trainer trace trace.json examples/mnist.py --epochs 1
+  torchrun --nproc-per-node 2 --no-python -- trainer trace trace.json train.py
+
+https://ui.perfetto.dev shows the file; nothing of it is sent there. See docs/trace.md.
+"""
+_now = time.monotonic_ns
+
+
+class Span(NamedTuple):
+    """Something that a rank did, by its own monotonic clock."""
+
+    track: str
+    name: str
+    began_ns: int
+    ended_ns: int
+    bytes: int = 0
+
+
+class Timeline:
+    """What one rank does, as it does it."""
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+        self._wait: tuple[str, int] | None = None
+        self._phase: tuple[str, int] | None = None
+        self._steps: list[int] = []
+        self._free_ns = _now()
+        """When the loop's last span has ended. What it does from then to a backward pass is the forward pass."""
+        self._sent: dict[Any, tuple[int, int]] = {}
+
+    def on_state(self, state: int, what: str) -> None:
+        """Note what the heartbeat notes: that this rank waits, or does so no longer."""
+        now = _now()
+        if self._wait is not None:
+            self._add(*self._wait, now)
+        self._wait = (what, now) if state == State.WAITING else None
+
+    def on_phase(self, phase: str) -> None:
+        """Note that another phase begins, such as a checkpoint."""
+        if self._phase is not None and phase == self._phase[0]:
+            return
+        now = _now()
+        if self._phase is not None:
+            self.spans.append(Span(_PHASE, *self._phase, now))
+        self._phase = (phase, now)
+
+    def loading(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Yield a loader's steps, and note how long each takes to draw."""
+        while True:
+            began = _now()
+            step = next(steps, None)
+            self._add("data", began, _now())
+            if step is None:
+                return
+            yield step
+
+    def backward(self, run: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Run a backward pass. What came before it, since the loop's last span, is the forward pass."""
+        began = _now()
+        self._add("forward", self._free_ns, began)
+        run(*args, **options)
+        self._add("backward", began, _now())
+
+    def before_step(self, *_: object) -> None:
+        self._steps.append(_now())
+
+    def after_step(self, *_: object) -> None:
+        self._add("step", self._steps.pop(), _now())
+
+    def on_sent(self, message: Any, size: int) -> None:
+        """Note that a message begins to be summed."""
+        self._sent[message] = (_now(), size)
+
+    def on_received(self, message: Any) -> None:
+        """Note that this rank has the message's sum, which may have been there earlier."""
+        if message in self._sent:
+            began, size = self._sent.pop(message)
+            self.spans.append(Span(_MESSAGE, "gradients", began, _now(), size))
+
+    def end(self) -> None:
+        """Close what is still open."""
+        self.on_state(State.BETWEEN, "")
+        self.on_phase("")
+
+    def _add(self, name: str, began_ns: int, ended_ns: int) -> None:
+        self.spans.append(Span(_LOOP, name, began_ns, ended_ns))
+        self._free_ns = ended_ns
+
+
+class Trace:
+    """The timelines of all ranks that run a script.
+
+    Args:
+        file: gets them, on rank 0; of a rank that fails, a file beside it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._timeline = Timeline()
+        self._strategy: Strategy | None = None
+        self._ahead_ns = 0
+        """What this rank's clock lacks of rank 0's."""
+
+    def follow(self, strategy: Strategy) -> Strategy:
+        """Record what a strategy does from now on. Collective.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self._strategy is not None:
+            return strategy
+        if strategy.world.is_root:
+            check_writable(self._file)
+        self._strategy, timeline = strategy, self._timeline
+        self._ahead_ns = _clock_difference_ns(strategy)
+        observe(strategy.world.rank, timeline.on_state, timeline.on_phase)
+        _follow_pytorch(timeline)
+        follow_loader, start, close = strategy.follow_loader, strategy.start_gradients, strategy.close
+
+        def follow_loader_traced(loader: Loader) -> None:
+            follow_loader(loader)
+            through = loader.through
+            loader.through = lambda steps: timeline.loading(through(steps))
+
+        def start_traced(flat: Any, name: str) -> Callable[[], object]:
+            timeline.on_sent(name, flat.numel() * flat.element_size())
+            return _then(start(flat, name), partial(timeline.on_received, name))
+
+        def close_traced() -> None:
+            self.write()
+            close()
+
+        vars(strategy).update(follow_loader=follow_loader_traced, start_gradients=start_traced, close=close_traced)
+        _follow_horovod(timeline)
+        return strategy
+
+    def write(self) -> None:
+        """Write the timelines of all ranks. Collective; a second call does nothing."""
+        strategy, self._strategy = self._strategy, None
+        if strategy is None:
+            return
+        parts = strategy.all_gather_object(self._events(strategy))
+        if strategy.world.is_root:
+            self._save(self._file, [event for events in parts for event in events])
+
+    def write_alone(self) -> None:
+        """Write the timeline of this rank, whose script has failed."""
+        if self._strategy is not None:
+            rank = self._strategy.world.rank
+            self._save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), self._events(self._strategy))
+
+    def _events(self, strategy: Strategy) -> list[dict[str, Any]]:
+        self._timeline.end()
+        return list(_events(self._timeline.spans, strategy.world.rank, self._ahead_ns))
+
+    def _save(self, file: Path, events: list[dict[str, Any]]) -> None:
+        write_atomically(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+        print_line(f"trainer trace: wrote {file}; https://ui.perfetto.dev shows it", sys.stderr)
+
+
+def _then(wait: Callable[[], object], received: Callable[[], object]) -> Callable[[], object]:
+    def wait_and_note() -> object:
+        result = wait()
+        received()
+        return result
+
+    return wait_and_note
+
+
+def _follow_pytorch(timeline: Timeline) -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    backward = torch.Tensor.backward
+
+    def backward_traced(*args: Any, **options: Any) -> None:
+        timeline.backward(backward, *args, **options)
+
+    setattr(torch.Tensor, "backward", backward_traced)  # noqa: B010 (mypy lets nobody assign a method)
+    register_optimizer_step_pre_hook(timeline.before_step)
+    register_optimizer_step_post_hook(timeline.after_step)
+
+
+def _follow_horovod(timeline: Timeline) -> None:
+    """Record the messages that Horovod's own optimizer sends and waits for."""
+    horovod = sys.modules.get("horovod.torch.optimizer")
+    if horovod is None:
+        return
+
+    def sends(send: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(send)
+        def call(tensors: Any, *args: Any, **options: Any) -> Any:
+            handle = send(tensors, *args, **options)
+            some = tensors if isinstance(tensors, Sequence) else [tensors]
+            timeline.on_sent(handle, sum(tensor.numel() * tensor.element_size() for tensor in some))
+            return handle
+
+        return call
+
+    wait = horovod.synchronize
+
+    def synchronize(handle: Any) -> Any:
+        result = wait(handle)
+        timeline.on_received(handle)
+        return result
+
+    vars(horovod).update(
+        allreduce_async_=sends(horovod.allreduce_async_),
+        grouped_allreduce_async_=sends(horovod.grouped_allreduce_async_),
+        synchronize=synchronize,
+    )
+
+
+def _clock_difference_ns(strategy: Strategy) -> int:
+    """Return what this rank's clock lacks of rank 0's. Collective.
+
+    All ranks leave a barrier at about the same time. Processes of one machine share the clock.
+    """
+    machines = strategy.all_gather_object(machine_id())
+    if len(set(machines)) == 1:
+        return 0
+    left = []
+    for _ in range(_ROUNDS):
+        strategy.barrier()
+        left.append(_now())
+    by_rank = strategy.all_gather_object(left)
+    here = by_rank[machines.index(machine_id())]
+    return int(statistics.median(root - own for root, own in zip(by_rank[0], here, strict=True)))
+
+
+def _events(spans: Iterable[Span], rank: int, ahead_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield the spans of one rank as events of the Trace Event Format, whose times are microseconds."""
+    yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
+    yield _metadata(rank, "process_sort_index", sort_index=rank)
+    for number, track in enumerate((_LOOP, _PHASE)):
+        yield {**_metadata(rank, "thread_name", name=track), "tid": number}
+    for number, span in enumerate(spans):
+        began, ended = ((moment + ahead_ns) / 1e3 for moment in (span.began_ns, span.ended_ns))
+        event = {"name": span.name, "pid": rank, "ts": began}
+        if span.track != _MESSAGE:
+            yield {**event, "ph": "X", "tid": int(span.track == _PHASE), "dur": ended - began}
+            continue
+        # Messages overlap, which only asynchronous events may.
+        message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
+        yield {**message, "ph": "b", "args": {"bytes": span.bytes}}
+        yield {**message, "ph": "e", "ts": ended}
+
+
+def _metadata(rank: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "args": args}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `trace` to the subcommands."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="run a script, and write a timeline of all its ranks",
+        description="Run a training script as it is, on each rank, and write a timeline of all ranks, for Perfetto.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, help="gets the timeline, as JSON, when the script has ended")
+    parser.add_argument("script", type=_script, help="a training script, without python before it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+
+
+def _script(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file; valid is the path of a Python script")
+    return Path(text)
+
+
+def trace(parsed: argparse.Namespace) -> int:
+    """Run the script; return 0. What ends the script, such as an exception, ends this as it would end the script."""
+    from trainer import strategies  # which imports PyTorch
+
+    recorded = Trace(parsed.file)
+    strategies.wrapper = recorded.follow
+    sys.path[0], sys.argv = str(parsed.script.resolve().parent), [str(parsed.script), *parsed.arguments]
+    try:
+        runpy.run_path(str(parsed.script), run_name="__main__")
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            recorded.write_alone()
+            raise
+    recorded.write()
+    return 0
