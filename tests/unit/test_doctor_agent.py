@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from trainer.ops.doctor.agent import exchange
 from trainer.ops.doctor.agent import gpus as agent_gpus
 from trainer.ops.doctor.agent import machine as agent_machine
-from trainer.ops.doctor.connection import AgentError, Connection, _command
+from trainer.ops.doctor.connection import MARK, AgentError, Connection, _command
 from trainer.ops.doctor.relay import SEGMENT
 from trainer.ops.supervise.hosts import Host
 
@@ -91,6 +93,30 @@ def test_no_answer_is_waited_for_after_the_end_of_the_time() -> None:
             connection.call("bandwidth", 30, address="127.0.0.1", port=1, token="", seconds=1)
     finally:
         connection.close()
+
+
+def test_what_a_host_prints_without_an_end_takes_no_memory(through_ssh: Callable[[str], Connection]) -> None:
+    tracemalloc.start()
+    try:
+        login = through_ssh("head -c 32000000 /dev/zero | tr '\\0' x | tee /dev/stderr; exit 3").login()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert login.error == "x" * 2000
+    assert peak < 8 << 20
+
+
+def test_an_answer_that_is_too_long_is_none(through_ssh: Callable[[str], Connection]) -> None:
+    """It is sent once both questions have come, which follow the two lines of the agent's source."""
+    answer = "head -c 2000000 /dev/zero | tr '\\0' x"
+    answers = f"""printf '{{"id": 0, "value": "'; {answer}; printf '"}}\\n{{"id": 1, "value": 2}}\\n'"""
+    agent = through_ssh(f"echo {MARK}; for line in 1 2 3 4; do read -r line; done; {answers}; cat")
+    with ThreadPoolExecutor(2) as pool:
+        asked = as_completed([pool.submit(agent.call, "clock", 30) for _ in range(2)])
+        assert next(asked).result() == 2
+        agent.close()
+        with pytest.raises(AgentError, match="has ended"):
+            next(asked).result()
 
 
 def test_an_error_of_an_agent_is_one_of_its_host(agent: Connection) -> None:

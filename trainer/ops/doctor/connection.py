@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,8 @@ _START = (
     'done; echo "no python3 on the PATH" >&2; exit 127'
 )
 _ERROR_CHARACTERS = 2000
+_MOST_BYTES = 1 << 20
+"""Of a line. The longest answers have a text for each of many hosts or devices, or 40,000 characters of two ranks."""
 
 
 class AgentError(TrainerError):
@@ -81,8 +84,10 @@ class Connection:
             self.call("clock", max(0.05, self._began + self._start_s - time.monotonic()))
         except AgentError:
             error = f"ssh has ended with code {self._process.wait()}" if self._has_ended else NO_ANSWER
-            self._errors.seek(0)  # what ssh itself says tells more
-            error = self._errors.read().decode(errors="replace")[-_ERROR_CHARACTERS:].strip() or error
+            size = self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(0, size - 4 * _ERROR_CHARACTERS))  # what ssh itself says tells more
+            said = self._errors.read(4 * _ERROR_CHARACTERS).decode(errors="replace")
+            error = said[-_ERROR_CHARACTERS:].strip() or error
         return Login(seconds=time.monotonic() - self._began, error=error, printed=self._printed)
 
     def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
@@ -124,7 +129,7 @@ class Connection:
 
     def _read(self) -> None:
         has_started = False
-        for line in self._output:
+        while line := self._output.readline(_MOST_BYTES):
             if not has_started:
                 text = line.decode(errors="replace").rstrip("\n")
                 has_started = text.endswith(MARK)  # what is printed without an end of line stands before it
