@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.checks_checkpoints import shared_folder
+from tests.unit.checkpoints import FACTS
 from trainer import TrainerError
 from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import find, load, name_of
@@ -27,8 +28,8 @@ def each_rank_a_host(strategy: Strategy) -> Iterator[None]:
 
 
 def save(folder: Path, attempt: int, update: int) -> None:
-    content = bytes([update]) + CONTENT
-    commit(folder, name_of(attempt, 0, update), {"state.pt": lambda stream: stream.write(content)}, {"update": update})
+    content, facts = bytes([update]) + CONTENT, {**FACTS, "update": update}
+    commit(folder, name_of(attempt, 0, update), {"state.pt": lambda stream: stream.write(content)}, facts)
 
 
 def check_a_folder_that_hosts_share_has_one_writer(strategy: Strategy) -> None:
@@ -52,7 +53,7 @@ def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy
         assert checkpoint is not None
         expected = (2, 0, 7)
         assert (checkpoint.path, checkpoint.order) == (folder / name_of(*expected), expected)
-        assert load(checkpoint.path).facts == {"update": expected[2]}
+        assert load(checkpoint.path).facts["update"] == expected[2]
         assert (checkpoint.path / "state.pt").read_bytes() == bytes([expected[2]]) + CONTENT
         storage.close()
 
@@ -86,11 +87,22 @@ def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> Non
             path = elsewhere / path.name  # the same path on each host
         storage = Storage(parent / f"host-{rank}", strategy)
         checkpoint = storage.at(path)
-        assert load(checkpoint.path).facts == {"update": 3}
+        assert load(checkpoint.path).facts["update"] == 3
         assert find(parent / f"host-{rank}") == []
         storage.close()
         with pytest.raises(TrainerError, match=r"manifest\.json is missing"):
             Storage(parent / f"host-{rank}", strategy).at(parent / "nowhere")
+
+
+def check_a_checkpoint_without_a_runs_facts_is_damaged_on_all(strategy: Strategy) -> None:
+    with shared_folder(strategy) as folder:
+        storage, path = Storage(folder, strategy), folder / name_of(1, 0, 3)
+        if strategy.world.is_root:
+            commit(folder, path.name, {}, {})
+        assert storage.newest() is None
+        with pytest.raises(TrainerError, match=r"manifest\.json has no valid resume"):
+            storage.at(path)
+        storage.close()
 
 
 def check_a_copy_that_cannot_be_written_ends_all_ranks(strategy: Strategy) -> None:

@@ -185,6 +185,33 @@ def test_a_pickle_in_the_manifests_place_is_no_manifest(
     assert not (tmp_path / "marker").exists()
 
 
+WRONG_FACTS: dict[str, list[Any]] = {
+    "resume": [None, 1],
+    "complete": ["false", 0],
+    "written": [1, "\x1b[2J"],
+    "best": ["x", {}, [1.0], ["1.0", name_of(1, 1, 3)], [1.0, "../elsewhere"], [1.0, 1]],
+}
+
+
+@pytest.mark.parametrize("read", [resume_loop, resume_fit])
+@pytest.mark.parametrize("fact", WRONG_FACTS)
+def test_facts_that_no_run_has_written_are_one_line(
+    fact: str, read: Callable[[Path], None], genuine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    facts, state = load(genuine).facts, (genuine / STATE).read_bytes()
+    wrong = [{**facts, fact: value} for value in WRONG_FACTS[fact]]
+    wrong.append({name: value for name, value in facts.items() if name != fact})
+    for number, changed in enumerate(wrong, 1):
+        commit(tmp_path, name_of(number, 1, 3), {STATE: partial(write, state)}, changed)
+    try:
+        read(tmp_path)
+    finally:
+        close_all()
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warnings) == len(wrong)
+    assert all("-update-00000003: manifest.json has no valid resume, complete," in line for line in warnings)
+
+
 @pytest.mark.parametrize("craft", [pickled, saved, saved_as_before_1_6])
 def test_the_crafted_files_run_code_where_they_are_not_read_as_data(craft: Crafted, tmp_path: Path) -> None:
     file = io.BytesIO(craft(tmp_path / "marker"))

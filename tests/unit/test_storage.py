@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.checkpoints import FACTS
 from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import Committed, name_of
 from trainer.checkpoint.run import storage
@@ -50,7 +51,7 @@ class Ranks:
 
 
 def save(folder: Path, attempt: int, updates: int, content: str) -> None:
-    commit(folder, name_of(attempt, 0, updates), {"state": lambda file: file.write(content.encode())}, {})
+    commit(folder, name_of(attempt, 0, updates), {"state": lambda file: file.write(content.encode())}, FACTS)
 
 
 def contents(ranks: Ranks, folders: list[Path]) -> list[str]:

@@ -169,15 +169,15 @@ def _naming(path: Path, name: str) -> Iterator[None]:
         raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
 
 
-def newest(folder: Path, on_bad: Callable[[str], object]) -> Committed | None:
-    """Return the newest valid checkpoint, or None. `on_bad` is told of each damaged one that was passed over.
+def newest(folder: Path, on_bad: Callable[[str], object], read: Callable[[Path], Committed] = load) -> Committed | None:
+    """Return the newest valid checkpoint, or None. `on_bad` is told of each that `read` has found to be damaged.
 
     Raises:
         DataError: the folder cannot be read.
     """
     for path in find(folder):
         try:
-            return load(path)
+            return read(path)
         except DataError as error:
             if path in find(folder):  # else the writer has just pruned it
                 on_bad(str(error))

@@ -20,13 +20,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.checkpoint.disk.commit import prune, receive, remove_partial
-from trainer.checkpoint.disk.committed import Committed, find, load, newest, order_of, send
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, find, load, newest, order_of, send
 from trainer.checkpoint.disk.lock import FolderLock
 from trainer.checkpoint.disk.state_files import part_name
 from trainer.cluster.network import host_id
 from trainer.cluster.output import print_line
-from trainer.errors import ConfigError, TrainerError, name_rank
+from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.strategies.base import Strategy
+
+
+def load_run(path: Path) -> Committed:
+    """Load a checkpoint of a run, which somebody else may have written.
+
+    Raises:
+        DataError: it is not what was written, or has not the facts that going on reads.
+    """
+    checkpoint = load(path)
+    match dict(checkpoint.facts):
+        case {"resume": str(), "complete": bool(), "written": str(time), "best": best} if time.isprintable():
+            match best:
+                case None | [int() | float(), str()] if best is None or order_of(best[1]):  # a folder beside this one
+                    return checkpoint
+    raise DataError(f"checkpoint {path}: {MANIFEST} has no valid resume, complete, written and best among its facts")
 
 
 class Storage:
@@ -103,7 +118,7 @@ class Storage:
         here = None
         if self.is_writer:
             paths = find(self.folder)
-            here = newest(self.folder, self._warn)
+            here = newest(self.folder, self._warn, load_run)
             self.damaged = paths[: paths.index(here.path)] if here else paths
         orders = self._strategy.all_gather_object(here.order if here else None)
         newest_order = max((order for order in orders if order is not None), default=None)
@@ -128,7 +143,7 @@ class Storage:
         is_first = self._first_of_host == self._world.rank
         if is_first:
             try:
-                here = load(path)
+                here = load_run(path)
             except TrainerError as error:
                 problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
         self.raise_together(problem if self._world.is_root else "", ConfigError)
