@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.errors import TrainerError
 
@@ -43,7 +43,7 @@ def what_is_no_folder(path: Path) -> str:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
     data = content if isinstance(content, bytes) else content.encode()
-    _write_beside(path, lambda partial: partial.write_bytes(data))
+    _write_beside(path, lambda file: file.write(data))
 
 
 def save_atomically(path: Path, value: Any) -> None:
@@ -56,16 +56,19 @@ def save_atomically(path: Path, value: Any) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_beside(path, lambda partial: torch.save(value, partial))
+        _write_beside(path, lambda file: torch.save(value, file))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise TrainerError(f"{path} cannot be written: {reason}") from None
 
 
-def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+def _write_beside(path: Path, write: Callable[[BinaryIO], object]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
-        write(partial)
+        # What an interrupted call has left, or a link to a file that whoever else can write the folder wants written.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            write(file)
         partial.replace(path)
     except (OSError, RuntimeError):  # the latter is how `torch.save` tells of a file that cannot be written
         with suppress(OSError):

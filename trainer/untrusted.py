@@ -1,8 +1,9 @@
-"""What others may have written: JSON and files of which nothing is known before they are read."""
+"""Files where others can write, of which nothing is known before they are read or opened, and JSON in them."""
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
@@ -30,13 +31,34 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb", buffering=0)
+
+
+def open_own(path: Path, mode: str) -> io.FileIO:
+    """Open a file to be changed, without a buffer, and no other one to which somebody has put a link in its place.
+
+    Raises:
+        OSError: it cannot be opened, or is a link or no regular file. Its folder may be a link.
+    """
+    return io.FileIO(path, mode, opener=open_no_link)
+
+
+def open_no_link(path: Path | str, flags: int) -> int:
+    """Return the descriptor of a file that is opened as by `open_own`."""
+    try:
+        return _open_regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        raise OSError(error.errno, "it is a link") if error.errno == errno.ELOOP else error from None
+
+
+def _open_regular(path: Path | str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, os.strerror(number) if number == errno.EISDIR else "it is no regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return descriptor
 
 
 def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:

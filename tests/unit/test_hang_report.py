@@ -31,6 +31,17 @@ def test_the_stacks_are_in_the_folder_of_the_runs_record(tmp_path: Path, capfd: 
     assert "phase saving" in (folder / "rank-1.txt").read_text()
 
 
+def test_a_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda text: "now")
+    (tmp_path / "hang-now").mkdir()
+    (tmp_path / "precious").write_text("text")
+    for name in ("verdict.txt", "rank-0.txt", ".rank-1.txt.partial"):
+        (tmp_path / "hang-now" / name).symlink_to(tmp_path / "precious")
+    write_stacks(VERDICT, hosts(str(tmp_path)), "job")
+    assert (tmp_path / "precious").read_text() == "text"
+    assert not any(path.is_symlink() for path in (tmp_path / "hang-now").iterdir())
+
+
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     write_stacks(VERDICT, hosts(str(tmp_path / "file")), "job")

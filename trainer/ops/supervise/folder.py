@@ -18,7 +18,7 @@ from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.ops.supervise.hosts import Host, parse_hosts
-from trainer.untrusted import parse_json, read_file
+from trainer.untrusted import open_own, parse_json, read_file
 
 _JOB = re.compile("[0-9a-f]{32}")
 """A job's id, which finds its processes and names its folders: nothing else may be killed and removed by it."""
@@ -53,8 +53,8 @@ class Events:
     def note(self, kind: str, **facts: Any) -> None:
         """Append an event to the file."""
         entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts}
-        with suppress(OSError), self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        with suppress(OSError), open_own(self._path, "a") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+")
+        lock = open_own(folder / "lock", "a+")
     except OSError as error:
         raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
@@ -75,13 +75,12 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            holder = lock.read().strip() or "another one"
+            holder = "".join(filter(str.isdecimal, lock.read(20).decode(errors="replace"))) or "another one"
             raise ConfigError(
                 f"{folder} is already supervised by process {holder}; end that one, or choose another --name"
             ) from None
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        lock.write(b"%d\n" % os.getpid())
         yield
 
 

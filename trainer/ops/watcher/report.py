@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster.output import say
+from trainer.files import write_atomically
 from trainer.ops.watcher.job import Host, View, names_of, views_of
 from trainer.ops.watcher.judge import Verdict
 
@@ -38,9 +39,9 @@ def _write(verdict: Verdict, hosts: Sequence[Host], script: str) -> Path:
     name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(record, name) if record else Path("runs", f"{script}-{name}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "verdict.txt").write_text("".join(f"{line}\n" for line in verdict.lines))
+    write_atomically(folder / "verdict.txt", "".join(f"{line}\n" for line in verdict.lines))
     for rank, view in views.items():
-        (folder / f"rank-{rank}.txt").write_text(f"{names[rank]}: {_facts(view)}\n\n{view.stacks}")
+        write_atomically(folder / f"rank-{rank}.txt", f"{names[rank]}: {_facts(view)}\n\n{view.stacks}")
     return folder
 
 
