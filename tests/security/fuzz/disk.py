@@ -7,20 +7,28 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import struct
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 from horovod.runner import command as horovodrun
 
 from examples.datasets.mnist import read_idx
 from tests.security.fuzz.target import Target
-from trainer.checkpoint.disk.committed import Manifest, load, name_of
+from trainer.checkpoint.disk.committed import Manifest, load, name_of, order_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import FolderLock
+from trainer.checkpoint.run.contents import Resumed, _describe
+from trainer.checkpoint.run.saver import Saver
+from trainer.checkpoint.run.storage import load_run
+from trainer.config import CheckpointConfig
 from trainer.errors import ConfigError, DataError
 from trainer.ops.submit import options as submit
 from trainer.ops.submit import requeue
@@ -28,6 +36,7 @@ from trainer.ops.supervise import options as supervise
 from trainer.ops.supervise.folder import read_former, write_job
 from trainer.ops.supervise.hosts import Host, names, parse_hosts
 from trainer.report import run_record
+from trainer.untrusted import parse_json
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
 
@@ -43,10 +52,19 @@ _holders: list[tempfile.TemporaryDirectory[str]] = []
 """Keeps the folder until Python ends."""
 
 
+@cache
+def _in_memory(name: str) -> int:
+    """Return the descriptor of a file in memory, to which a link with this name leads: no input makes a file."""
+    descriptor = os.memfd_create(name)
+    (_folder() / name).symlink_to(f"/proc/self/fd/{descriptor}")
+    return descriptor
+
+
 def _file(name: str, data: bytes) -> Path:
-    path = _folder() / name
-    path.write_bytes(data)
-    return path
+    descriptor = _in_memory(name)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, data, 0)
+    return _folder() / name
 
 
 def _manifest(data: bytes) -> None:
@@ -71,11 +89,25 @@ def _hashed_manifest(data: bytes) -> None:
 
 def _checkpoint(data: bytes) -> None:
     """Load a checkpoint whose manifest has these bytes."""
-    folder = _folder() / name_of(1, 2, 3)
-    folder.mkdir(exist_ok=True)
-    (folder / "state.pt").write_bytes(b"state")
-    (folder / "manifest.json").write_bytes(data)
-    load(folder)
+    _file("state.pt", b"state")
+    load(_file("manifest.json", data).parent)
+
+
+def _facts(data: bytes) -> None:
+    """Go on from a checkpoint with these facts, and a manifest that is whole."""
+    try:
+        facts = parse_json(data)
+    except ValueError:
+        return
+    manifest = Manifest(name=name_of(1, 2, 3), facts=facts if isinstance(facts, dict) else {}, files={})
+    checkpoint = load_run(_file("manifest.json", manifest.to_bytes()).parent)
+    assert _describe(Resumed(checkpoint, 1, 3, (), None, None), 2).isprintable()
+    assert checkpoint.facts["resume"].encode("utf-8", "surrogatepass") is not None
+    storage: Any = SimpleNamespace(folder=_folder(), parts=(), is_writer=False)
+    saver = Saver(CheckpointConfig(folder=_folder()), storage, mock.Mock(), 2, {}, checkpoint)
+    saver.is_better(0.5)
+    if saver._best is not None:
+        assert order_of(saver._best[1])
 
 
 def _manifests() -> list[bytes]:
@@ -83,6 +115,11 @@ def _manifests() -> list[bytes]:
     facts = {"epoch": 1, "best": [0.5, name_of(1, 1, 2)], "complete": False, "resume": "auto", "lr": 1e-3, "é": None}
     whole = Manifest(name=name_of(1, 2, 3), facts=facts, files=files)
     return [whole.to_bytes(), Manifest(name=name_of(1, 2, 3), facts={}, files={}).to_bytes()]
+
+
+def _all_facts() -> list[bytes]:
+    facts = {"resume": "auto", "complete": True, "written": "2026-01-01T00:00:00+0000", "best": [0.5, name_of(1, 1, 2)]}
+    return [json.dumps({**facts, "best": best}).encode() for best in (facts["best"], None)]
 
 
 def _lock(data: bytes) -> None:
@@ -99,8 +136,10 @@ def _former(data: bytes) -> None:
 
 
 def _formers() -> list[bytes]:
-    write_job(_folder(), "0123456789abcdef" * 2, [Host("a", 2), Host("b.example", 1)])
-    return [(_folder() / "job.json").read_bytes()]
+    folder = _folder() / "former"
+    folder.mkdir(exist_ok=True)
+    write_job(folder, "0123456789abcdef" * 2, [Host("a", 2), Host("b.example", 1)])
+    return [(folder / "job.json").read_bytes()]
 
 
 def _hosts(data: bytes) -> None:
@@ -130,9 +169,17 @@ def _run_config(data: bytes) -> None:
     _quietly(lambda: supervise.parse(["--config", str(path)], _run_parser()))
 
 
+_submit_parser = cache(submit._make_parser)
+"""Makes the parser once: it takes as long as all the rest."""
+
+
+def _submit(words: list[str]) -> None:
+    with mock.patch.object(submit, "_make_parser", _submit_parser):
+        _quietly(lambda: submit.to_options(words))
+
+
 def _submit_config(data: bytes) -> None:
-    path = _file("job.toml", data)
-    _quietly(lambda: submit.to_options(["--config", str(path)]))
+    _submit(["--config", str(_file("job.toml", data))])
 
 
 def _configs() -> list[bytes]:
@@ -156,7 +203,7 @@ def _run_options(data: bytes) -> None:
 
 def _submit_options(data: bytes) -> None:
     words = [word for word in _words(data) if not word.startswith("--config")]
-    _quietly(lambda: submit.to_options(words))
+    _submit(words)
 
 
 def _run_lines() -> list[bytes]:
@@ -190,7 +237,8 @@ def _settings(data: bytes) -> None:
 
 
 def _lines(data: bytes) -> None:
-    run_record._keep(_file("steps.jsonl", data), lambda line: line["step"] <= 1)
+    kept = run_record._kept(data, lambda line: line["step"] <= 1)
+    assert run_record._kept(kept, lambda line: line["step"] <= 1) == kept
 
 
 def _idx(data: bytes) -> None:
@@ -214,6 +262,7 @@ TARGETS = (
     Target("manifest", _manifest, _manifests, (DataError,)),
     Target("manifest, hashed anew", _hashed_manifest, _manifests, (DataError,)),
     Target("checkpoint's folder", _checkpoint, _manifests, (DataError,)),
+    Target("a checkpoint's facts", _facts, _all_facts, (DataError,)),
     Target("checkpoints' lock", _lock, lambda: [b'{"job": "a job", "process": 1, "host": "a"}', b""]),
     Target("job.json", _former, _formers),
     Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
