@@ -6,7 +6,7 @@ SHELL := /bin/sh
 .PHONY: help setup run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
-EPOCHS ?= 5
+EPOCHS ?= 1
 DATA_DIR ?= data
 ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.

@@ -50,7 +50,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], metavar="N", help="(default: 0 to 4)")
     parser.add_argument("--np", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="(default: 1 2 4)")
-    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--json", type=Path, default=Path("accuracy.json"), metavar="FILE", help="(default: %(default)s)"
     )

@@ -25,10 +25,9 @@ from trainer import strategies
 parser = argparse.ArgumentParser(
     usage="%(prog)s …", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
 )
-parser.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
-parser.add_argument(
-    "--lr", type=float, help="for one rank; see --scale-lr, --warmup-epochs (default: 0.05, for few samples 0.01)"
-)
+parser.add_argument("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
+parser.add_argument("--batch-size", dest="per_rank", type=int, metavar="N", help="per rank (default: 64 of all ranks)")
+parser.add_argument("--lr", type=float, default=0.1, help="with --batch-size, for one rank (default: %(default)s)")
 parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
 parser.add_argument("--network", choices=NETWORKS, default="default", help="large: 25 MB (default: %(default)s)")
 parser.add_argument(
@@ -44,18 +43,21 @@ parser.add_argument("--output", default="auto", metavar="DIR", help="of the run'
 parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
 parser.add_argument("--target-accuracy", type=float, metavar="PERCENT", help="end with code 1 below it")
 parser.add_argument("--checkpoint-every", default="60s", metavar="30s|200|1epoch", help="(default: 60s)")
-trainer.add_options(parser, trainer.TrainerConfig, log_every_s="--log-every")
+trainer.add_options(parser, trainer.TrainerConfig, log_every_s="--log-every", batch_size=None, global_batch_size=None)
 trainer.add_options(
     parser, trainer.CheckpointConfig, folder="--checkpoint", every_s=None, every_updates=None, every_epochs=None
 )
+parser.set_defaults(warmup_epochs=0.25)
 
 trainer.report_failures()
 args = parser.parse_args()
-evaluation_batch = args.eval_batch_size or max(1000, args.batch_size)
-config = trainer.from_options(trainer.TrainerConfig, args, eval_batch_size=evaluation_batch)
+# The recipe is for a global batch of 64, on any number of ranks. --batch-size lets batch and rate grow with them.
+size = {"global_batch_size": 64} if args.per_rank is None else {"batch_size": args.per_rank}
+evaluation_batch = args.eval_batch_size or max(1000, args.per_rank or 0)
+config = trainer.from_options(trainer.TrainerConfig, args, eval_batch_size=evaluation_batch, **size)
 every = trainer.parse_interval(args.checkpoint_every)
 checkpoint = trainer.from_options(trainer.CheckpointConfig, args, **every) if args.folder is not None else None
-if args.lr is not None and not 0 < args.lr < math.inf:
+if not 0 < args.lr < math.inf:
     raise trainer.ConfigError(f"lr is {args.lr}; it must be finite and positive")
 if not 0 <= args.momentum < 1:
     raise trainer.ConfigError(f"momentum is {args.momentum}; it must be at least 0 and below 1")
@@ -64,11 +66,9 @@ if args.tensorboard and args.output == "none":
 
 run = trainer.init(args.strategy, config=config)
 train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
-# An epoch of the UCI digits is a few updates, too short a warm-up for MNIST's rate on four ranks.
-lr = args.lr or (0.05 if len(train) > 10_000 else 0.01)
 torch.manual_seed(args.seed)
 model = NETWORKS[args.network]()
-optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=args.momentum)
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
 records = trainer.Trainer(
     model,

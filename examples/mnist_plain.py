@@ -31,14 +31,14 @@ import horovod.torch as hvd
 parser = argparse.ArgumentParser(
     usage="%(prog)s …", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
 )
-parser.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
-parser.add_argument("--lr", type=float, default=0.05, help="for one rank (default: %(default)s)")
+parser.add_argument("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
+parser.add_argument("--lr", type=float, default=0.1, help="with --batch-size, for one rank (default: %(default)s)")
 parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
 parser.add_argument("--network", choices=NETWORKS, default="default", help="large: 25 MB (default: %(default)s)")
 parser.add_argument(
     "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)"
 )
-parser.add_argument("--batch-size", type=int, default=100, metavar="N", help="per rank (default: %(default)s)")
+parser.add_argument("--batch-size", type=int, metavar="N", help="per rank (default: 64 of all ranks)")
 parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
 
 args = parser.parse_args()
@@ -57,12 +57,13 @@ train_sampler: DistributedSampler[object] = DistributedSampler(
 test_sampler: DistributedSampler[object] = DistributedSampler(
     test, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
 )
-train_loader = DataLoader(train, batch_size=args.batch_size, sampler=train_sampler)
+train_loader = DataLoader(train, batch_size=args.batch_size or 64 // hvd.size(), sampler=train_sampler)
 test_loader = DataLoader(test, batch_size=1000, sampler=test_sampler)
 
 torch.manual_seed(args.seed)
 model = NETWORKS[args.network]().to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
+lr = args.lr * hvd.size() if args.batch_size else args.lr
+optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=args.momentum)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -89,6 +90,7 @@ for epoch in range(1, args.epochs + 1):
     seconds = time.perf_counter() - started
 
     model.eval()
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # BatchNorm's are each rank's own
     total, correct, samples = 0.0, 0, len(test_sampler)
     with torch.no_grad():
         for images, labels in test_loader:

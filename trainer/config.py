@@ -224,14 +224,19 @@ class TrainerConfig(RunConfig):
 
     batch_size: Annotated[int, _FROM_1] = 100
     """Samples per rank and step. The global batch is this times the world size times `accumulate`."""
+    global_batch_size: Annotated[int | None, _FROM_1] = None
+    """Samples of all ranks and step, in place of `batch_size`: the same training on any number of ranks."""
     eval_batch_size: Annotated[int | None, _FROM_1] = None
     """Samples per rank and step of an evaluation; None takes `batch_size`."""
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
     scale_lr: bool = True
-    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017). Never done for Adasum."""
+    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017). Never done for Adasum.
+
+    With `global_batch_size`, which does not grow with the ranks, by accumulate alone.
+    """
     warmup_epochs: Annotated[float, _FROM_0] = 1.0
-    """Epochs of warm-up, from the single-rank learning rate to the scaled one."""
+    """Epochs of warm-up, from the single-rank learning rate to the scaled one; with `global_batch_size` from 0."""
     decay: Annotated[str, ("none", "cosine")] = "cosine"
     """decay of the learning rate after the warm-up."""
     channels_last: bool = False

@@ -90,9 +90,10 @@ def _add_fields(
         if is_dataclass(hints[name]):
             _add_fields(group, hints[name], _defaults(default), {}, f"{prefix}{name}_")
             continue
-        text = explained.get(name, "")
+        text = explained.get(name, "").replace("%", "%%")
         if default not in (None, (), MISSING) and default is not False:
-            text += f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+            shown = ",".join(map(str, default)).replace("%", "%%") if isinstance(default, tuple) else "%(default)s"
+            text += f" (default: {shown})"
         alternatives = _alternatives(hints[name], name)
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if bool not in alternatives:
@@ -100,7 +101,7 @@ def _add_fields(
             how = {"type": partial(_read, alternatives, default), "metavar": metavar}
         action = group.add_argument(option, dest=prefix + name, default=None if default is MISSING else default, **how)
         # Given to add_argument, the text would get the default of a flag once more, by Python 3.11 and 3.12.
-        action.help = text.strip().replace("%", "%%")
+        action.help = text.strip()
 
 
 def _alternatives(hint: Any, name: str) -> list[Any]:

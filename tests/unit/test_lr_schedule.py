@@ -19,6 +19,12 @@ def test_the_warm_up_climbs_in_equal_steps_and_ends_at_the_scaled_rate() -> None
     assert [schedule.factor(update) for update in range(5)] == pytest.approx([2.0, 3.0, 4.0, 4.0, 4.0])
 
 
+def test_a_global_batchs_rate_climbs_from_zero() -> None:
+    config = TrainerConfig(global_batch_size=64, warmup_epochs=0.4)
+    schedule = make_schedule(config, world_size=4, updates_per_epoch=10, epochs=5)
+    assert [schedule.factor(update) for update in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
 def test_without_warm_up_the_scaled_rate_holds_from_the_first_update() -> None:
     assert Schedule(scale=4.0, total_updates=10).factor(0) == 4.0
 
@@ -52,6 +58,9 @@ def test_a_warm_up_over_all_updates_leaves_nothing_to_decay() -> None:
         (TrainerConfig(warmup_epochs=0), 2, 2.0, 0),
         (TrainerConfig(warmup_epochs=99), 2, 2.0, 50),
         (TrainerConfig(scale_lr=False), 4, 1.0, 0),
+        (TrainerConfig(global_batch_size=64), 4, 1.0, 10),
+        (TrainerConfig(global_batch_size=64, accumulate=3), 1, 3.0, 10),
+        (TrainerConfig(global_batch_size=64, scale_lr=False), 4, 1.0, 0),
         (TrainerConfig(), 1, 1.0, 0),
         (TrainerConfig(reduction="adasum", accumulate=2), 4, 1.0, 0),
     ],
@@ -83,6 +92,10 @@ def test_every_group_keeps_its_own_base_rate_and_gets_it_back() -> None:
             "learning rate 0.1 × 4 (world size × accumulate) = 0.4, warmed up from 0.1 over 30 updates, "
             "then a cosine to 0",
         ),
+        (
+            Schedule(scale=2.0, start=0.0, warmup_updates=30),
+            "learning rate 0.1 × 2 (accumulate) = 0.2, warmed up from 0 over 30 updates, then constant",
+        ),
     ],
 )
 def test_what_becomes_of_the_learning_rate_is_said(schedule: Schedule, words: str) -> None:
@@ -93,9 +106,10 @@ def test_what_becomes_of_the_learning_rate_is_said(schedule: Schedule, words: st
 def test_a_scheduler_that_was_not_handed_in_is_not_overwritten() -> None:
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    with pytest.raises(ConfigError, match=r"hand it in \(Trainer\(…, lr_scheduler=…\)\)"):
-        LearningRate(optimizer, Schedule(decay="cosine"))
-    left_alone = LearningRate(optimizer, Schedule())
+    for schedule in (Schedule(decay="cosine"), Schedule(start=0.0, warmup_updates=3)):
+        with pytest.raises(ConfigError, match=r"hand it in \(Trainer\(…, lr_scheduler=…\)\)"):
+            LearningRate(optimizer, schedule)
+    left_alone = LearningRate(optimizer, Schedule(start=0.0))
     optimizer.step()
     scheduler.step()
     left_alone.before_update(1)

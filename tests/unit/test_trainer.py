@@ -92,6 +92,10 @@ def test_accumulation_counts_updates_for_the_learning_rate() -> None:
     assert [record.learning_rate for record in records] == rates
 
 
+def test_a_global_batch_takes_the_place_of_the_one_per_rank() -> None:
+    torch.testing.assert_close(fitted(blobs(60), global_batch_size=20), fitted(blobs(60), batch_size=20))
+
+
 @pytest.mark.parametrize("norm", [1e-3, 1e3])
 def test_clipping_limits_the_norm_of_the_gradient_and_leaves_a_smaller_one_alone(norm: float) -> None:
     data = blobs(10)

@@ -172,8 +172,10 @@ class Trainer:
                 "run.loader takes it, for a loop of your own (trainer.init)"
             )
         config = self.config
+        whole, workers = config.global_batch_size if training else None, config.num_workers
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
-        return self.run.loader(data, size, training=training, num_workers=config.num_workers)
+        per_rank = size if whole is None else None
+        return self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
 
     def _train_epoch(
         self,

@@ -32,6 +32,8 @@ class Schedule:
 
     scale: float = 1.0
     """Factor after the warm-up: the global batch over the batch that the learning rate was chosen for."""
+    start: float = 1.0
+    """Factor that the warm-up climbs from."""
     warmup_updates: int = 0
     total_updates: int = 1
     decay: str = "none"
@@ -40,7 +42,7 @@ class Schedule:
     def factor(self, update: int) -> float:
         """Return the factor for update number `update`, from 0."""
         if update < self.warmup_updates:
-            return 1.0 + (self.scale - 1.0) * (update + 1) / self.warmup_updates
+            return self.start + (self.scale - self.start) * (update + 1) / self.warmup_updates
         if self.decay == "none":
             return self.scale
         after = max(1, self.total_updates - self.warmup_updates)
@@ -50,15 +52,16 @@ class Schedule:
     @property
     def is_constant(self) -> bool:
         """Whether the learning rate stays what the user has set."""
-        return self.scale == 1.0 and self.decay == "none"
+        return self.scale == 1.0 and self.decay == "none" and (self.start == 1.0 or not self.warmup_updates)
 
     def describe(self, base: float) -> str:
         """Return in words what becomes of the learning rate `base`."""
         parts = [f"learning rate {base:g}"]
         if self.scale != 1.0:
-            parts[0] += f" × {self.scale:g} (world size × accumulate) = {base * self.scale:g}"
+            grown = "world size × accumulate" if self.start else "accumulate"
+            parts[0] += f" × {self.scale:g} ({grown}) = {base * self.scale:g}"
         if self.warmup_updates:
-            parts.append(f"warmed up from {base:g} over {self.warmup_updates} updates")
+            parts.append(f"warmed up from {base * self.start:g} over {self.warmup_updates} updates")
         parts.append("then a cosine to 0" if self.decay == "cosine" else "then constant")
         return ", ".join(parts)
 
@@ -67,14 +70,16 @@ def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: 
     """Return the schedule of a configuration.
 
     Adasum combines gradients so that the step needs no scaling with the world size (Maleki et al. 2020), so there is
-    neither scale nor warm-up with it.
+    neither scale nor warm-up with it. With a global batch the learning rate is the same on any number of ranks. There
+    is no single rank's to climb from, so it climbs from 0.
     """
-    scaled = config.scale_lr and config.reduction != "adasum"
-    scale = float(world_size * config.accumulate) if scaled else 1.0
+    scaled, is_global = config.scale_lr and config.reduction != "adasum", config.global_batch_size is not None
+    scale = float(config.accumulate * (1 if is_global else world_size)) if scaled else 1.0
+    start = 0.0 if scaled and is_global else 1.0
     total = updates_per_epoch * epochs
     # Without scaling there is nothing to warm up to.
-    warmup = min(total, round(config.warmup_epochs * updates_per_epoch)) if scale > 1.0 else 0
-    return Schedule(scale=scale, warmup_updates=warmup, total_updates=total, decay=config.decay)
+    warmup = min(total, round(config.warmup_epochs * updates_per_epoch)) if scale > start else 0
+    return Schedule(scale=scale, start=start, warmup_updates=warmup, total_updates=total, decay=config.decay)
 
 
 class LearningRate:
