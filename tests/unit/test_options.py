@@ -189,6 +189,13 @@ def test_help_is_what_stands_under_the_fields() -> None:
     assert "--made" not in text
 
 
+def test_a_default_of_the_scripts_own_stands_in_the_help_as_well() -> None:
+    own = parser(TrainerConfig)
+    own.set_defaults(batch_size=50)
+    assert trainer.from_options(TrainerConfig, own.parse_args([])) == TrainerConfig(batch_size=50)
+    assert "`accumulate`. (default: 50)" in " ".join(own.format_help().split())
+
+
 @pytest.mark.parametrize("kind", [TrainerConfig, CheckpointConfig])
 def test_every_setting_of_the_library_is_explained(kind: type[Any]) -> None:
     actions = [action for action in parser(kind)._actions if action.dest != "help"]
