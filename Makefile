@@ -43,7 +43,7 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 	@sh scripts/install/setup.sh
 
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
-	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --channels-last --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
+	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
 test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 25 minutes on two cores
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))

@@ -74,7 +74,7 @@ CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
         OURS: Contestant(
             title="trainer (ours)",
             script="examples/mnist.py",
-            options=(*_EXAMPLE, "--warmup-epochs", "1", "--decay", "none", "--dataset", "mnist"),
+            options=(*_EXAMPLE, "--no-channels-last", "--warmup-epochs", "1", "--decay", "none", "--dataset", "mnist"),
             record=True,
         ),
         "plain": Contestant(

@@ -31,9 +31,8 @@ RECIPES: Mapping[str, str] = {
     "without warm-up": "--warmup-epochs 0",
     "compiled": "--compile",
     "bf16": "--precision bf16",
-    "channels-last": "--channels-last",
-    "channels-last, bf16": "--channels-last --precision bf16",
-    "channels-last, five epochs": "--channels-last --epochs 5",
+    "channels first": "--no-channels-last",
+    "five epochs": "--epochs 5",
 }
 """Options of examples/mnist.py."""
 

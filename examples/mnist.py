@@ -47,7 +47,7 @@ trainer.add_options(parser, trainer.TrainerConfig, log_every_s="--log-every", ba
 trainer.add_options(
     parser, trainer.CheckpointConfig, folder="--checkpoint", every_s=None, every_updates=None, every_epochs=None
 )
-parser.set_defaults(warmup_epochs=0.25)
+parser.set_defaults(warmup_epochs=0.25, channels_last=True)
 
 trainer.report_failures()
 args = parser.parse_args()

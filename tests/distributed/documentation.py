@@ -116,8 +116,8 @@ HERE = {
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
-    "horovodrun -np 2 python examples/mnist.py --network tutorial --batch-size 100 --lr 0.01 --momentum 0.5 --decay "
-    "none --epochs 2 --output none": replace(_MNIST, is_slow=True),
+    "horovodrun -np 2 python examples/mnist.py --network tutorial --no-channels-last --batch-size 100 --lr 0.01 "
+    "--momentum 0.5 --decay none --epochs 2 --output none": replace(_MNIST, is_slow=True),
     "horovodrun -np 2 python scripts/timed.py --steps 40 t.jsonl examples/language_model.py --length 128 "
     "--bytes 400000 --epochs 1": Run(
         replace=("--steps 40", "--steps 5"), append="--bytes 20000 --length 64", prints="epoch 1/1: test loss"
@@ -158,11 +158,11 @@ ON_NODE_A = {
     "horovodrun -np 2 python scripts/comm_bench.py --only horovod --sizes 4 64K 512K": Run(
         append="--repeats 1", prints="ranks: 2", is_slow=True
     ),
-    "horovodrun -np 2 python examples/mnist.py --network tutorial --batch-size 100 --lr 0.01 --momentum 0.5 --decay "
-    "none --epochs 3 --output none": replace(_MNIST, is_slow=True),
+    "horovodrun -np 2 python examples/mnist.py --network tutorial --no-channels-last --batch-size 100 --lr 0.01 "
+    "--momentum 0.5 --decay none --epochs 3 --output none": replace(_MNIST, is_slow=True),
     "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 5 runs/t.jsonl examples/mnist.py --epochs 1": _TIMED,
     "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 150 runs/t.jsonl examples/mnist.py "
-    "--batch-size 100 --epochs 1 --output none": replace(_TIMED, is_slow=True),
+    "--no-channels-last --batch-size 100 --epochs 1 --output none": replace(_TIMED, is_slow=True),
     "python scripts/scaling_test.py --hosts a:2,b:2": Run(append=f"{_SCALING} {_SCRIPT}", prints=_EFFICIENCY),
     "python scripts/scaling_test.py --hosts a:2,b:2 --strategies horovod,ddp,ring,parameter_server my_training.py "
     "--epochs 1": Run(
@@ -360,7 +360,7 @@ UNTESTED = {
         "an hour; slows the network down"
     ),
     "python -m benchmarks.recipes --data-dir /path/to/data --seeds 0 1 2 3 4": (
-        "trains 40 times; tests/unit/test_benchmarks.py"
+        "trains 35 times; tests/unit/test_benchmarks.py"
     ),
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_benchmarks.py"

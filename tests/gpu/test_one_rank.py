@@ -23,7 +23,7 @@ OPTIONS = {
     "fp32": [],
     "bf16": ["--precision", "bf16"],
     "fp16": ["--precision", "fp16"],
-    "channels-last": ["--channels-last", "--precision", "bf16"],
+    "channels first": ["--no-channels-last", "--precision", "bf16"],
     "accumulated and clipped": ["--accumulate", "2", "--clip-norm", "1", "--batch-size", "50"],
     "compiled": ["--compile"],
 }

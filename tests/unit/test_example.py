@@ -196,7 +196,7 @@ def test_what_is_no_option_is_refused_and_nothing_is_guessed(
     assert error.startswith(f"mnist.py: error: {line}")
 
 
-RECIPE = TrainerConfig(eval_batch_size=1000, global_batch_size=64, warmup_epochs=0.25)
+RECIPE = TrainerConfig(eval_batch_size=1000, global_batch_size=64, warmup_epochs=0.25, channels_last=True)
 
 
 class _StartedError(Exception):
@@ -235,7 +235,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--decay none", "decay", "none"),
         ("--seed 9", "seed", 9),
         ("--sync-batch-norm", "sync_batch_norm", True),
-        ("--channels-last", "channels_last", True),
+        ("--no-channels-last", "channels_last", False),
         ("--compile", "compile", True),
         ("--device cpu", "device", "cpu"),
         ("--log-every 2.5", "log_every_s", 2.5),
@@ -255,7 +255,7 @@ def test_a_batch_per_rank_takes_the_place_of_the_global_one(
 ) -> None:
     with pytest.raises(_StartedError):
         start(monkeypatch, "--batch-size", "7")
-    assert given["config"] == TrainerConfig(eval_batch_size=1000, batch_size=7, warmup_epochs=0.25)
+    assert given["config"] == dataclasses.replace(RECIPE, global_batch_size=None, batch_size=7)
 
 
 def test_the_other_defaults_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
