@@ -127,7 +127,7 @@ def test_a_position_in_another_order_is_refused(other: dict[str, Any], words: st
 
 
 def test_a_position_in_the_table_of_an_earlier_version_is_refused() -> None:
-    loader = ShardedLoader(range(2**22 + 1), 2)
+    loader = ShardedLoader(range(2**20 + 1), 2)
     with pytest.raises(ConfigError, match="holds for shuffle True, and here it is computed"):
         loader.load_state_dict({**loader.state_dict(), "taken": 4, "shuffle": True})
 

@@ -28,8 +28,8 @@ from trainer.errors import ConfigError
 Drawn = Sampler[int] | Iterable[int]
 DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
-_LARGEST_TABLE = 2**22
-"""Up to so many samples an epoch's shuffled order is a table, of 32 MB; beyond, it is computed as it is needed."""
+_LARGEST_TABLE = 2**20
+"""Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed as it is needed."""
 _AT_ONCE = 32
 """Batches for which it is computed at once, because each call has a cost of its own."""
 
