@@ -30,8 +30,8 @@ DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 _LARGEST_TABLE = 2**20
 """Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed as it is needed."""
-_AT_ONCE = 32
-"""Batches for which it is computed at once, because each call has a cost of its own."""
+_AT_ONCE = 8
+"""Batches for which it is computed at once, because each call costs 70 µs, and an index 0.1 µs."""
 
 
 @dataclass(frozen=True)
