@@ -252,6 +252,7 @@ ELSEWHERE = {
         "tests/distributed/test_benchmarks.py",
         'benchmark("startup"',
     ),
+    "python -m benchmarks.growth": ("tests/distributed/test_benchmarks.py", '"benchmarks.growth", *options'),
     "python -m benchmarks.checkpoints --data-dir /path/to/data --repeats 3": (
         "tests/distributed/test_benchmarks.py",
         'benchmark("checkpoints"',

@@ -113,6 +113,20 @@ def test_the_time_to_the_first_step_has_a_row() -> None:
     assert 0 < ready <= ended
 
 
+def test_what_it_costs_ranks_to_join_and_the_hub_to_hear_them_is_measured() -> None:
+    options = ["--only", "join", "hub", "--ranks", "2", "--simulated", "4", "8", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks.growth", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    for head in (
+        "| hub | 4 | 8 | exponent |",
+        "| lost | 0 | 0 | 0.0 |",
+        "| join, torchrun | 2 |",
+        "| join, horovodrun",
+    ):
+        assert head in done.stdout
+
+
 def test_a_training_ends_at_its_target() -> None:
     job = ["benchmarks/time_to_job.py", "language_model", "--settings", "sync_every=4", "--to", "7", "--limit", "40"]
     outcome = run_job("horovodrun-mpi", 2, job)

@@ -14,7 +14,18 @@ import numpy
 import psutil
 import pytest
 
-from benchmarks import accuracy, checkpoints, launching, preemptions, recipes, results, startup, tables, updates_to
+from benchmarks import (
+    accuracy,
+    checkpoints,
+    growth,
+    launching,
+    preemptions,
+    recipes,
+    results,
+    startup,
+    tables,
+    updates_to,
+)
 from benchmarks.chaos_job import record_type
 from benchmarks.chaos_records import Result, Start, problems_of, read_starts, recovery_s
 from benchmarks.checkpoint_loop import Block
@@ -253,3 +264,15 @@ def test_a_signal_that_slurm_has_not_taken_does_not_count(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
     assert preemptions.preempt("17", 3, 0.0, random.Random(0)) == 1
+
+
+def test_the_growth_of_costs_is_told_with_its_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert growth.exponent([64, 128, 256], [5.0, 3.0, 12.0]) == pytest.approx(2.0)
+    assert growth.exponent([64, 128], [4.0, 0.0]) == 0.0
+    sizes = ["--simulated", "4", "8", "--checkpoints", "1", "9", "--samples", "100", "2000000"]
+    assert growth.main(["--only", "rendezvous", "checks", "sweep", "commit", "finding", "--repeats", "1", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "| checks | 4 | 8 | exponent |" in printed
+    assert "| messages | 4 | 4 | 0.0 |" in printed
+    assert "| lost | 0 | 0 | 0.0 |" in printed
+    assert "| finding | 1 | 9 | exponent |" in printed

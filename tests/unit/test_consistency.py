@@ -16,7 +16,14 @@ from torch.optim import SGD, Adam, Optimizer
 
 from trainer import ConfigError, TrainerError, World
 from trainer.config import RunConfig
-from trainer.loop.consistency import PeriodicCheck, check_consistency, check_devices, describe_model, describe_optimizer
+from trainer.loop.consistency import (
+    PeriodicCheck,
+    _digest,
+    check_consistency,
+    check_devices,
+    describe_model,
+    describe_optimizer,
+)
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import NamedParameters, Synchronizer
 
@@ -29,11 +36,13 @@ class Gathered(Strategy):
     def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
         super().__init__(World(rank=rank, size=len(others) + 1, device=torch.device(device)))
         self._others = list(others)
-        self.asked = 0
+        self.asked = self.sent = 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.asked += 1
-        return [*self._others[: self.world.rank], value, *self._others[self.world.rank :]]
+        self.sent = len(str(value))
+        others = [_digest(view[1]) for view in self._others] if isinstance(value, str) else self._others
+        return [*others[: self.world.rank], value, *others[self.world.rank :]]
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         raise NotImplementedError
@@ -57,10 +66,10 @@ def _on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_facts_are_gathered_once_and_raise_nothing() -> None:
-    seen = {"epochs": "3", "samples": "[60, 10]"}
+    seen = {"epochs": "3", "samples": "[60, 10]", "a long one": "x" * 1000}
     rank = Gathered(("a", seen), ("b", seen))
-    check_consistency(rank, {"epochs": 3, "samples": [60, 10]})
-    assert rank.asked == 1
+    check_consistency(rank, {"epochs": 3, "samples": [60, 10], "a long one": "x" * 1000})
+    assert (rank.asked, rank.sent) == (1, 64), "their hash alone"
 
 
 def test_a_world_of_one_gathers_nothing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, hub_of, liste
 from trainer.ops.watcher import hub as hub_module
 from trainer.ops.watcher import limits as limits_module
 from trainer.ops.watcher import report, wire
+from trainer.ops.watcher import spoke as spoke_module
 from trainer.ops.watcher.job import WORKS, Host, View
 from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
 from trainer.watch.heartbeat import State
@@ -232,12 +236,46 @@ def test_connections_that_prove_nothing_are_few_and_short(
     hub = make(listener, Ranks(waiting(0)))
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(hub_module._MOST_UNPROVEN + 9)]
     hub.tick()
-    assert len(hub._links) == hub_module._MOST_UNPROVEN
+    assert len(hub._links) == hub_module._MOST_UNPROVEN + 2, "and one for each host"
     monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.0)
     hub.tick()
     assert hub._links == []
     for one in strangers:
         one.close()
+
+
+def test_all_hosts_may_connect_at_once_and_their_reports_are_judged_together(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, same = ([Host(f"host-{rank}", (rank,)) for rank in range(121)] for _ in range(2))
+    hub = make(listener, Ranks(waiting(0)), 60.0, hosts)
+    spokes = [spoke_of(same, rank, Ranks(waiting(rank)), endpoint(listener), 60.0) for rank in range(1, 121)]
+    monkeypatch.setattr(spoke_module, "_AGAIN_S", 60.0)
+    for _ in range(4):
+        for spoke in spokes:
+            spoke.tick()
+        hub.tick()
+    assert sum(link.is_proven for link in hub._links) == 120
+    looked: list[int] = []
+    monkeypatch.setattr(hub._limit, "on_progress", lambda views, now: looked.append(len(views)))
+    for rank, spoke in enumerate(spokes, 1):
+        spoke._send(spoke._links[0], {rank: waiting(rank, 10)})
+    hub.tick()
+    assert looked == [121], "once, as it looks at each rank of the job"
+
+
+def test_more_than_a_thousand_connections_can_be_waited_for(listener: socket.socket) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    try:
+        late = fcntl.fcntl(listener, fcntl.F_DUPFD, 1500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with socket.create_connection(listener.getsockname()):
+        started = time.monotonic()
+        wire.wait([late], [], 5.0)
+        assert time.monotonic() - started < 4.0
+    os.close(late)
 
 
 def test_only_a_connection_that_times_out_is_a_lost_host() -> None:

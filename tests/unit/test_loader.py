@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy.typing as npt
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 
 from trainer.cluster.world import World
+from trainer.data import order
 from trainer.data.base import Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.data.shard_plan import permutation
@@ -63,16 +65,18 @@ def steps_of(loader: ShardedLoader) -> list[Step]:
     batch_size=st.integers(1, 9),
     accumulate=st.integers(1, 3),
     in_memory=st.booleans(),
+    is_table=st.booleans(),
 )
 def test_all_ranks_have_the_same_steps_and_take_every_sample_once(
-    samples: int, size: int, batch_size: int, accumulate: int, in_memory: bool
+    samples: int, size: int, batch_size: int, accumulate: int, in_memory: bool, is_table: bool
 ) -> None:
     data = numbered(samples)
     dataset = data if in_memory else Pairs(data.inputs, data.targets)
-    ranks = [
-        steps_of(ShardedLoader(dataset, batch_size, accumulate=accumulate, world=world(rank, size)))
-        for rank in range(size)
-    ]
+    with mock.patch.object(order, "_LARGEST_TABLE", 60 if is_table else 0):
+        ranks = [
+            steps_of(ShardedLoader(dataset, batch_size, accumulate=accumulate, world=world(rank, size)))
+            for rank in range(size)
+        ]
     assert len({len(steps) for steps in ranks}) == 1
     assert len({tuple(step.closes_update for step in steps) for steps in ranks}) == 1
     targets = [target for steps in ranks for step in steps for target in step.batch[1][: step.count].tolist()]
@@ -99,6 +103,28 @@ def test_each_iteration_is_the_next_epoch_in_another_order() -> None:
         assert torch.equal(targets, permutation(40, epoch=epoch, seed=0))
     loader.epoch = 1
     assert torch.equal(steps_of(loader)[0].batch[1], epochs[1])
+
+
+class Numbers(Dataset[int]):
+    """So many samples as no table of them would fit into the memory."""
+
+    def __len__(self) -> int:
+        return 10**13
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_any_number_of_samples_takes_no_table_and_other_ranks_go_on_within_its_epoch(workers: int) -> None:
+    whole = [batch.tolist() for batch in itertools.islice(ShardedLoader(Numbers(), 6), 50)]
+    assert len({sample for batch in whole for sample in batch}) == 300
+    two = [ShardedLoader(Numbers(), 3, world=world(rank, 2), num_workers=workers) for rank in range(2)]
+    pairs = itertools.islice(zip(*two, strict=True), 40)
+    assert [[*first.tolist(), *second.tolist()] for first, second in pairs] == whole[:40]
+    again = ShardedLoader(Numbers(), 6)
+    again.load_state_dict({**ShardedLoader(Numbers(), 1).state_dict(), "taken": 240, "shuffle": "computed"})
+    assert [batch.tolist() for batch in itertools.islice(again, 10)] == whole[40:]
 
 
 def test_without_shuffling_the_datasets_own_order_is_kept_in_every_epoch() -> None:

@@ -126,6 +126,12 @@ def test_a_position_in_another_order_is_refused(other: dict[str, Any], words: st
             ShardedLoader(numbered(9), 2, **other).load_state_dict(state)
 
 
+def test_a_position_in_the_table_of_an_earlier_version_is_refused() -> None:
+    loader = ShardedLoader(range(2**20 + 1), 2)
+    with pytest.raises(ConfigError, match="holds for shuffle True, and here it is computed"):
+        loader.load_state_dict({**loader.state_dict(), "taken": 4, "shuffle": True})
+
+
 def test_a_position_within_other_data_is_refused() -> None:
     state = {**ShardedLoader(numbered(9), 2).state_dict(), "taken": 4}
     with pytest.raises(ConfigError, match="holds for samples 9, and here it is 10"):

@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import environment_for, through_ssh, torchrun
 from trainer.ops.supervise.remote import on_all_hosts
@@ -160,3 +162,15 @@ def test_a_command_on_another_host_ends_with_its_ssh() -> None:
     process.stdin = None
     assert process.communicate(timeout=10)[0] == b"ended\n"
     assert process.returncode == 3
+
+
+def test_no_host_is_to_blame_for_the_time_in_which_others_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def start(*_: object) -> subprocess.Popen[bytes]:
+        clock[0] += 20.0
+        return subprocess.Popen(["sh", "-c", "sleep 0.3; echo trainer-host"], stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(remote, "_start", start)
+    assert [answer.problem for answer in on_all_hosts([THERE, THERE], "0" * 32, "look")] == ["", ""]

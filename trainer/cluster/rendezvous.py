@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -57,7 +58,10 @@ class Rendezvous:
 
         def all_gather(text: str) -> list[str]:
             store.set(f"{self._rounds}.{rank}", text)
-            return [store.get(f"{self._rounds}.{other}").decode() for other in range(size)]
+            if rank == 0:  # one request from each rank is enough then
+                texts = [store.get(f"{self._rounds}.{other}").decode() for other in range(size)]
+                store.set(str(self._rounds), json.dumps(texts))
+            return list(json.loads(store.get(str(self._rounds))))
 
         return all_gather
 

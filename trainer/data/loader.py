@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Unpack
@@ -115,8 +115,7 @@ class ShardedLoader(Loader):
         self._whole_plan = self._make_plan(batch_size, global_batch_size)
         self.plan = self._plan_from(0)
         self.step_size = self.plan.step_size
-        self._indices: list[Any] = []
-        """The indices of each batch of the epoch that is loaded; of a dataset of batches, the index of each."""
+        self._indices = _Indices()
         self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     def _make_plan(self, batch_size: int | None, global_batch_size: int | None) -> ShardPlan:
@@ -188,8 +187,8 @@ class ShardedLoader(Loader):
         self._begin(start)
         epoch = self._begin_epoch()
         plan = self._plan_from(start)
-        shards = [plan.shard(step, rank) for step in range(plan.steps)]
-        for step, (shard, loaded) in enumerate(zip(shards, self._load(epoch, shards), strict=True)):
+        for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
+            shard = plan.shard(step, rank)
             count = self._count_of(loaded) if shard.stop > shard.start else 0
             if epoch.bounds is None:
                 weight = plan.weight(step, rank)
@@ -205,14 +204,18 @@ class ShardedLoader(Loader):
 
     def own_samples(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
-        shards = [self.plan.shard(step, self.world.rank) for step in range(self.plan.steps)]
-        filled = [shard for shard in shards if shard.stop > shard.start]
+        left = self.plan.steps
+        filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
         for loaded in self._load(epoch, filled):
+            left -= 1
             report_phase("evaluation")
             self.on_own_step(True)
             yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
-        for _ in range(len(shards) - len(filled)):
+        for _ in range(left):
             self.on_own_step(False)
+
+    def _shards(self, plan: ShardPlan) -> Iterator[slice]:
+        return (plan.shard(step, self.world.rank) for step in range(plan.steps))
 
     def _begin_epoch(self) -> Epoch:
         """Return the next epoch, and plan for it. Collective with a sampler."""
@@ -221,25 +224,21 @@ class ShardedLoader(Loader):
         self._plan_for(len(epoch))
         return epoch
 
-    def _load(self, epoch: Epoch, shards: Sequence[slice]) -> Iterator[Counted]:
+    def _load(self, epoch: Epoch, shards: Iterable[slice]) -> Iterator[Counted]:
         """Yield the batches of this rank's shards of an epoch; padding batches for those that are empty."""
-        places = [epoch.places(shard) for shard in shards]
         if isinstance(self.dataset, InMemory):
-            yield from self._cut(self.dataset, epoch.keys, places)
+            yield from self._cut(self.dataset, epoch.batches(shards, self.dataset.inputs.device))
             return
-        keys = [epoch.keys[place] for place in places]
-        lists = [batch.tolist() if isinstance(batch, Tensor) else batch for batch in keys]
-        self._indices[:] = [batch[0] for batch in lists] if self._is_ready else lists
+        lists = (keys.tolist() if isinstance(keys, Tensor) else keys for keys in epoch.batches(shards))
+        self._indices.epoch = (keys[0] for keys in lists) if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
             yield Counted(loaded.count, move(loaded.batch, self.world.device))
 
-    def _cut(self, dataset: InMemory, keys: Tensor | list[Any], places: Sequence[slice]) -> Iterator[Counted]:
-        if not isinstance(keys, Tensor):
-            raise ConfigError("InMemory has its samples by number, and the sampler has drawn something else")
-        order = keys.to(dataset.inputs.device)
+    def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Counted]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
-        for place in places:
-            index = order[place]
+        for index in batches:
+            if not isinstance(index, Tensor):
+                raise ConfigError("InMemory has its samples by number, and the sampler has drawn something else")
             cut = inputs.index_select(0, index)
             yield Counted(len(index), ((transform(cut) if transform else cut), targets.index_select(0, index)))
 
@@ -248,6 +247,15 @@ class ShardedLoader(Loader):
         """The DataLoader of all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
         batches = {"sampler": self._indices, "batch_size": None} if self._is_ready else {"batch_sampler": self._indices}
         return self._make_data_loader(self.dataset, **batches)
+
+
+class _Indices:
+    """What a DataLoader loads in an epoch: the indices of each batch; of a dataset of batches, the index of each."""
+
+    epoch: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch
 
 
 def _check_order(shuffle: object, sampler: object, batch_sampler: object) -> None:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -21,18 +21,24 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from trainer.data.base import Group
+from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.errors import ConfigError
 
 Drawn = Sampler[int] | Iterable[int]
 DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
+_LARGEST_TABLE = 2**20
+"""Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed as it is needed."""
+_AT_ONCE = 8
+"""Batches for which it is computed at once, because each call costs 70 µs, and an index 0.1 µs."""
+
 
 @dataclass(frozen=True)
 class Epoch:
     """The dataset's indices in the order of one epoch. Ranks divide it in units, which are items or whole batches."""
 
-    keys: Tensor | list[Any]
+    keys: Tensor | list[Any] | Permutation
     """The indices, or other keys, by which the dataset is asked for its items."""
     bounds: Sequence[int] | None = None
     """Positions in `keys` where each batch begins, and where the last one ends; None if each item is a unit."""
@@ -48,8 +54,20 @@ class Epoch:
         over vectors cannot normalize a single sample.
         """
         if units.stop == units.start:
-            return slice(0, 2 if self.bounds is None else min(2, self.bounds[1]))
+            return slice(0, min(2, len(self.keys) if self.bounds is None else self.bounds[1]))
         return units if self.bounds is None else slice(self.bounds[units.start], self.bounds[units.stop])
+
+    def batches(self, shards: Iterable[slice], device: torch.device | None = None) -> Iterator[Tensor | list[Any]]:
+        """Yield the keys of each slice of units; where they are a tensor, on this device."""
+        places = map(self.places, shards)
+        if not isinstance(self.keys, Permutation):
+            keys = self.keys.to(device) if isinstance(self.keys, Tensor) else self.keys
+            yield from (keys[place] for place in places)
+            return
+        while block := list(islice(places, _AT_ONCE)):
+            numbers = np.concatenate([np.arange(place.start, place.stop, dtype=np.uint64) for place in block])
+            indices = torch.from_numpy(self.keys.at(numbers).view(np.int64)).to(device)
+            yield from indices.split([place.stop - place.start for place in block])
 
     def count(self, units: slice) -> int:
         """Return the number of items in a slice of units; 0 for an empty one, whose padding does not count."""
@@ -84,7 +102,9 @@ class EpochOrder:
     ) -> None:
         self.units = dataset_length
         """Items or batches in an epoch, before any are left out."""
-        self.description: Any = shuffle
+        self._is_table = dataset_length <= _LARGEST_TABLE
+        # What a position holds for: the orders of the two ways differ.
+        self.description: Any = shuffle if self._is_table else shuffle and "computed"
         self.drawn: list[int] | None = None
         """Number of the epoch that was drawn last, and a checksum of what was drawn; None without a sampler."""
         self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
@@ -123,9 +143,9 @@ class EpochOrder:
             if len(keys) != self.units:
                 raise ConfigError(f"the sampler has drawn {len(keys)} samples, and its length is {self.units}")
             return Epoch(_compact(keys))
-        if self._shuffle:
+        if self._shuffle and self._is_table:
             return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self._seed))
-        return Epoch(torch.arange(self._dataset_length))
+        return Epoch(Permutation(self._dataset_length, mix_seeds(self._seed, epoch) if self._shuffle else None))
 
     def _draw(self, sampler: Iterable[Any], epoch: int, convert: Callable[[Any], Any]) -> list[Any]:
         drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -25,7 +26,11 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
     """
     if strategy.world.size == 1:
         return
-    by_rank = strategy.all_gather_object((socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    here = {name: str(fact) for name, fact in facts.items()}
+    # Each rank receives what all of them send, and a model of many layers has many facts.
+    if len(set(strategy.all_gather_object(_digest(here)))) == 1:
+        return
+    by_rank = strategy.all_gather_object((socket.gethostname(), here))
     root_host, expected = by_rank[0]
     for rank, (host, theirs) in enumerate(by_rank):
         for name in {**expected, **theirs}:
@@ -109,7 +114,7 @@ class PeriodicCheck:
         if not named:
             return
         sums = _sums_of_bits([parameter for _, parameter in named])
-        digests = self._strategy.all_gather_object(hashlib.sha256(repr(sums).encode()).hexdigest())
+        digests = self._strategy.all_gather_object(_digest(sums))
         if (ranks := _differing_ranks(digests)) is None:
             return
         other, same = ranks
@@ -127,6 +132,10 @@ class PeriodicCheck:
 _AT_LEAST_EVERY = 1024
 
 
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
 def _describe_position(position: tuple[int, int, int] | None) -> str:
     if position is None:
         return "has drawn none of run.loader"
@@ -139,7 +148,7 @@ def _differing_ranks(values: Sequence[object]) -> tuple[int, int] | None:
 
     In a tie rank 0's value counts as the most common one. None where all are equal.
     """
-    usual = max(values, key=values.count)
+    ((usual, _),) = Counter(values).most_common(1)
     other = next((rank for rank, value in enumerate(values) if value != usual), None)
     return None if other is None else (other, next(r for r, value in enumerate(values) if value != values[other]))
 

@@ -152,7 +152,7 @@ def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socke
         if len({entry.host for entry in entries}) == 1:
             return None, plan
         address = address_toward([entry.host.rpartition(" ")[0] for entry in entries])
-        listener = socket.create_server((address, 0), backlog=128)
+        listener = socket.create_server((address, 0), backlog=max(128, len(entries)))
         return listener, {**plan, "endpoint": f"{address}:{listener.getsockname()[1]}"}
     except ConfigError as error:
         warn(f"hangs are not watched for: {error}")

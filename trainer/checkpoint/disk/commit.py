@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def commit(
     with _committing(folder, name, is_begun=is_begun) as place:
         with _stops_with_others() if others else nullcontext():
             entries = {file: write_file(place / file, write) for file, write in files.items()}
-            entries |= _collect(place, others, timeout_s) if others else {}
+            entries |= _collect(place, frozenset(others), timeout_s) if others else {}
         if check:
             check(place)
         return _seal(place, Manifest(name=name, facts=facts, files=entries))
@@ -283,7 +283,7 @@ def _stops_with_others() -> Iterator[None]:
         raise OthersFailedError("another rank could not write its part") from None
 
 
-def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str, FileEntry]:
+def _collect(place: Path, files: Set[str], timeout_s: float) -> dict[str, FileEntry]:
     """Return the entries of files that other ranks announce, under their own names in the folder.
 
     Args:
@@ -313,7 +313,7 @@ def _collect(place: Path, files: Collection[str], timeout_s: float) -> dict[str,
         if bytes_now != bytes_before:
             bytes_before, since_s = bytes_now, waited_s
         elif waited_s - since_s > timeout_s:
-            missing = ", ".join(sorted(set(files) - set(entries)))
+            missing = ", ".join(sorted(files - set(entries)))
             raise OthersFailedError(f"other ranks have not written {missing} within {timeout_s:g} s")
     raise AssertionError  # naps do not end
 

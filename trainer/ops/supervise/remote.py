@@ -25,7 +25,7 @@ Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")
 TIMEOUT_S = 10.0
-"""Seconds in which all hosts together have to answer."""
+"""Seconds in which all hosts together have to answer, once the last one was called."""
 # /proc shows the environment that a process was started with, so the mark stays. A process may be made while others are
 # killed, so killing is repeated. A heartbeat's process is preempted only if it carries the mark, because its number may
 # belong to another process by now.
@@ -84,8 +84,8 @@ def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: flo
 
     "kill" also removes the job's folder. With an empty job, the call only probes whether the hosts answer.
     """
-    deadline = time.monotonic() + timeout_s
     started = [(host, _start(host, job, action)) for host in hosts]
+    deadline = time.monotonic() + timeout_s  # no host is to blame for the time in which the others are called
     return [_read(host, process, deadline) for host, process in started]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
+import resource
 import signal
 import socket
 import sys
@@ -14,6 +14,7 @@ from trainer.ops.watcher.hub import Hub
 from trainer.ops.watcher.job import Host, Job
 from trainer.ops.watcher.ranks import LocalRanks
 from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.wire import wait
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 """Schedulers and launchers send these to all processes of a job; the watcher ends when the ranks have."""
@@ -31,6 +32,8 @@ def main() -> int:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the rank has had all of them blocked until here
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the hub has a connection to each host
     settings = json.loads(sys.stdin.buffer.read())
     ranks = LocalRanks({int(rank): path for rank, path in settings.pop("records").items()})
     if ranks.problems:
@@ -51,7 +54,7 @@ def main() -> int:
 def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:
     before = _clock()
     while not ranks.are_gone:
-        select.select([*ranks.running, *watcher.readers], watcher.writers, [], _TICK_S)
+        wait([*ranks.running, *watcher.readers], watcher.writers, _TICK_S)
         now = _clock()
         if now - before > _SLEPT_S:
             watcher.postpone()

@@ -75,6 +75,7 @@ class Hub(Watcher):
         for link in list(self._links):
             self._serve(link, now)
         self._take_views(self._here, self._ranks.views(), now)
+        self._note_progress(now)
         self._keep_in_touch(now)
         self._explain(now)
         if is_paused(self._hosts):
@@ -188,9 +189,9 @@ class Hub(Watcher):
             while True:
                 connection, _ = self._listener.accept()
                 self._links.append(Link(connection, self._job.token, is_hub=True))
-                unproven = [link for link in self._links if not link.is_proven]
-                if len(unproven) > _MOST_UNPROVEN:
-                    self._drop(unproven[0])
+        unproven = [link for link in self._links if not link.is_proven]
+        for link in unproven[: -(_MOST_UNPROVEN + len(self._hosts))]:  # all hosts connect at once
+            self._drop(link)
 
     def _serve(self, link: Link, now: float) -> None:
         try:

@@ -32,6 +32,7 @@ class Spoke(Watcher):
         now = time.monotonic()
         views = self._ranks.views()
         self._note(self._here, views, now)
+        self._note_progress(now)
         try:
             self._talk(views, now)
         except (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError) as error:
@@ -53,6 +54,7 @@ class Spoke(Watcher):
         """Blame the host of rank 0 where ranks of this one wait, and none of them has an excuse."""
         views = self._ranks.views_with_stacks()
         self._note(self._here, views, now)
+        self._note_progress(now)
         if self._idle_s(now) <= self._limit.seconds:  # one has gone on while it was looked at
             return
         has_excuse = any(view.excuse for view in views.values()) and self._idle_s(now) < self._limit.longest

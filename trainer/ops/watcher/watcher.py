@@ -29,6 +29,7 @@ class Watcher:
         self._hosts, self._here = job.hosts, job.hosts[job.number]
         self._limit = Limit(job.given_s, job.start_s, time.monotonic())
         self._links: list[Link] = []
+        self._has_moved = False
         self.verdict: Verdict | None = None
 
     @property
@@ -67,6 +68,11 @@ class Watcher:
         earlier = host.views
         moved = any(rank not in earlier or view.changed_since(earlier[rank]) for rank, view in views.items())
         host.views = {**earlier, **views}
-        if moved:
-            self._limit.on_progress(views_of(self._hosts).values(), now)
+        self._has_moved |= moved
         return moved
+
+    def _note_progress(self, now: float) -> None:
+        """Note whether a rank has done something, after all hosts were heard: this looks at the ranks of the job."""
+        if self._has_moved:
+            self._limit.on_progress(views_of(self._hosts).values(), now)
+        self._has_moved = False

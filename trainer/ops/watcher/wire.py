@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -96,7 +96,7 @@ class Link:
         """Wait up to this long until everything is sent."""
         deadline = time.monotonic() + seconds
         while self._out and not self._broken and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self.socket], [], left)
+            wait([], [self], left)
             self.flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -171,6 +171,16 @@ def connect(endpoint: str, token: str) -> Link:
         link.close()
         raise OSError(number, os.strerror(number))
     return link
+
+
+def wait(readers: Iterable[Any], writers: Iterable[Link], seconds: float) -> None:
+    """Wait until something can be read or written. `select.select` takes no descriptor above 1,023."""
+    poll = select.poll()
+    for readable in readers:
+        poll.register(readable, select.POLLIN)
+    for link in writers:
+        poll.register(link, select.POLLIN | select.POLLOUT)
+    poll.poll(seconds * 1000)
 
 
 def is_timeout(error: Exception) -> bool:
