@@ -40,7 +40,7 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 whe
 parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
 parser.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True)
 parser.add_argument("--strategy", default="auto", help="(default: %(default)s, by launcher)")
-parser.add_argument("--compression", default="none", help="none, fp16 or powersgd:RANK (default: %(default)s)")
+parser.add_argument("--compression", default="none", help="none, fp16, bf16 or powersgd:RANK (default: %(default)s)")
 parser.add_argument("--sync-every", type=int, default=1, help="updates between averages of the weights, if above 1")
 parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from there")
 args = parser.parse_args()

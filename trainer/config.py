@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
-COMPRESSIONS = ["none", "fp16", "powersgd", "powersgd:RANK"]
+COMPRESSIONS = ["none", "fp16", "bf16", "powersgd", "powersgd:RANK"]
 DEVICES = ("auto", "cpu", "cuda")
 CHECKPOINT_FILES = ("auto", "one")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
@@ -129,9 +129,10 @@ class RunConfig(_Checked):
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
     precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
     """bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
-    compression: Annotated[str, COMPRESSIONS] = "none"
-    """fp16 halves the bytes that are sent and rounds the gradients; powersgd sends much less.
+    compression: Annotated[str | None, COMPRESSIONS] = "none"
+    """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
+    fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32. None is the same as none.
     powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4.
     """
     full_updates: Annotated[int, _FROM_0] = 10
@@ -164,8 +165,13 @@ class RunConfig(_Checked):
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Of strategy "fsdp": what it shards, and what it trades for memory."""
 
+    def __post_init__(self) -> None:
+        if self.compression is None:
+            object.__setattr__(self, "compression", "none")
+        super().__post_init__()
+
     def _problems(self) -> Iterator[str]:
-        if self.compression not in ("none", "fp16") and not self.powersgd_rank:
+        if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(COMPRESSIONS)} (from 1)"
         yield from self._not_shared()
         if self.seed >= 2**63:
@@ -174,6 +180,8 @@ class RunConfig(_Checked):
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
         if self.reduction == "adasum" and self.precision == "fp16":
             yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
+        if self.reduction == "adasum" and self.compression == "bf16":
+            yield "reduction is 'adasum', which has no bfloat16: valid with it are compression none and fp16"
 
     def _not_shared(self) -> Iterator[str]:
         if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:

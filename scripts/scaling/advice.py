@@ -227,7 +227,8 @@ def _compress(run: Measured, half_size_ratio: float | None) -> list[Advice]:
         return []
     saved = (run.exchange + run.hidden) * (1 - half_size_ratio)
     gain = run.step / (run.step - min(saved, run.exchange))
-    return [Advice(what="use fp16 compression", gain=gain, options=("--compression", "fp16"))]
+    # fp16 sends as many bytes, and overflows where a gradient is large.
+    return [Advice(what="use bf16 compression", gain=gain, options=("--compression", "bf16"))]
 
 
 def _change(run: Measured, others: Sequence[Measured]) -> list[Advice]:

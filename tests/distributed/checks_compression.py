@@ -1,4 +1,4 @@
-"""Compression powersgd under every strategy, run on every rank of one job; see `jobs`."""
+"""Compressions under every strategy, powersgd above all, run on every rank of one job; see `jobs`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,23 @@ def check_compression_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
     tolerance = 1e-9 if strategy.world.size == 3 else 0.0
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def check_a_run_goes_on_under_another_compression(strategy: Strategy) -> None:
+    expected = Training(strategy).train()
+    for before, after in (("none", "bf16"), ("bf16", "fp16"), ("bf16", "powersgd:8"), ("powersgd:8", "bf16")):
+        with all_matrices(), pytest.MonkeyPatch.context() as patch, shared_folder(strategy) as folder:
+            patch.setattr(checks_checkpoints, "init", partial(init, compression=before, full_updates=0))
+            interrupt(strategy, folder, 5, every_updates=1)
+            patch.setattr(checks_checkpoints, "init", partial(init, compression=after, full_updates=0))
+            training = Training(strategy)
+            checkpoints = training.checkpoints(folder, every_updates=1)
+            assert checkpoints.resumed is not None
+            for weight, other in zip(training.train(), expected, strict=True):
+                torch.testing.assert_close(weight, other, rtol=0, atol=5e-3)
+            checkpoints.close()
+            strategy.barrier()
+        assert_same_on_all_ranks(strategy, nn.ParameterList(training.model.parameters()))  # without BatchNorm's buffers
 
 
 def weights_after(strategy: Strategy, stop_after: int | None) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ def check_world_is_the_launchers(strategy: Strategy) -> None:
 
 def check_all_reduce_sums(strategy: Strategy) -> None:
     ranks = torch.arange(strategy.world.size, dtype=torch.float64)
-    for dtype in (torch.float32, torch.float64, torch.int64):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
         tensor = torch.full((3, 5), strategy.world.rank, dtype=dtype, device=strategy.world.device)
         reduced = strategy.all_reduce(tensor)
         assert torch.equal(tensor.cpu(), torch.full((3, 5), float(ranks.sum())).to(dtype))
@@ -249,18 +249,43 @@ def check_dynamic_graph(strategy: Strategy) -> None:
 
 
 def check_rounding_variants_stay_close_to_full_precision(strategy: Strategy) -> None:
-    data = make_data(3 * BATCH * strategy.world.size, torch.float32)
-    exact = train_alone(make_model(torch.float32), data, batch=BATCH * strategy.world.size)
-    compressed = [{"compression": "fp16"}] if not strategy.shards else []
-    for settings in ({"precision": "bf16"}, {"precision": "fp16"}, *compressed):
-        model = make_model(torch.float32)
-        make_trainer(strategy, model, **settings).fit(data, epochs=1)
-        # The steps themselves move the weights by more than a tenth of their norm.
-        assert_equal(model, exact, 5e-3)
-        if strategy.world.size > 1 or "compression" not in settings:  # a rank alone may send nothing
-            with pytest.raises(AssertionError, match="differs by"):
-                assert_equal(model, exact, 1e-6)
-        assert_same_on_all_ranks(strategy, model)
+    data = make_data(6 * BATCH * strategy.world.size, torch.float32)
+    variants = [("precision", "bf16"), ("precision", "fp16"), *(("compression", name) for name in rounding(strategy))]
+    for accumulate, clip_norm in ((1, None), (2, 0.5)):
+        batch = accumulate * BATCH * strategy.world.size
+        exact = train_alone(make_model(torch.float32), data, batch=batch, clip_norm=clip_norm)
+        for name, value in variants:
+            model = make_model(torch.float32)
+            settings = {"accumulate": accumulate, "clip_norm": clip_norm, name: value}
+            make_trainer(strategy, model, **settings).fit(data, epochs=1)
+            # The steps themselves move the weights by more than a tenth of their norm.
+            assert_equal(model, exact, 5e-3)
+            if strategy.world.size > 1 or name != "compression":  # a rank alone may send nothing
+                with pytest.raises(AssertionError, match="differs by"):
+                    assert_equal(model, exact, 1e-6)
+            assert_same_on_all_ranks(strategy, model)
+
+
+def rounding(strategy: Strategy) -> list[str]:
+    """Return the compressions that send gradients as they are, in fewer digits."""
+    return ["bf16"] if strategy.shards else ["bf16", "fp16"]
+
+
+def check_a_gradient_above_65504_is_infinite_in_fp16_and_not_in_bf16(strategy: Strategy) -> None:
+    size = strategy.world.size
+    for compression in rounding(strategy) if size > 1 else []:
+        run, model = init(strategy, compression=compression, accumulate=2), nn.Linear(4, 1, bias=False)
+        forward, _ = run.prepare(model, sgd(model))
+        inputs = torch.linspace(0.5e6, 1.5e6, 2 * size).unsqueeze(1).expand(-1, 4).clone()
+        for batch, _ in run.loader(InMemory(inputs, torch.zeros(2 * size)), 1):
+            run.backward(forward(batch).mean())
+        norm = run.clip_grad_norm_(model, 1.0)
+        assert model.weight.grad is not None
+        if compression == "fp16":
+            assert not norm.isfinite()
+        else:
+            assert float(norm) == pytest.approx(2e6, rel=2**-7)
+            assert gather(model.weight.grad).tolist() == [[pytest.approx(0.5, rel=2**-6)] * 4]
 
 
 def check_channels_last_equals_one_process(strategy: Strategy) -> None:

@@ -43,9 +43,10 @@ ON_ANOTHER_NODE = {**BESIDE_MPIRUN, "OMPI_MCA_orte_local_daemon_uri": "1.1;tcp:/
     ("name", "value", "expected"),
     [
         ("precision", "fp8", "precision is 'fp8'; valid are fp32, bf16, fp16"),
-        ("compression", "zip", "compression is 'zip'; valid are none, fp16, powersgd, powersgd:RANK (from 1)"),
-        ("compression", "powersgd:0", "compression is 'powersgd:0'; valid are none, fp16, powersgd, powersgd:RANK"),
-        ("compression", "powersgd:", "compression is 'powersgd:'; valid are none, fp16, powersgd, powersgd:RANK"),
+        ("compression", "zip", "compression is 'zip'; valid are none, fp16, bf16, powersgd, powersgd:RANK (from 1)"),
+        ("compression", "powersgd:0", "compression is 'powersgd:0'; valid are none, fp16, bf16, powersgd, powersgd:R"),
+        ("compression", "powersgd:", "compression is 'powersgd:'; valid are none, fp16, bf16, powersgd, powersgd:R"),
+        ("compression", "", "compression is ''; valid are none, fp16, bf16, powersgd, powersgd:RANK"),
         ("full_updates", -1, "full_updates is -1; it must be finite and not negative"),
         ("sync_every", 0, "sync_every is 0; it must be at least 1"),
         ("outer_lr", 0.0, "outer_lr is 0.0; it must be finite and positive"),
@@ -110,7 +111,7 @@ def test_what_sends_less_goes_with_neither_adasum_nor_a_loss_scale(
         TrainerConfig(**setting, **other)
 
 
-@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "powersgd"])
 def test_averages_of_weights_are_not_compressed(compression: str) -> None:
     with pytest.raises(ConfigError, match=f"sync_every is 4, .* does not go with compression '{compression}'"):
         TrainerConfig(sync_every=4, compression=compression)
@@ -128,13 +129,17 @@ def test_an_overlap_needs_something_to_overlap() -> None:
         TrainerConfig(sync_overlap=True)
 
 
-@pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("fp16", None), ("none", None)])
+@pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("bf16", None), ("none", None)])
 def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
     assert TrainerConfig(compression=compression).powersgd_rank == rank
 
 
-@pytest.mark.parametrize("setting", [{"clip_norm": 1.0}, {"precision": "fp16"}])
-def test_adasum_goes_with_nothing_that_changes_gradients(setting: dict[str, Any]) -> None:
+def test_no_compression_is_the_same_as_compression_none() -> None:
+    assert TrainerConfig(compression=None) == TrainerConfig(compression="none")
+
+
+@pytest.mark.parametrize("setting", [{"clip_norm": 1.0}, {"precision": "fp16"}, {"compression": "bf16"}])
+def test_adasum_goes_with_nothing_that_changes_gradients_and_has_no_bfloat16(setting: dict[str, Any]) -> None:
     TrainerConfig(**setting)
     with pytest.raises(ConfigError, match="reduction is 'adasum'"):
         TrainerConfig(reduction="adasum", **setting)

@@ -43,14 +43,14 @@ def test_advice_has_its_predicted_gain() -> None:
     assert average.gain == pytest.approx(0.5 / (0.1 + (0.4 + 0.05) / 8))
     assert accumulate.options == ("--accumulate", "8")
     assert accumulate.gain == pytest.approx(0.5 / (0.1 + 0.4 / 8))
-    assert compress.options == ("--compression", "fp16")
+    assert compress.options == ("--compression", "bf16")
     saved = (0.4 + 0.05) * (1 - half_size_ratio)
     assert compress.gain == pytest.approx(0.5 / (0.5 - saved))
     text = summarize(measured(), [accumulate, compress], SLOW)
     assert "The link carries 0.1 Gbit/s; a small message takes 1 ms" in text
     assert "the exchange takes 4 × the compute" in text
     gain = f"{accumulate.gain:.2g}"
-    assert f"Advice: accumulate 8 (a global batch 8 times as large) for about {gain} ×, or use fp16" in text
+    assert f"Advice: accumulate 8 (a global batch 8 times as large) for about {gain} ×, or use bf16" in text
 
 
 def test_compression_is_not_advised_where_latency_dominates() -> None:
@@ -185,7 +185,7 @@ def test_advice_with_an_option_can_be_tried(results: Results) -> None:
     results.low_rank = LowRank(messages=(40_000, 40_000), seconds=0.1)
     trials = {run.options: trial for run, trial in results.trials()}
     assert list(trials) == [
-        ("--compression", "powersgd:8"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "fp16")
+        ("--compression", "powersgd:8"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "bf16")
     ]  # fmt: skip
     trial = trials["--compression", "powersgd:8"]
     assert trial.base == pytest.approx(400 / 2.2)
@@ -213,7 +213,7 @@ def test_halves_are_not_advised_where_cores_limit_the_exchange(
     for run in results.baselines.alone[100, 1]:
         assert run.timing
         run.timing["device"] = device
-    assert (("--compression", "fp16") in [run.options for run, _ in results.trials()]) is advised
+    assert (("--compression", "bf16") in [run.options for run, _ in results.trials()]) is advised
 
 
 def test_the_messages_of_powersgd_are_counted_and_its_computing_is_timed() -> None:

@@ -21,6 +21,9 @@ from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.watch.recorder import Recorder
 
+WIRE_TYPES: dict[str | None, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The type that gradients are sent in under a compression which rounds them."""
+
 
 class Strategy(Collectives):
     """How gradients become the mean over all ranks. It knows nothing of datasets or of the training loop.
@@ -78,7 +81,7 @@ class Strategy(Collectives):
 
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Return the synchronizer of a model that is the same on all ranks, for several ranks and whole gradients."""
-        return BucketSynchronizer(parameters, self, torch.float16 if config.compression == "fp16" else None)
+        return BucketSynchronizer(parameters, self, WIRE_TYPES.get(config.compression))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call for a prepared model; by default the model itself."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -52,6 +53,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self.check(config)
+        if config.compression == "bf16" and config.fsdp.reduce_dtype is None:
+            config = replace(config, fsdp=replace(config.fsdp, reduce_dtype="bf16"))
         if isinstance(model, FSDPModule):
             if getattr(model, "_trainer_fsdp", None) != (config.fsdp, config.compile):
                 raise ConfigError("the model was sharded before, by fully_shard or with other settings; make it anew")
@@ -68,9 +71,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         if config.shared_mechanism and self.world.size > 1:
             setting = config.shared_mechanism
             raise ConfigError(f"{setting}, and under FSDP no rank has whole gradients; valid there is none")
-        for name, valid in (("reduction", "average"), ("compression", "none")):
-            if (value := getattr(config, name)) != valid:
-                raise ConfigError(f"{name} is {value!r}, which strategy 'fsdp' does not have; valid there is {valid}")
+        for name, valid in (("reduction", ("average",)), ("compression", ("none", "bf16"))):
+            if (value := getattr(config, name)) not in valid:
+                raise ConfigError(
+                    f"{name} is {value!r}, which strategy 'fsdp' does not have; valid there: {', '.join(valid)}"
+                )
         if config.dynamic_graph:
             raise ConfigError(
                 "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze "

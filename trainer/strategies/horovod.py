@@ -17,7 +17,7 @@ from trainer.cluster.environment import user_set
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import WIRE_TYPES, Strategy
 from trainer.strategies.buckets import BUCKET_BYTES, divide
 from trainer.strategies.collectives import in_place
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
@@ -25,7 +25,7 @@ from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
 _SENT_AS = {torch.bfloat16: torch.float32}
-"""Types that Horovod cannot all-reduce, and what is sent in their place."""
+"""What is sent without a compression in place of a type in which sums would keep eight bits."""
 _PIECE_BYTES = 2**30
 """The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
 _SMALL_BYTES = 2**16
@@ -99,7 +99,7 @@ class HorovodStrategy(Strategy):
 
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         hvd = self._hvd
-        compression = _AnyTensor(hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none)
+        compression = _AnyTensor(WIRE_TYPES.get(config.compression))
         if config.reduction == "adasum":
             return AdasumSynchronizer(hvd, _with_unique_names(parameters), compression)
         modules = [module for module in model.modules() if getattr(module, "sparse", False)]
@@ -266,7 +266,7 @@ def _absent_like(shape: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_absent(mean: Tensor) -> bool:
-    numbers = torch.view_as_real(mean) if mean.is_complex() else mean
+    numbers = _as_real(mean)
     return not bool(numbers.any()) and bool(numbers.signbit().all())
 
 
@@ -286,29 +286,32 @@ def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[li
 
 
 class _AnyTensor:
-    """Horovod's compression, for tensors of any type and in any order of memory.
+    """What Horovod calls a compression, for tensors of any type and in any order of memory.
 
     Horovod itself takes contiguous ones of its own types. One in another order, the gradient of a channels-last weight
     say, is sent as a contiguous copy and written back: a rank may have no gradient, for which a contiguous one is sent.
-    bfloat16 is sent as float32, and complex numbers as pairs of real ones.
+    Without a wire type bfloat16 is sent as float32; complex numbers are sent as pairs of real ones.
+
+    Args:
+        wire_type: type that is sent in place of the gradients' own.
     """
 
-    def __init__(self, compression: Any) -> None:
-        self._compression = compression
+    def __init__(self, wire_type: torch.dtype | None) -> None:
+        self._wire_type = wire_type
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, Tensor]]:
-        dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sent, context = self._compression.compress(dense.contiguous().to(_SENT_AS.get(dense.dtype, dense.dtype)))
-        return sent, (context, tensor)
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        dense = _as_real(tensor)
+        return dense.to(self._wire_type or _SENT_AS.get(dense.dtype, dense.dtype)).contiguous(), tensor
 
-    def decompress(self, sent: Tensor, context: tuple[Any, Tensor] | None) -> Tensor:
-        if context is None:  # a sparse gradient, which Horovod gathers uncompressed
+    def decompress(self, sent: Tensor, tensor: Tensor | None) -> Tensor:
+        if tensor is None:  # a sparse gradient, which Horovod gathers uncompressed
             return sent
-        mean: Tensor = self._compression.decompress(sent, context[0])
-        tensor = context[1]
-        if tensor.is_complex():
-            mean = torch.view_as_complex(mean)
-        return mean if tensor.is_contiguous() and mean.dtype == tensor.dtype else tensor.copy_(mean)
+        _as_real(tensor).copy_(sent)  # of itself, where nothing had to be changed for the way
+        return tensor
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _with_unique_names(parameters: NamedParameters) -> NamedParameters:

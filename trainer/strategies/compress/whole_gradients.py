@@ -80,5 +80,5 @@ class WholeSynchronizer(GradientSynchronizer):
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of `dtype` are added up: 16 bits are too few, and Horovod has no bfloat16."""
+    """Return the type in which values of `dtype` are added up: 16 bits are too few."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

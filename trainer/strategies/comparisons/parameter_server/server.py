@@ -45,15 +45,25 @@ def add_up(messages: Sequence[bytes]) -> bytes:
         ValueError: they do not fit each other.
     """
     kind, data = decode(messages[0])
-    total: Any = np.frombuffer(data, dtype=kind).copy()
+    total: Any = _numbers(kind, data).copy()
     for rank, message in enumerate(messages[1:], start=1):
         other, data = decode(message)
-        values = np.frombuffer(data, dtype=other)
+        values = _numbers(other, data)
         if (other, values.shape) != (kind, total.shape):
             raise ValueError(f"rank {rank} sends {values.size} × {other}, where others send {total.size} × {kind}")
         total += values
+    if kind == "bfloat16":
+        bits = total.view(np.uint32)
+        total = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to the nearest, ties to even
     result: bytes = encode(kind, memoryview(total).cast("B"))
     return result
+
+
+def _numbers(kind: str, data: memoryview) -> Any:
+    if kind != "bfloat16":
+        return np.frombuffer(data, dtype=kind)
+    # NumPy does not have it. It is the upper half of a float32, in which it is added up.
+    return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass

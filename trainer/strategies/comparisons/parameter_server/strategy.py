@@ -113,17 +113,14 @@ class ParameterServerStrategy(SummingStrategy):
 
 def _sum(streams: list[Stream], flat: Tensor) -> None:
     """Sum `flat` over all ranks, in place; its chunks are distributed to the servers in turn."""
-    if flat.dtype == torch.bfloat16:  # which NumPy does not have
-        wide = flat.float()
-        _sum(streams, wide)
-        flat.copy_(wide)
-        return
-    chunks = [piece.numpy() for piece in flat.split(CHUNK_BYTES // flat.element_size()) if piece.numel()]
+    kind = str(flat.dtype).removeprefix("torch.")
+    # As bytes, because NumPy has no bfloat16.
+    chunks = [piece.numpy() for piece in flat.view(torch.uint8).split(CHUNK_BYTES) if piece.numel()]
     for number, chunk in enumerate(chunks):
-        streams[number % len(streams)].push(chunk.dtype.name, memoryview(chunk).cast("B"))
+        streams[number % len(streams)].push(kind, memoryview(chunk))
     # The answer to a chunk comes when all ranks have sent theirs, so what is overwritten here has been sent.
     for number, chunk in enumerate(chunks):
-        chunk[:] = np.frombuffer(streams[number % len(streams)].pull(), chunk.dtype)
+        chunk[:] = np.frombuffer(streams[number % len(streams)].pull(), np.uint8)
 
 
 @dataclass(frozen=True)

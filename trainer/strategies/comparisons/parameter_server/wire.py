@@ -30,16 +30,16 @@ OPTIONS = (
 _HEAD = struct.Struct("16s")
 _KINDS = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 }
-"""What NumPy calls the types of tensors' elements. It would take other texts for types too, up to gigabytes wide."""
+"""Types of tensors' elements. NumPy would take other texts for types too, up to gigabytes wide."""
 
 
 def encode(kind: str, data: bytes | memoryview) -> bytes:
     """Return a chunk as a message.
 
     Args:
-        kind: NumPy's name of the elements' type.
+        kind: name of the elements' type.
         data: the elements' bytes.
     """
     return b"".join((_HEAD.pack(kind.encode()), data))
