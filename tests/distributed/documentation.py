@@ -114,6 +114,9 @@ HERE = {
         ),
         prints=" bytes, of no parts of attempt-0001-epoch-0001-update-",
     ),
+    "python -m benchmarks.busy --data-dir /path/to/data": Run(
+        append="--networks transformer --only ours --conditions 1 --rounds 1", prints="| one busy process | loop on "
+    ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --no-channels-last --batch-size 100 --lr 0.01 "
