@@ -45,10 +45,11 @@ def test_both_controllers_start_for_an_ordinary_user(controller: str) -> None:
     assert done.stdout.count("of 2 mpi=") == 2
 
 
-def test_ranks_with_different_settings_for_idle_waiting_reduce_together() -> None:
-    """Hosts differ: on one of them Open MPI is told to yield, on the other it is not."""
+@pytest.mark.parametrize("name", ["OMPI_MCA_mpi_yield_when_idle", "HOROVOD_WAIT_ASLEEP"])
+def test_ranks_with_different_settings_for_idle_waiting_reduce_together(name: str) -> None:
+    """Hosts differ: on one of them ranks are told to yield, or to wait asleep, on the other they are not."""
     script = (
-        "import os; os.environ['OMPI_MCA_mpi_yield_when_idle'] = os.environ['OMPI_COMM_WORLD_RANK']\n"
+        f"import os; os.environ['{name}'] = os.environ['OMPI_COMM_WORLD_RANK']\n"
         "import torch, horovod.torch as hvd; hvd.init()\n"
         "sums = [hvd.allreduce(torch.ones(1), op=hvd.Sum, name='x').item() for _ in range(3)]\n"
         "print(f'sums {sums}')"  # one piece, because what several ranks print mixes between the pieces
@@ -56,6 +57,45 @@ def test_ranks_with_different_settings_for_idle_waiting_reduce_together() -> Non
     outcome = run_job("mpirun", 2, ["-c", script], timeout_s=60)
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("sums [2.0, 2.0, 2.0]") == 2
+
+
+_COLLECTIVES = """
+import hashlib, os, time
+import torch
+import horovod.torch as hvd
+
+os.environ["OMPI_MCA_mpi_yield_when_idle"] = "0"
+hvd.init()
+torch.manual_seed(hvd.rank())
+found = []
+for size in (1, 1000, 30_000, 2_000_000):
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        values = (1000 * torch.randn(size)).to(dtype)
+        found.append(hvd.allreduce(values, op=hvd.Sum))
+        found += hvd.grouped_allreduce([values, values[:7]], op=hvd.Sum)
+    found += [hvd.allgather(values), hvd.broadcast(values, hvd.size() - 1), hvd.allreduce(values, op=hvd.Max)]
+found += hvd.alltoall(torch.randn(5 * hvd.size()), torch.full((hvd.size(),), 5, dtype=torch.int32))
+found.append(hvd.reducescatter(torch.randn(10), op=hvd.Sum))
+digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in found)).hexdigest()
+hvd.barrier()
+if hvd.rank() == 0:
+    time.sleep(1.5)
+before = time.process_time()
+hvd.allreduce(torch.ones(1))
+print(f"rank {hvd.rank()} has {digest}, and took {time.process_time() - before:.2f} s.")
+"""
+
+
+def test_ranks_that_wait_asleep_get_the_same_bits() -> None:
+    digests, waits = [], []
+    for value in ("0", "1"):
+        outcome = run_job("horovodrun-mpi", 2, ["-c", _COLLECTIVES], timeout_s=60, env={"HOROVOD_WAIT_ASLEEP": value})
+        assert outcome.code == 0, outcome.output
+        ranks = sorted(re.findall(r"rank (\d) has (\w+), and took (\S+) s\.", outcome.output))
+        digests.append([digest for _, digest, _ in ranks])
+        waits.append(float(ranks[1][2]))  # of the rank that waits 1.5 s for the other one
+    assert digests[0] == digests[1]
+    assert waits[1] < 0.5 * min(waits[0], 0.6), "a rank that waits asleep takes a core"
 
 
 _THREADS = """

@@ -15,6 +15,7 @@ from trainer.tuning.host import host_cores, share_machine, tune_host
 from trainer.tuning.open_mpi import ring_from_bytes, single_copy_allowed, tune_open_mpi
 
 CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
+ASLEEP = "HOROVOD_WAIT_ASLEEP"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
 PMIX_SECURITY = "PMIX_MCA_psec"
 RULES, USE_RULES = "OMPI_MCA_coll_tuned_dynamic_rules_filename", "OMPI_MCA_coll_tuned_use_dynamic_rules"
@@ -156,11 +157,35 @@ def test_ranks_in_several_containers_share_their_machines_cores(host: Host, monk
 
 
 @pytest.mark.parametrize(("local_size", "yields"), [(1, False), (4, False), (5, True), (8, True), (16, True)])
-def test_ranks_yield_only_where_their_threads_outnumber_the_cores(host: Host, local_size: int, yields: bool) -> None:
+def test_ranks_of_several_hosts_yield_only_where_their_threads_outnumber_the_cores(
+    host: Host, local_size: int, yields: bool
+) -> None:
     # Every rank has two threads, and there are eight cores.
-    chosen = tune_all(ranks(local_size))
+    chosen = tune_all(World(size=2 * local_size, local_size=local_size, launcher="mpirun"))
     assert host.environment.get(IDLE) == ("1" if yields else None)
     assert ("idle" in chosen) == yields
+    assert ASLEEP not in host.environment
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_ranks_of_one_host_wait_asleep(host: Host, cores: int) -> None:
+    host.has(cores=cores)
+    assert tune_all(ranks(2))["idle"].startswith("asleep")
+    assert (host.environment[ASLEEP], host.environment[IDLE]) == ("1", "0")
+
+
+@pytest.mark.parametrize(("name", "value"), [(IDLE, "1"), (ASLEEP, "0")])
+def test_who_has_said_how_to_wait_is_not_told_to_wait_asleep(host: Host, name: str, value: str) -> None:
+    host.has(cores=2)
+    host.environment[name] = value
+    assert "asleep" not in tune_all(ranks(2)).get("idle", "")
+    assert (host.environment.get(ASLEEP, "0"), host.environment[IDLE]) == ("0", "1")
+
+
+def test_what_waits_in_open_mpi_alone_still_yields(host: Host) -> None:
+    host.has(cores=2)
+    assert tune(ranks(2))["idle"].startswith("yield")
+    assert ASLEEP not in host.environment
 
 
 @pytest.mark.parametrize("allowed", [True, False])
