@@ -4,6 +4,10 @@
 #     docker compose up --build -d
 #
 # Dockerfile.gpu is made of this file: `python scripts/install/gpu_dockerfile.py` after a change.
+# Where Horovod's compiler runs: `native`, or `cross` for an arm64 that x86-64 emulates, as `make image-arm64` has it.
+ARG COMPILER=native
+# As BASE, for the machine that builds; only `cross` uses it.
+ARG BUILD_BASE=
 # Debian 12: regular support ended in June 2026, that of the LTS team ends in June 2028. Debian 13 builds and trains too.
 # `make bases` moves digests on. Where no registry answers, BASE=debian:bookworm-slim takes what is there by that name.
 ARG DEBIAN=debian:bookworm-slim
@@ -37,11 +41,33 @@ RUN --mount=type=cache,target=/root/.cache \
 
 # Horovod, with a compiler named in full for C and C++.
 # The compiler is installed while the packages are, and these are mounted, not copied, when they are complete.
-FROM base AS builder
+FROM base AS native
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y gcc-12 g++-12 python3-dev \
     && rm -rf /var/lib/apt/lists/*
+
+# The same compiler for arm64, as programs of x86-64. In an emulated container these alone are not emulated.
+FROM --platform=$BUILDPLATFORM ${BUILD_BASE:-${DEBIAN}@${DEBIAN_DIGEST}} AS toolchain
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y g++-12-aarch64-linux-gnu \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS cross
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --no-install-recommends -y python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=toolchain /lib64 /lib64
+COPY --from=toolchain /usr/lib/x86_64-linux-gnu /usr/lib/x86_64-linux-gnu
+COPY --from=toolchain /usr/lib/gcc-cross /usr/lib/gcc-cross
+COPY --from=toolchain /usr/aarch64-linux-gnu /usr/aarch64-linux-gnu
+COPY --from=toolchain /usr/bin/aarch64-linux-gnu-* /usr/bin/
+RUN for tool in gcc-12 g++-12 ar ld nm ranlib; do ln -s "/usr/bin/aarch64-linux-gnu-${tool}" "/usr/local/bin/${tool}"; done
+
+# hadolint ignore=DL3006
+FROM ${COMPILER} AS builder
 ENV CC=gcc-12 CXX=g++-12
 WORKDIR /src
 COPY requirements/build.txt requirements/horovod.txt requirements/

@@ -89,7 +89,8 @@ image-gpu-if-changed:  ## The same, unless this engine has one that was compiled
 image-arm64:  ## Build the CPU image for linux/arm64, on another processor emulated, which takes long
 	@docker buildx inspect 2>/dev/null | grep -q linux/arm64 || \
 	    { echo 'make: this Docker engine does not run linux/arm64; a QEMU 10 that binfmt_misc knows lets it (docs/images.md)' >&2; exit 1; }
-	@DOCKER_BUILDKIT=1 docker build --platform linux/arm64 -t trainer:arm64 . $(BASES) $(ORIGIN) $(ARGS)
+	@DOCKER_BUILDKIT=1 docker build --platform linux/arm64 -t trainer:arm64 . $(BASES) --build-arg BUILD_BASE $(ORIGIN) \
+	    $$(docker version --format '{{if eq .Server.Arch "amd64"}}--build-arg COMPILER=cross{{end}}') $(ARGS)
 
 image-oci:  ## Export the CPU image as the archive OCI, with attestations: BuildKit's provenance, and an SBOM by its scanner
 	@docker buildx build --provenance=mode=max --sbom=$(SBOM) --output type=oci,dest="$(OCI)" . $(BASES) $(ORIGIN)

@@ -8,6 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ROOT / "Dockerfile", ROOT / "Dockerfile.gpu"
 
+# Of Dockerfile, what concerns arm64 alone: from its first line to its last.
+ARM64 = (
+    ("# Where Horovod's compiler runs", "ARG BUILD_BASE=\n"),
+    ("\n# The same compiler for arm64", "FROM ${COMPILER} AS builder\n"),
+)
+
 # Text of Dockerfile, which stands there once, with what Dockerfile.gpu has in its place.
 CHANGES = (
     (
@@ -39,6 +45,7 @@ ARG CUDA_IMAGE=
 FROM ${CUDA_IMAGE:-${CUDA}@${CUDA_DIGEST}} AS cuda
 """,
     ),
+    ("FROM base AS native\n", "FROM base AS builder\n"),
     ("ca-certificates openssh-client", "ca-certificates ibverbs-providers libibverbs1 openssh-client"),
     (
         "# The locked packages: 4 GB with PyPI's PyTorch, which is taken where its CPU builds' index does not answer.",
@@ -85,6 +92,9 @@ def gpu_dockerfile(text: str) -> str:
             line = before.strip().splitlines()[0]
             raise SystemExit(f"{__file__} replaces {line!r}, which Dockerfile has {count} times, not once")
         text = text.replace(before, after)
+    for first, last in ARM64:
+        head, _, rest = text.partition(first)
+        text = head + rest.partition(last)[2]
     return text
 
 

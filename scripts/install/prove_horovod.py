@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +61,24 @@ def prove(gpu: str) -> None:
     _check_parts([horovodrun, "--check-build"], env, wanted)
     if gpu == "nccl":
         _check_cuda()
-    for controller in ("--mpi", "--gloo"):
-        _check_two_ranks([horovodrun, "-np", "2", controller, sys.executable, "-c", _TWO_RANKS], env)
-    say(f"Horovod has {', '.join(wanted)}; two ranks all-reduce over MPI and over Gloo")
+    controllers = ["Gloo"] if emulator_keeps_mpi_from_starting() else ["MPI", "Gloo"]
+    for name in controllers:
+        _check_two_ranks([horovodrun, "-np", "2", f"--{name.lower()}", sys.executable, "-c", _TWO_RANKS], env)
+    if "MPI" not in controllers:
+        say("WARNING: over MPI no ranks were tried: under this QEMU Open MPI cannot start any")
+    say(f"Horovod has {', '.join(wanted)}; two ranks all-reduce over {' and over '.join(controllers)}")
+
+
+def emulator_keeps_mpi_from_starting() -> bool:
+    """Whether this is an emulation that says of a socket's time limit that it has no bytes, as QEMU up to 11.1 does.
+
+    Open MPI's ranks set that limit back to what it was, with that length, and end when this fails.
+    """
+    with socket.socket() as any_socket:
+        try:
+            return not any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+        except OSError:
+            return False  # Open MPI does without where the option is not to be had.
 
 
 def _check_parts(command: list[str], env: dict[str, str], wanted: list[str]) -> None:

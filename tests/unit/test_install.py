@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import build_horovod
 import horovod_wheel
 import packages
+import prove_horovod
 import pytest
 import setup
 from console import SetupError, run
@@ -171,3 +173,21 @@ def test_the_wheels_folder_changes_with_every_patch(tmp_path: Path, monkeypatch:
     without = build_horovod._cache_key(variant)
     (tmp_path / "0001-new.patch").write_text("new")
     assert len({first, without, build_horovod._cache_key(variant)}) == 3
+
+
+def test_no_ranks_are_tried_over_mpi_under_an_emulator_that_keeps_them_from_starting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Emulated(socket.socket):
+        def getsockopt(self, *options: int) -> bytes:  # type: ignore[override]
+            return b""
+
+    tried: list[str] = []
+    monkeypatch.setattr(prove_horovod, "_check_parts", lambda *parts: None)
+    monkeypatch.setattr(prove_horovod, "_check_two_ranks", lambda command, env: tried.append(command[3]))
+    prove_horovod.prove("none")
+    assert tried == ["--mpi", "--gloo"]
+    monkeypatch.setattr("socket.socket", Emulated)
+    prove_horovod.prove("none")
+    assert tried == ["--mpi", "--gloo", "--gloo"]
+    assert "WARNING: over MPI no ranks were tried" in capsys.readouterr().err
