@@ -7,7 +7,7 @@ Horovod's own defaults lose to DistributedDataParallel on small models. The caus
   so a short cycle costs something only during an exchange (or where there are process sets).
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
   more threads than cores, the spinning takes the core from the thread that is waited for. A rank that yields instead
-  loses its turn to other programs. With patch 0032, ranks of one host wait asleep; those of several hosts yield.
+  loses its turn to other programs. With patch 0032 and HOROVOD_WAIT_ASLEEP=1, ranks of one host wait asleep.
 * For large messages Open MPI halves and doubles, and each pair of ranks sends both ways over one connection, which
   its TCP does not do at full speed. A ring uses each connection one way (open_mpi_rules.conf).
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.

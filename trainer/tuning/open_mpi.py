@@ -23,7 +23,7 @@ def tune_open_mpi(world: World, *, horovod: bool = False) -> dict[str, str]:
     """Set Open MPI's variables for this host; return what was set, and why.
 
     Args:
-        horovod: whether Horovod waits for the other ranks; our build can do so asleep.
+        horovod: whether Horovod waits for the other ranks; our build does so asleep if the user asks for that.
     """
     chosen: dict[str, str] = {}
     locate_open_mpi()
@@ -36,9 +36,8 @@ def tune_open_mpi(world: World, *, horovod: bool = False) -> dict[str, str]:
     # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
     ranks = world.size if in_container() else world.local_size
     is_in_memory = horovod and world.device.type == "cpu" and world.size == world.local_size
-    if is_in_memory and not user_set(_ASLEEP) and set_default(_YIELD, "0"):
-        set_default(_ASLEEP, "1")
-        chosen["idle"] = "asleep (who yields loses its turn to other programs)"
+    if is_in_memory and os.environ.get(_ASLEEP) == "1" and set_default(_YIELD, "0"):
+        chosen["idle"] = f"asleep ({_ASLEEP})"
     elif 2 * ranks > host_cores() and set_default(_YIELD, "1"):
         chosen["idle"] = f"yield (2 threads × {ranks} ranks on {host_cores()} cores)"
     if 2 < world.size != world.local_size and _set_rules():
