@@ -322,6 +322,7 @@ ELSEWHERE |= {
 
 # Commands that no test runs, with the reason.
 UNTESTED = {
+    r"docker save trainer:cpu \| podman load": "needs Podman",
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --follow -- python train.py --checkpoint "
     "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
     "srun --mpi=list": "needs a Slurm; tests/distributed/test_srun.py runs `srun --mpi=pmix`",
@@ -388,7 +389,15 @@ MENTIONED = (
         "horovodrun --mpi",
         "horovodrun --gloo",
     ),
-    *("trainer run", "trainer run --torchrun", "trainer submit", "trainer submit pbs", "trainer submit lsf"),
+    *(
+        "trainer trace",
+        "horovodrun --output-filename",
+        "trainer run",
+        "trainer run --torchrun",
+        "trainer submit",
+        "trainer submit pbs",
+        "trainer submit lsf",
+    ),
     *("torchrun --max-restarts 3", "horovodrun --min-np 2", "horovodrun --timeline-filename", "make fuzz"),
     *("docker run", "docker export", "pip install --force-reinstall horovod", "trainer submit slurm"),
     *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),

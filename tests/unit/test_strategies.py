@@ -27,7 +27,7 @@ TWO = World(size=2, local_size=2, launcher="mpirun")
 @pytest.fixture(autouse=True)
 def _leave_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tune_host", "tune_open_mpi", "tune_horovod"):
-        monkeypatch.setattr(f"trainer.tuning.{name}", lambda world: {"tuned": str(world.size)})
+        monkeypatch.setattr(f"trainer.tuning.{name}", lambda world, **_: {"tuned": str(world.size)})
 
 
 def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
