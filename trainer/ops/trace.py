@@ -104,9 +104,9 @@ class Timeline:
     def after_step(self, *_: object) -> None:
         self._add("step", self._steps.pop(), _now())
 
-    def on_sent(self, message: Any, size: int) -> None:
-        """Note that a message begins to be summed."""
-        self._sent[message] = (_now(), size)
+    def on_sent(self, message: Any, size: int, began_ns: int) -> None:
+        """Note that a message has begun to be summed."""
+        self._sent[message] = (began_ns, size)
 
     def on_received(self, message: Any) -> None:
         """Note that this rank has the message's sum, which may have been there earlier."""
@@ -160,7 +160,7 @@ class Trace:
             loader.through = lambda steps: timeline.loading(through(steps))
 
         def start_traced(flat: Any, name: str) -> Callable[[], object]:
-            timeline.on_sent(name, flat.numel() * flat.element_size())
+            timeline.on_sent(name, flat.numel() * flat.element_size(), _now())
             return _then(start(flat, name), partial(timeline.on_received, name))
 
         def close_traced() -> None:
@@ -227,9 +227,10 @@ def _follow_horovod(timeline: Timeline) -> None:
     def sends(send: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(send)
         def call(tensors: Any, *args: Any, **options: Any) -> Any:
+            began = _now()  # not afterwards: another rank may have the sum by then
             handle = send(tensors, *args, **options)
             some = tensors if isinstance(tensors, Sequence) else [tensors]
-            timeline.on_sent(handle, sum(tensor.numel() * tensor.element_size() for tensor in some))
+            timeline.on_sent(handle, sum(tensor.numel() * tensor.element_size() for tensor in some), began)
             return handle
 
         return call
