@@ -57,7 +57,7 @@ train_sampler: DistributedSampler[object] = DistributedSampler(
 test_sampler: DistributedSampler[object] = DistributedSampler(
     test, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
 )
-train_loader = DataLoader(train, batch_size=args.batch_size or 64 // hvd.size(), sampler=train_sampler)
+train_loader = DataLoader(train, batch_size=args.batch_size or max(1, 64 // hvd.size()), sampler=train_sampler)
 test_loader = DataLoader(test, batch_size=1000, sampler=test_sampler)
 
 torch.manual_seed(args.seed)

@@ -37,7 +37,7 @@ def test_nothing_advises_a_store_that_runs_code() -> None:
     [
         "torchrun --standalone train.py",
         "torchrun --nnodes 2 --node-rank 0 train.py",
-        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:29500 train.py",
+        "torchrun --nnodes 2 --node-rank 0 --master-addr a --master-port 29500 --rdzv-backend etcd train.py",
         "torchrun --rdzv_endpoint=a:29500 train.py",
         "torchrun --rdzv-backend=etcd-v2 train.py",
     ],

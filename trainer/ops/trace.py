@@ -10,7 +10,6 @@ import argparse
 import json
 import runpy
 import socket
-import statistics
 import sys
 import time
 from collections import deque
@@ -263,7 +262,7 @@ def _clock_difference_ns(strategy: Strategy) -> int:
         left.append(_now())
     by_rank = strategy.all_gather_object(left)
     here = by_rank[machines.index(machine_id())]
-    return int(statistics.median(root - own for root, own in zip(by_rank[0], here, strict=True)))
+    return int(sorted(root - own for root, own in zip(by_rank[0], here, strict=True))[_ROUNDS // 2])
 
 
 def _events(spans: Iterable[Span], rank: int, ahead_ns: int) -> Iterator[dict[str, Any]]:
