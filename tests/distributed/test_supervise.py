@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,7 +131,7 @@ def command(*arguments: str) -> tuple[str, ...]:
         slow(
             "--gloo",
             "exit",
-            "rank 0 on localhost died without a word in update 21, after rank 1 on localhost had ended",
+            f"rank 1 on {socket.gethostname()} has ended: its script has reached its end, or has called sys.exit",
         ),
         ("--mpi", "launcher", "horovodrun has ended with code 137 (SIGKILL)"),
     ],

@@ -126,7 +126,7 @@ def test_a_verdict_is_noted_in_the_job_s_folder_beside_what_the_ranks_say(file: 
     assert parse_verdict(line) == JobVerdict(HANG, "rank 1 did not come", (1, 3))
     assert line.count("\n") == 1
     assert read(file).error == "lost peer"
-    assert sorted(path.name for path in file.parent.iterdir()) == ["rank-1", "verdict.json"]
+    assert sorted(path.name for path in file.parent.iterdir()) == ["rank-1", "sigterm-1", "verdict.json"]
 
 
 @pytest.mark.parametrize("line", ["", "trainer-heartbeat 1", "[]", "{}", '{"kind": "hang", "text": "", "culprits": 1}'])

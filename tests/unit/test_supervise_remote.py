@@ -86,6 +86,33 @@ def test_a_job_s_processes_are_killed_and_its_files_read_and_removed(start: Star
     assert on_all_hosts([host], "one", "look")[0].ranks == ()
 
 
+def test_sigterm_is_noted_of_a_rank_that_handles_none(start: Start) -> None:
+    rank, (before,) = start("one"), on_all_hosts([HERE], "one", "look")
+    rank.terminate()
+    assert rank.wait(timeout=10) == -signal.SIGTERM
+    (after,) = on_all_hosts([THERE], "one", "kill")
+    assert [[rank.signal for rank in answer.ranks] for answer in (before, after)] == [[0], [signal.SIGTERM]]
+
+
+def test_sigterm_of_a_rank_s_forked_child_is_not_noted(tmp_path: Path) -> None:
+    script = """
+import os, signal
+from trainer.watch.heartbeat import report_join
+report_join(3)
+reader, writer = os.pipe()
+if (child := os.fork()) == 0:
+    os.write(writer, b"x")
+    signal.pause()
+os.read(reader, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+"""
+    environment = {**os.environ, "TRAINER_JOB": "one", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=30)
+    (answer,) = on_all_hosts([HERE], "one", "kill")
+    assert [(rank.rank, rank.signal) for rank in answer.ranks] == [(3, 0)]
+
+
 def test_ranks_are_asked_to_save(start: Start) -> None:
     rank = start("one")
     on_all_hosts([THERE], "one", "preempt")

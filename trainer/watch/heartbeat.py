@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import functools
 import mmap
 import os
@@ -41,6 +42,8 @@ BATCH_NORM = "BatchNorm's statistics"
 """Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
+SIGTERM_FILE = "sigterm"
+"""Beginning of the name of a rank's file beside its record: not empty once SIGTERM has come."""
 _MAGIC = b"trainer-heartbeat "
 _HEAD = re.compile(re.escape(_MAGIC) + rb"[1-9][0-9]{0,6}\n")
 """With the number of a process: Linux has none above 2^22."""
@@ -249,8 +252,19 @@ def report_join(rank: int) -> None:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
             _record = _Record.make(descriptor, rank, is_in_memory=False)
+            _note_sigterm(folder / f"{SIGTERM_FILE}-{rank}")
             report_phase("joining")
             atexit.register(_report_exit)
+
+
+def _note_sigterm(file: Path) -> None:
+    """Have the file get this thread's stack at SIGTERM, before the signal does what it does without this.
+
+    A launcher sends it to the ranks that a dead one leaves behind. Most wait in a collective then, where Python runs no
+    handler; this one is in C. A handler that the program sets later takes its place.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
+    faulthandler.register(signal.SIGTERM, file=descriptor, all_threads=False, chain=True)
 
 
 def open_record(rank: int, stacks: int = 0) -> Path | None:
@@ -308,8 +322,10 @@ def close_record() -> None:
 
 
 def _forget() -> None:
-    # A forked child, such as a loader's worker, shares the memory, and must not write to it.
+    # A forked child, such as a loader's worker, shares the memory and the files, and must not write to them.
     global _record
+    if _record is not None:
+        faulthandler.unregister(signal.SIGTERM)
     _record = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import tempfile
 import time
@@ -18,18 +19,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.ops.supervise.hosts import Host
-from trainer.watch.heartbeat import SIZE, Heartbeat
+from trainer.watch.heartbeat import SIGTERM_FILE, SIZE, Heartbeat
 from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
 
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")
+_SIGTERM = re.compile(rb'\{"sigterm": ([0-9]{1,7})\}\n')
 TIMEOUT_S = 10.0
 """Seconds in which all hosts together have to answer, once the last one was called."""
 # /proc shows the environment that a process was started with, so the mark stays. A process may be made while others are
 # killed, so killing is repeated. A heartbeat's process is preempted only if it carries the mark, because its number may
 # belong to another process by now.
-_SCRIPT = r"""
+_SCRIPT = (
+    r"""
 job=$1 action=$2
 shift 2
 marked() {
@@ -57,11 +60,16 @@ for folder in "$@"; do
             grep -qsF "JOB=$job" "/proc/$process/environ" && kill -USR2 "$process"
         fi
         cat "$file"
+        number=${file##*-}
+        [ ! -s "$folder/SIGTERM-$number" ] || echo "{\"sigterm\": $number}"
     done
     [ ! -f "$folder/VERDICT" ] || cat "$folder/VERDICT"
     [ "$action" != kill ] || rm -rf "$folder"
 done
-""".replace("JOB", JOB).replace("VERDICT", VERDICT)
+""".replace("JOB", JOB)
+    .replace("VERDICT", VERDICT)
+    .replace("SIGTERM", SIGTERM_FILE)
+)
 
 
 @dataclass(frozen=True)
@@ -152,13 +160,19 @@ def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answ
 
 def _parse(records: bytes) -> tuple[tuple[Heartbeat, ...], JobVerdict | None]:
     """Return what is in the files of the folders, one after another."""
-    ranks, verdict, at = [], None, 0
+    ranks: dict[int, Heartbeat] = {}
+    verdict, at = None, 0
     while at < len(records):
         end = records.find(b"\n", at) + 1 or len(records)
-        if records[at : at + 1] == b"{" and (host_verdict := parse_verdict(records[at:end])) is not None:
+        line = records[at:end]
+        if (asked := _SIGTERM.fullmatch(line)) is not None:
+            if (heartbeat := ranks.get(int(asked[1]))) is not None:
+                heartbeat.signal = heartbeat.signal or signal.SIGTERM
+            at = end
+        elif line.startswith(b"{") and (host_verdict := parse_verdict(line)) is not None:
             verdict, at = host_verdict, end
         else:
             if (heartbeat := Heartbeat.from_bytes(records[at : at + SIZE])) is not None:
-                ranks.append(heartbeat)
+                ranks[heartbeat.rank] = heartbeat
             at += SIZE
-    return tuple(ranks), verdict
+    return tuple(ranks.values()), verdict
