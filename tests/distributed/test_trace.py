@@ -22,7 +22,7 @@ def traced(file: Path, rank: int, name: str, phase: str = "X") -> list[dict[str,
     """Return the events of a rank with a name, by the time at which they begin."""
     events = json.loads(file.read_text())["traceEvents"]
     found = [event for event in events if (event["pid"], event["name"], event["ph"]) == (rank, name, phase)]
-    return sorted(found, key=lambda event: float(event["ts"]))
+    return sorted(found, key=lambda event: float(event.get("ts", 0.0)))
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "gloo", "torchrun"])
@@ -45,6 +45,17 @@ def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> Non
     for rank in (0, 1):
         received, sent = traced(file, rank, "gradients", "e"), traced(file, 1 - rank, "gradients", "b")
         assert all(end["ts"] > begin["ts"] for end, begin in zip(received, sent, strict=True))
+
+
+def test_tracks_are_the_ranks_own(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    outcome = run_job("torchrun", 2, ["-m", "trainer", "trace", str(file), JOB, "auto", "0", "0"])
+    assert outcome.code == 0, outcome.output
+    for rank in (0, 1):
+        named = {event["tid"]: event["args"]["name"] for event in traced(file, rank, "thread_name", "M")}
+        assert {named[event["tid"]] for event in traced(file, rank, "forward")} == {"loop"}
+        assert {named[event["tid"]] for event in traced(file, rank, "training")} == {"phase"}
+        assert rank == 0 or 0 not in named  # Perfetto would draw it over another track
 
 
 def test_one_process_has_a_timeline_too(tmp_path: Path) -> None:

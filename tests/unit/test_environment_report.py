@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from trainer.cli import main
@@ -37,6 +39,14 @@ def test_it_has_the_versions_and_no_secret(monkeypatch: pytest.MonkeyPatch, caps
 def test_libraries_that_cannot_be_imported_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_BUILD", "print('PyTorch has gloo'); raise OSError('libmpi.so.40: no such file')")
     assert environment._built() == "PyTorch has gloo; importing them fails: OSError: libmpi.so.40: no such file"
+
+
+def test_interfaces_that_do_not_answer_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    monkeypatch.setattr("psutil.net_if_stats", refuse)
+    assert list(environment._interfaces()) == ["unknown: Inappropriate ioctl for device"]
 
 
 def test_an_import_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

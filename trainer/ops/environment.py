@@ -110,7 +110,12 @@ def _distribution() -> str:
 def _interfaces() -> Iterator[str]:
     import psutil
 
-    for name, state in psutil.net_if_stats().items():
+    try:
+        states = psutil.net_if_stats()
+    except OSError as error:  # as under QEMU, which does not answer when it is asked for their speed
+        yield f"unknown: {error.strerror}"
+        return
+    for name, state in states.items():
         if state.isup and name != "lo":
             yield f"{name} with an MTU of {state.mtu}" + (f" and {state.speed} Mbit/s" if state.speed else "")
 

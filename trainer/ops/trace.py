@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
@@ -32,6 +32,8 @@ _MOST_SPANS = 200_000
 _ROUNDS = 20
 """Barriers by which clocks of other machines are compared."""
 _LOOP, _MESSAGE, _PHASE = "loop", "messages", "phase"
+_PHASES = 1_000_000
+"""Added to a rank's number, it is the number of its phases' track."""
 _EPILOG = """\
 examples:
   horovodrun -np 4 -H a:2,b:2 trainer trace trace.json examples/mnist.py --epochs 1
@@ -42,14 +44,9 @@ https://ui.perfetto.dev shows the file; nothing of it is sent there. See docs/tr
 _now = time.monotonic_ns
 
 
-class Span(NamedTuple):
-    """Something that a rank did, by its own monotonic clock."""
-
-    track: str
-    name: str
-    began_ns: int
-    ended_ns: int
-    bytes: int = 0
+Span = tuple[str, str, int, int, int]
+"""Something that a rank did: its track, name, beginning and end in nanoseconds of the rank's own monotonic clock, and
+bytes, 0 if none were sent. A named tuple takes ten times as long to make, and stays among the garbage collector's."""
 
 
 class Timeline:
@@ -77,7 +74,7 @@ class Timeline:
             return
         now = _now()
         if self._phase is not None:
-            self.spans.append(Span(_PHASE, *self._phase, now))
+            self.spans.append((_PHASE, *self._phase, now, 0))
         self._phase = (phase, now)
 
     def loading(self, steps: Iterator[Step]) -> Iterator[Step]:
@@ -111,7 +108,7 @@ class Timeline:
         """Note that this rank has the message's sum, which may have been there earlier."""
         if message in self._sent:
             began, size = self._sent.pop(message)
-            self.spans.append(Span(_MESSAGE, "gradients", began, _now(), size))
+            self.spans.append((_MESSAGE, "gradients", began, _now(), size))
 
     def end(self) -> None:
         """Close what is still open."""
@@ -119,7 +116,7 @@ class Timeline:
         self.on_phase("")
 
     def _add(self, name: str, began_ns: int, ended_ns: int) -> None:
-        self.spans.append(Span(_LOOP, name, began_ns, ended_ns))
+        self.spans.append((_LOOP, name, began_ns, ended_ns, 0))
         self._free_ns = ended_ns
 
 
@@ -269,18 +266,20 @@ def _events(spans: Iterable[Span], rank: int, ahead_ns: int) -> Iterator[dict[st
     """Yield the spans of one rank as events of the Trace Event Format, whose times are microseconds."""
     yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
     yield _metadata(rank, "process_sort_index", sort_index=rank)
-    for number, track in enumerate((_LOOP, _PHASE)):
-        yield {**_metadata(rank, "thread_name", name=track), "tid": number}
-    for number, span in enumerate(spans):
+    # To Perfetto, the thread with the process's number is its first, and thread 0 is process 0's alone.
+    threads = {_LOOP: rank, _PHASE: _PHASES + rank}
+    for track, thread in threads.items():
+        yield {**_metadata(rank, "thread_name", name=track), "tid": thread}
+    for number, (track, name, began_ns, ended_ns, size) in enumerate(spans):
         # Whole nanoseconds: with differences of fractions, bars overlap by one, which Perfetto reports as an error.
-        began, ended = span.began_ns + ahead_ns, span.ended_ns + ahead_ns
-        event = {"name": span.name, "pid": rank, "ts": began / 1e3}
-        if span.track != _MESSAGE:
-            yield {**event, "ph": "X", "tid": int(span.track == _PHASE), "dur": (ended - began) / 1e3}
+        began, ended = began_ns + ahead_ns, ended_ns + ahead_ns
+        event = {"name": name, "pid": rank, "ts": began / 1e3}
+        if track != _MESSAGE:
+            yield {**event, "ph": "X", "tid": threads[track], "dur": (ended - began) / 1e3}
             continue
         # Messages overlap, which only asynchronous events may.
         message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
-        yield {**message, "ph": "b", "args": {"bytes": span.bytes}}
+        yield {**message, "ph": "b", "args": {"bytes": size}}
         yield {**message, "ph": "e", "ts": ended / 1e3}
 
 
