@@ -137,6 +137,8 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     if len(content) < head:
         raise DataError(f"{path} is truncated: its head takes {head} bytes, and it has {len(content)}")
     shape = tuple(int(size) for size in np.frombuffer(content[4:head], dtype=">u4"))
+    if max(shape) > _MOST_BYTES:  # NumPy refuses such a shape, also of no bytes because another size is 0
+        raise DataError(f"{path} announces {' × '.join(map(str, shape))} bytes; at most {_MOST_BYTES:,} are read")
     expected = head + math.prod(shape)
     if len(content) != expected:
         raise DataError(

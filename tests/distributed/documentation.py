@@ -72,6 +72,7 @@ HERE = {
     **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
     "trainer --version": Run(prints="trainer 0."),
     "trainer test": Run(prints="trainer test: all right: 2 ranks on localhost, Horovod over MPI: "),
+    "horovodrun -np 2 python examples/mnist.py": _MNIST,
     "horovodrun -np 2 trainer trace trace.json examples/mnist.py --epochs 1": Run(
         replace=("trace.json", "$(mktemp -d)/trace.json"),
         append=f"{_DIGITS} --output none",

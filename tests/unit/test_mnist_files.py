@@ -64,6 +64,10 @@ DAMAGED = {
     "a web page": (b"<html>404 Not Found</html>", "is no IDX file of bytes with 3 dimensions: it begins with 3c68746d"),
     "labels": (labels(12), "begins with 00000801, not 00000803"),
     "floats": (b"\0\0\x0d\3" + IMAGES[4:], "begins with 00000d03"),
+    "no images of a size": (
+        b"\0\0\x08\3" + struct.pack(">3I", 0, 0xFEFFFFFF, 0xFFCA0000),
+        "at most 268,435,456 are read",
+    ),
     "cut in the magic number": (IMAGES[:3], "begins with 000008"),
     "cut after the magic number": (IMAGES[:4], "is truncated"),
     "cut in a dimension": (IMAGES[:9], "is truncated"),
@@ -72,7 +76,7 @@ DAMAGED = {
     "cut in the last image": (IMAGES[:-1], "is truncated.*and it has 9423"),
     "too long": (IMAGES + b"\0", "is too long.*and it has 9425"),
     # 2^31 · 2^31 · 4 is 2^64, which is 0 in 64 bits.
-    "sizes that overflow": (struct.pack(">4B3I", 0, 0, 8, 3, 2**31, 2**31, 4), "is truncated"),
+    "sizes that overflow": (struct.pack(">4B3I", 0, 0, 8, 3, 2**31, 2**31, 4), "at most 268,435,456 are read"),
     "images of another size": (idx(np.zeros((12, 20, 20), dtype=np.uint8)), "20 × 20"),
 }
 
