@@ -28,7 +28,7 @@ from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from trainer.watch.job_folder import is_ours, job_folder
+from trainer.watch.job_folder import SIGTERM, is_ours, job_folder
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work, and is to be started again, or is not."""
@@ -42,8 +42,6 @@ BATCH_NORM = "BatchNorm's statistics"
 """Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
-SIGTERM_FILE = "sigterm"
-"""Beginning of the name of a rank's file beside its record: not empty once SIGTERM has come."""
 _MAGIC = b"trainer-heartbeat "
 _HEAD = re.compile(re.escape(_MAGIC) + rb"[1-9][0-9]{0,6}\n")
 """With the number of a process: Linux has none above 2^22."""
@@ -252,9 +250,9 @@ def report_join(rank: int) -> None:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
             _record = _Record.make(descriptor, rank, is_in_memory=False)
-            _note_sigterm(folder / f"{SIGTERM_FILE}-{rank}")
             report_phase("joining")
             atexit.register(_report_exit)
+            _note_sigterm(folder / f"{SIGTERM}-{rank}")
 
 
 def _note_sigterm(file: Path) -> None:

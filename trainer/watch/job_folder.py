@@ -1,5 +1,7 @@
 """The folder of a job under `trainer run`: its ranks' heartbeats, and in `verdict.json` why the watch has ended it.
 
+Beside the heartbeat `rank-3` lies `sigterm-3`, which is empty until that rank has got SIGTERM.
+
 It lies among the temporary files of each host, and `trainer run` reads it after the ranks are gone.
 """
 
@@ -21,7 +23,7 @@ JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
 HANG, DIFFERENT = "hang", "different collectives"
 """Kinds of verdict: the job is ended because it hangs; it has failed because ranks called different collectives."""
-VERDICT = "verdict.json"
+VERDICT, SIGTERM = "verdict.json", "sigterm"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.ops.supervise.hosts import Host
-from trainer.watch.heartbeat import SIGTERM_FILE, SIZE, Heartbeat
-from trainer.watch.job_folder import JOB, VERDICT, JobVerdict, parse_verdict
+from trainer.watch.heartbeat import SIZE, Heartbeat
+from trainer.watch.job_folder import JOB, SIGTERM, VERDICT, JobVerdict, parse_verdict
 
 Action = Literal["look", "preempt", "kill"]
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
@@ -68,7 +68,7 @@ for folder in "$@"; do
 done
 """.replace("JOB", JOB)
     .replace("VERDICT", VERDICT)
-    .replace("SIGTERM", SIGTERM_FILE)
+    .replace("SIGTERM", SIGTERM)
 )
 
 
