@@ -46,7 +46,7 @@ _now = time.monotonic_ns
 
 Span = tuple[str, str, int, int, int]
 """Something that a rank did: its track, name, beginning and end in nanoseconds of the rank's own monotonic clock, and
-bytes, 0 if none were sent. A named tuple takes ten times as long to make, and stays among the garbage collector's."""
+bytes, 0 if none were sent. A plain tuple, because the garbage collector lets go of those alone."""
 
 
 class Timeline:
