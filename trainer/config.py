@@ -133,7 +133,8 @@ class RunConfig(_Checked):
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
     fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32. None is the same as none.
-    powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4.
+    powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4. With `sync_every`,
+    it is what a round has changed in the weights that is sent so.
     """
     full_updates: Annotated[int, _FROM_0] = 10
     """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
@@ -198,8 +199,8 @@ class RunConfig(_Checked):
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.dynamic_graph and self.averages_weights:
             yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
-        if self.compression != "none" and self.averages_weights:
-            yield f"{setting}, which averages weights: it does not go with compression {self.compression!r}"
+        if self.sync_overlap and self.powersgd_rank:
+            yield f"sync_overlap is True, and the second message of compression {self.compression!r} needs the first"
 
     @property
     def averages_weights(self) -> bool:

@@ -111,10 +111,11 @@ def test_what_sends_less_goes_with_neither_adasum_nor_a_loss_scale(
         TrainerConfig(**setting, **other)
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16", "powersgd"])
-def test_averages_of_weights_are_not_compressed(compression: str) -> None:
-    with pytest.raises(ConfigError, match=f"sync_every is 4, .* does not go with compression '{compression}'"):
-        TrainerConfig(sync_every=4, compression=compression)
+def test_two_messages_are_not_overlapped() -> None:
+    assert TrainerConfig(sync_every=4, compression="bf16", sync_overlap=True).sync_overlap
+    assert TrainerConfig(sync_every=4, compression="powersgd").powersgd_rank == 4
+    with pytest.raises(ConfigError, match="sync_overlap is True, and the second message of compression 'powersgd'"):
+        TrainerConfig(sync_every=4, compression="powersgd", sync_overlap=True)
 
 
 def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:

@@ -39,11 +39,18 @@ class Outer(NamedTuple):
     momentum: float
 
 
-def rounds(*, every: int, full_updates: int = 0, overlap: bool = False, outer: Outer | None = None) -> RunConfig:
+def rounds(
+    *, every: int, full_updates: int = 0, overlap: bool = False, outer: Outer | None = None, compression: str = "none"
+) -> RunConfig:
     """Return the settings of rounds of local updates."""
     lr, momentum = outer or (None, 0.0)
     return RunConfig(
-        sync_every=every, full_updates=full_updates, sync_overlap=overlap, outer_lr=lr, outer_momentum=momentum
+        sync_every=every,
+        full_updates=full_updates,
+        sync_overlap=overlap,
+        outer_lr=lr,
+        outer_momentum=momentum,
+        compression=compression,
     )
 
 

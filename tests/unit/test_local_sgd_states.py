@@ -50,11 +50,11 @@ def test_settling_averages_the_states_of_its_own_model_only() -> None:
     assert Threads(RANKS).run(job) == [0.0, 1.0]
 
 
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted() -> None:
-    outer = Outer(lr=0.7, momentum=0.9)
-
+@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
+@pytest.mark.parametrize("compression", ["none", "bf16", "powersgd:1"])
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: Outer | None, compression: str) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        options = {"every": 3, "full_updates": 2, "outer": outer}
+        options = {"every": 3, "full_updates": 2, "outer": outer, "compression": compression}
         replica = Rank(rank, strategy, **options)
         replica.train(7)
         replica.synchronizer.settle([replica.optimizer])

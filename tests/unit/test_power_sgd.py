@@ -47,7 +47,7 @@ class Rank:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def factors(self, place: int = 0) -> Factors:
-        return self.synchronizer._factors[place]
+        return self.synchronizer._power.factors[place]
 
     def errors(self) -> dict[str, Tensor]:
         errors: dict[str, Tensor] = self.synchronizer.state_dict()["errors"]

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,11 +17,9 @@ from trainer.strategies.buckets import BucketSynchronizer
 from trainer.strategies.collectives import Collectives
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
+from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.watch.recorder import Recorder
-
-WIRE_TYPES: dict[str | None, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The type that gradients are sent in under a compression which rounds them."""
 
 
 class Strategy(Collectives):
@@ -67,10 +64,10 @@ class Strategy(Collectives):
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
         if not parameters or is_alone:
             return Synchronizer()
-        if rank := config.powersgd_rank:
-            return PowerSGDSynchronizer(parameters, self, rank=rank, full_updates=config.full_updates)
         if config.averages_weights:
             return LocalSynchronizer(parameters, self, config)
+        if rank := config.powersgd_rank:
+            return PowerSGDSynchronizer(parameters, self, rank=rank, full_updates=config.full_updates)
         return self.synchronize(model, parameters, config)
 
     def check(self, config: RunConfig) -> None:

@@ -17,9 +17,10 @@ from trainer.cluster.environment import user_set
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.strategies.base import WIRE_TYPES, Strategy
+from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BUCKET_BYTES, divide
 from trainer.strategies.collectives import in_place
+from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit

@@ -5,7 +5,8 @@ SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distribut
 Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
 optimizer. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
 Averaging" (2020, arXiv:2006.00441): the weights are sent while the next updates are computed, and what these have
-changed is added to the average.
+changed is added to the average. With a compression, what is sent is not the weights but what the round has changed,
+Basu et al., "Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
 docs/strategies.md has the drawing and the formulas.
 """
 
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 
 from trainer.config import RunConfig
 from trainer.strategies.collectives import Collectives
-from trainer.strategies.compress.whole_gradients import WholeSynchronizer, exact_type
+from trainer.strategies.compress.power_sgd import PowerSGD
+from trainer.strategies.compress.whole_gradients import WIRE_TYPES, WholeSynchronizer, exact_type
 from trainer.strategies.gradients import NamedParameters
 
 
@@ -32,7 +34,7 @@ class _Sent:
     here: list[Tensor]
     """This rank's weights, as they were sent."""
     means: Callable[[], list[Tensor]]
-    """Waits for the exchange; returns the means over all ranks."""
+    """Waits for the exchange; returns the mean over all ranks of each, or of its change."""
 
 
 class LocalSynchronizer(WholeSynchronizer):
@@ -42,12 +44,14 @@ class LocalSynchronizer(WholeSynchronizer):
     momentum (Sutskever et al. 2013), as torch.optim.SGD computes it.
 
     Args:
-        config: `sync_every`, `full_updates`, `sync_overlap`, `outer_lr` and `outer_momentum` are used here.
+        config: `sync_every`, `full_updates`, `compression`, `sync_overlap`, `outer_lr` and `outer_momentum` are used
+            here.
     """
 
     def __init__(self, parameters: NamedParameters, ranks: Collectives, config: RunConfig) -> None:
         super().__init__(parameters, ranks)
-        self._config = config
+        self._config, self._wire_type = config, WIRE_TYPES.get(config.compression)
+        self._power = PowerSGD(parameters, config.powersgd_rank) if config.powersgd_rank else None
         self._in_round = 0
         self._states_differ = self._differs = False
         self._sent: _Sent | None = None
@@ -57,9 +61,15 @@ class LocalSynchronizer(WholeSynchronizer):
         self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
-        if config.outer_lr is not None:
+        if config.outer_lr is not None or self._sends_changes:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
+        if config.outer_lr is not None:
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+
+    @property
+    def _sends_changes(self) -> bool:
+        """Whether a round's end sends what the round has changed, which loses less by a compression than weights do."""
+        return self._wire_type is not None or self._power is not None
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -101,8 +111,8 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._take_average()
         self._in_round, self._differs = 0, False
-        parameters = [*self._named.values()]
-        self._sent = _Sent([*map(_copy, parameters)], self.start_mean(parameters, "weights"))
+        here = [*map(_copy, self._named.values())]
+        self._sent = _Sent(here, self.start_mean(self._to_send(), "weights", self._wire_type))
 
     def _take_average(self) -> None:
         """Go on from the average of the weights that were sent, and from what this rank has changed since."""
@@ -120,17 +130,29 @@ class LocalSynchronizer(WholeSynchronizer):
 
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
-        parameters = self._named
-        means = self.mean_of_all([*parameters.values()], "weights")
-        for (name, parameter), mean in zip(parameters.items(), means, strict=True):
+        means = self._to_send()
+        if self._power is not None:
+            self._power.replace_by_mean(means, self.mean_of_all)
+        else:
+            means = self.mean_of_all(means, "weights", self._wire_type)
+        for (name, parameter), mean in zip(self._named.items(), means, strict=True):
             parameter.copy_(self._go_on_from(name, mean))
 
+    def _to_send(self) -> list[Tensor]:
+        if not self._sends_changes:
+            return [parameter.detach() for parameter in self._named.values()]
+        return [self._anchors[name] - parameter.detach() for name, parameter in self._named.items()]
+
     def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
+        """Return the weights after a round, from the ranks' mean of what was sent, in place of the anchors if any."""
         rate, momentum = self._config.outer_lr, self._config.outer_momentum
-        if rate is None:
+        if not self._anchors:
             return mean
-        anchor, velocity = self._anchors[name], self._velocities[name]
-        change = anchor - mean
+        anchor = self._anchors[name]
+        change = mean if self._sends_changes else anchor - mean
+        if rate is None:
+            return anchor.sub_(change)
+        velocity = self._velocities[name]
         velocity.mul_(momentum).add_(change)
         return anchor.sub_(change.add_(velocity, alpha=momentum), alpha=rate)
 
@@ -161,7 +183,14 @@ class LocalSynchronizer(WholeSynchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         anchors = self._anchors if self._has_begun else {}
-        return {"kind": "local", "updates": self.updates, "anchors": anchors, "velocities": self._velocities}
+        power = self._power.state_dict(self.mean_of_all) if self._power is not None else {}
+        return {
+            "kind": "local",
+            "updates": self.updates,
+            "anchors": anchors,
+            "velocities": self._velocities,
+            "power": power,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._has_begun = False
@@ -172,6 +201,8 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self.updates, self._has_begun = state["updates"], bool(state["anchors"])
         self._take_anchors()  # for a parameter that has none there, because it was frozen
+        if self._power is not None and state.get("power"):  # of the same compression
+            self._power.load_state_dict(state["power"])
         for tensors, saved in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
             for name, tensor in tensors.items():
                 if name in saved and saved[name].shape == tensor.shape:

@@ -7,7 +7,7 @@ the last update's factor (warm start), and error feedback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,17 +70,88 @@ class Factors:
             gradient.copy_((self._left @ right.T).view(gradient.shape))
 
 
-class PowerSGDSynchronizer(WholeSynchronizer):
-    """All-reduces two messages: all left factors, beside the gradients that are small already; then all right factors.
+Mean = Callable[[Sequence[Tensor], str], list[Tensor]]
+"""`WholeSynchronizer.mean_of_all`."""
 
-    Each rank keeps what its factors leave of its gradients, and adds it to the next ones. The factors are linear in the
-    gradients, so only the mean of all ranks' errors matters to them. A checkpoint keeps that mean, from which any
-    number of ranks goes on.
+
+class PowerSGD:
+    """The mean over all ranks of one set of tensors, time and again, in two messages.
+
+    The first has all left factors, beside the tensors that are small already; the second all right factors. Each rank
+    keeps what its factors leave of its tensors, and adds it to the next ones. The factors are linear in the tensors, so
+    only the mean of all ranks' errors matters to them. A checkpoint keeps that mean, from which any number of ranks
+    goes on.
 
     Args:
+        parameters: in the shapes of the tensors.
         rank: of the approximations; the wider, the closer.
+        least_saving: a tensor is sent whole unless its factors are smaller by more than this factor.
+    """
+
+    def __init__(self, parameters: NamedParameters, rank: int, least_saving: float = _LEAST_SAVING) -> None:
+        self._names = [name for name, _ in parameters]
+        widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
+        self.factors = {
+            place: Factors(parameters[place][1].detach(), width, place) for place, width in enumerate(widths) if width
+        }
+        """By the places of the tensors that are sent as factors."""
+
+    def replace_by_mean(
+        self, tensors: Sequence[Tensor], mean_of_all: Mean, beside: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Overwrite the tensors with their approximate means. Collective.
+
+        Returns:
+            The means of what was sent whole beside them.
+        """
+        whole = [place for place in range(len(tensors)) if place not in self.factors]
+        sent = [factors.project(tensors[place]) for place, factors in self.factors.items()]
+        means = mean_of_all([*sent, *(tensors[place] for place in whole), *beside], "left")
+        lefts, others = means[: len(sent)], means[len(sent) :]
+        for place, mean in zip(whole, others[: len(whole)], strict=True):
+            tensors[place].copy_(mean)
+        if all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
+            sent = [factors.project_back(left) for factors, left in zip(self.factors.values(), lefts, strict=True)]
+            rights = mean_of_all(sent, "right")
+            for (place, factors), right in zip(self.factors.items(), rights, strict=True):
+                factors.approximate(right, tensors[place])
+        else:
+            self._begin_anew(tensors)
+        return others[len(whole) :]
+
+    def _begin_anew(self, tensors: Sequence[Tensor]) -> None:
+        """Make tensors that overflowed on some rank NaN on all, and keep them out of the errors."""
+        for place, factors in self.factors.items():
+            tensors[place].fill_(torch.nan)
+            factors.begin_anew()
+
+    def state_dict(self, mean_of_all: Mean) -> dict[str, Any]:
+        """Return the mean error and the factors. Every rank goes on with the mean error, as it would after a load."""
+        errors = mean_of_all([factors.error for factors in self.factors.values()], "error")
+        for factors, mean in zip(self.factors.values(), errors, strict=True):
+            factors.error.copy_(mean)
+        kept = {self._names[place]: factors for place, factors in self.factors.items()}
+        return {
+            "errors": {name: factors.error for name, factors in kept.items()},
+            "factors": {name: factors.right for name, factors in kept.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a state. One of another rank of approximation, or of other tensors, counts where it fits."""
+        for place, factors in self.factors.items():
+            name = self._names[place]
+            errors, rights = state["errors"], state["factors"]
+            for tensor, saved in ((factors.error, errors.get(name)), (factors.right, rights.get(name))):
+                if saved is not None and saved.shape == tensor.shape:
+                    tensor.copy_(saved)
+
+
+class PowerSGDSynchronizer(WholeSynchronizer):
+    """Replaces the gradients by their approximate means.
+
+    Args:
+        rank, least_saving: as for `PowerSGD`.
         full_updates: the first so many updates send whole gradients.
-        least_saving: a gradient is sent whole unless its factors are smaller by more than this factor.
     """
 
     def __init__(
@@ -94,62 +165,25 @@ class PowerSGDSynchronizer(WholeSynchronizer):
     ) -> None:
         super().__init__(parameters, ranks)
         self._full_updates = full_updates
-        widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
-        self._factors = {
-            place: Factors(parameters[place][1].detach(), width, place) for place, width in enumerate(widths) if width
-        }
+        self._power = PowerSGD(parameters, rank, least_saving)
 
     def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
         if self.updates < self._full_updates:
             return super()._replace_by_mean(gradients)
-        whole = [place for place in range(len(gradients)) if place not in self._factors]
-        sent = [factors.project(gradients[place]) for place, factors in self._factors.items()]
-        others = [*(gradients[place] for place in whole), self.has_gradients()]
-        *means, counts = self.mean_of_all([*sent, *others], "left")
-        for place, mean in zip(whole, means[len(sent) :], strict=True):
-            gradients[place].copy_(mean)
-        lefts = means[: len(sent)]
-        if not all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
-            self._begin_anew(gradients)
-            return counts
-        sent = [factors.project_back(left) for factors, left in zip(self._factors.values(), lefts, strict=True)]
-        rights = self.mean_of_all(sent, "right")
-        for (place, factors), right in zip(self._factors.items(), rights, strict=True):
-            factors.approximate(right, gradients[place])
-            if not counts[place]:  # nobody will apply it, because no rank's pass has reached this parameter
+        [counts] = self._power.replace_by_mean(gradients, self.mean_of_all, [self.has_gradients()])
+        for place, factors in self._power.factors.items():
+            # Nobody applies what no rank's pass has reached. Where some gradient overflowed, there is nothing to keep.
+            if not counts[place] and bool(gradients[place].isfinite().all()):
                 factors.error += gradients[place].reshape(factors.shape)
         return counts
 
-    def _begin_anew(self, gradients: Sequence[Tensor]) -> None:
-        """Make gradients that overflowed on some rank NaN on all, and keep them out of the errors."""
-        for place, factors in self._factors.items():
-            gradients[place].fill_(torch.nan)
-            factors.begin_anew()
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean error and the factors. Every rank goes on with the mean error, as it would after a load."""
-        errors = self.mean_of_all([factors.error for factors in self._factors.values()], "error")
-        for factors, mean in zip(self._factors.values(), errors, strict=True):
-            factors.error.copy_(mean)
-        kept = {self.names[place]: factors for place, factors in self._factors.items()}
-        return {
-            "kind": "powersgd",
-            "updates": self.updates,
-            "errors": {name: factors.error for name, factors in kept.items()},
-            "factors": {name: factors.right for name, factors in kept.items()},
-        }
+        return {"kind": "powersgd", "updates": self.updates, **self._power.state_dict(self.mean_of_all)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a state. One of another rank of approximation, or of other parameters, counts where it fits."""
-        if state.get("kind") != "powersgd":
-            return
-        self.updates = state["updates"]
-        for place, factors in self._factors.items():
-            name = self.names[place]
-            errors, rights = state["errors"], state["factors"]
-            for tensor, saved in ((factors.error, errors.get(name)), (factors.right, rights.get(name))):
-                if saved is not None and saved.shape == tensor.shape:
-                    tensor.copy_(saved)
+        if state.get("kind") == "powersgd":
+            self.updates = state["updates"]
+            self._power.load_state_dict(state)
 
 
 def _width(parameter: Tensor, rank: int, least_saving: float) -> int:

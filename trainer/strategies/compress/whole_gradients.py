@@ -14,6 +14,8 @@ from torch import Tensor
 from trainer.strategies.collectives import Collectives
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
 
+WIRE_TYPES: dict[str | None, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The type that is sent under a compression which rounds."""
 _NUMBERS = itertools.count()
 
 
@@ -31,16 +33,19 @@ class WholeSynchronizer(GradientSynchronizer):
         self.updates = 0
         """Number of updates so far."""
 
-    def mean_of_all(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+    def mean_of_all(self, tensors: Sequence[Tensor], name: str, wire_type: torch.dtype | None = None) -> list[Tensor]:
         """Return each tensor's mean over all ranks, in its `exact_type`. One message for each such type. Collective.
 
         Args:
             tensors: of the same shapes and types on every rank; they stay as they are.
             name: of the messages.
+            wire_type: what is sent in place of the exact type, so that it rounds.
         """
-        return self.start_mean(tensors, name)()
+        return self.start_mean(tensors, name, wire_type)()
 
-    def start_mean(self, tensors: Sequence[Tensor], name: str) -> Callable[[], list[Tensor]]:
+    def start_mean(
+        self, tensors: Sequence[Tensor], name: str, wire_type: torch.dtype | None = None
+    ) -> Callable[[], list[Tensor]]:
         """Begin what `mean_of_all` does, with the present values of the tensors; return what waits for the means."""
         places_by_type: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
@@ -49,14 +54,18 @@ class WholeSynchronizer(GradientSynchronizer):
         started = []
         for dtype, places in places_by_type.items():
             flat = torch.cat([tensors[place].detach().reshape(-1).to(dtype) for place in places])
+            rounds = wire_type is not None and dtype.is_floating_point
+            if rounds:
+                flat = flat.div_(self._ranks.world.size).to(wire_type)  # before the sum, which may overflow
             message = f"{name}.{str(dtype).removeprefix('torch.')}.{self._number}"
-            started.append((places, flat, self._ranks.start_gradients(flat, message)))
+            started.append((dtype if rounds else None, places, flat, self._ranks.start_gradients(flat, message)))
 
         def wait() -> list[Tensor]:
             means: dict[int, Tensor] = {}
-            for places, flat, wait_for_sum in started:
+            for exact, places, flat, wait_for_sum in started:
                 wait_for_sum()
-                pieces = flat.div_(self._ranks.world.size).split([shapes[place].numel() for place in places])
+                mean = flat.div_(self._ranks.world.size) if exact is None else flat.to(exact)
+                pieces = mean.split([shapes[place].numel() for place in places])
                 means.update((place, piece.view(shapes[place])) for place, piece in zip(places, pieces, strict=True))
             return [means[place] for place in range(len(shapes))]
 
