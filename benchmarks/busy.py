@@ -167,7 +167,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
         "--conditions", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="busy processes (default: 0 1 2)"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: both)")
+    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: all)")
     parser.add_argument("--ranks", type=int, default=2, choices=[2, 4, 8], help="(default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=2, metavar="N", help="per run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=list(_NAMES), choices=_NAMES, help="(default: all)")

@@ -64,7 +64,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     names = list(dict.fromkeys(name for named in CONTESTANTS.values() for name in named))
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="(default: all)")
     networks = list(CONTESTANTS)
-    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: both)")
+    parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: all)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], choices=[1, 2, 4, 8], help="(default: 1 2)")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of our layer per step")
     parser.add_argument(

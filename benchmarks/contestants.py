@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.common import REPORT_PREFIX, Report
 from benchmarks.launching import launch, on_one_core, run
-from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM, TRANSFORMER, TUTORIAL, WORKLOADS, Workload
+from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM, RESNET, TRANSFORMER, TUTORIAL, WORKLOADS, Workload
 from trainer.ops.processes import Finished
 
 OURS, LIMIT = "ours", "limit"
@@ -93,6 +93,14 @@ CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
             options=("--network", TRANSFORMER),
         ),
         **_loops(TRANSFORMER),
+    },
+    RESNET: {
+        OURS: Contestant(
+            title="loop on the trainer's handle (ours)",
+            script="benchmarks/handle_loop.py",
+            options=("--network", RESNET),
+        ),
+        **_loops(RESNET),
     },
 }
 """By network and name. The tutorial network is trained by `Trainer` and by the plain example that it is for."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from examples.datasets.digits import load_digits
 from examples.datasets.mnist import find_mnist, normalize, read_mnist
 from examples.datasets.text import STANDARD_LIBRARY, load_text
 from examples.networks import TutorialNetwork
@@ -24,9 +25,10 @@ BATCH_SIZE = 100
 LEARNING_RATE = 0.01
 """For one rank."""
 MOMENTUM = 0.5
-TUTORIAL, TRANSFORMER = "tutorial", "transformer"
+TUTORIAL, TRANSFORMER, RESNET = "tutorial", "transformer", "resnet"
 _LENGTH, _TEXT_BYTES, _WARM_UP = 128, 90_000, 20
 _TRAIN_WINDOWS, _TEST_WINDOWS = 320, 64
+_SIDE, _TRAIN_IMAGES, _TEST_IMAGES = 64, 640, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,25 @@ def _first(text: InMemory, windows: int) -> InMemory:
     return InMemory(text.inputs[:windows].long(), text.targets[:windows].long())
 
 
+def _resnet() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=10)  # type: ignore[no-any-return]
+
+
+def _digits(_: Path) -> tuple[InMemory, InMemory]:
+    train, test = load_digits()
+    return (
+        InMemory(train.inputs[:_TRAIN_IMAGES], train.targets[:_TRAIN_IMAGES]),
+        InMemory(test.inputs[:_TEST_IMAGES], test.targets[:_TEST_IMAGES]),
+    )
+
+
+def _color(images: Tensor) -> Tensor:
+    """Return a batch (n, 1, 28, 28) as float32 (n, 3, 64, 64)."""
+    return F.interpolate(normalize(images), size=(_SIDE, _SIDE)).expand(-1, 3, -1, -1)
+
+
 WORKLOADS = {
     TUTORIAL: Workload(
         network=TutorialNetwork,
@@ -129,5 +150,22 @@ WORKLOADS = {
         learning_rate=lambda update, updates_per_epoch, size: 1e-3 * min(1.0, (update + 1) / _WARM_UP),
         items=(_LENGTH, "bytes/s"),
         settings={"parameters": "1.1 million", "batch per rank": f"4 × {_LENGTH} bytes", "optimizer": "AdamW"},
+    ),
+    RESNET: Workload(
+        network=_resnet,
+        optimizer=lambda network: SGD(network.parameters(), lr=0.02, momentum=0.9),
+        data=_digits,
+        prepare=_color,
+        score=lambda logits, targets: (logits.argmax(1) == targets).sum(),
+        score_format="test accuracy {:.2%}",
+        worst_score=0.5,
+        is_loss=False,
+        batch_size=16,
+        eval_batch_size=64,
+        samples=_TRAIN_IMAGES,
+        test_samples=_TEST_IMAGES,
+        learning_rate=lambda update, updates_per_epoch, size: 0.02,
+        items=(1, "images/s"),
+        settings={"parameters": "11.2 million", "batch per rank": f"16 × 3 × {_SIDE} × {_SIDE}", "optimizer": "SGD"},
     ),
 }
