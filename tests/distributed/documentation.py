@@ -93,7 +93,7 @@ HERE = {
         replace=("1000", "5"), append="--damages 1", prints="| killed at a random moment | 5 |", is_slow=True
     ),
     "torchrun --nproc-per-node 4 benchmarks/fsdp_memory.py --size 10m --strategy fsdp": Run(
-        replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |"
+        replace=("4 ", "2 "), append="--size 1m", prints="| fsdp | 2 | 2.1 | 2.1 | 4.3 | 8.6 |", is_slow=True
     ),
     f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS}": Run(
         replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
@@ -116,10 +116,14 @@ HERE = {
         prints=" bytes, of no parts of attempt-0001-epoch-0001-update-",
     ),
     "python -m benchmarks.busy --data-dir /path/to/data": Run(
-        append="--networks transformer --only ours --conditions 1 --rounds 1", prints="| one busy process | loop on "
+        append="--networks transformer --only ours --conditions 1 --rounds 1",
+        prints="| one busy process | loop on ",
+        is_slow=True,
     ),
-    "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::"),
-    "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(append="--pairs 3 --steps 5", prints="benchmark-report: "),
+    "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::", is_slow=True),
+    "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(
+        append="--pairs 3 --steps 5", prints="benchmark-report: ", is_slow=True
+    ),
     "horovodrun -np 2 python examples/mnist.py --network tutorial --no-channels-last --batch-size 100 --lr 0.01 "
     "--momentum 0.5 --decay none --epochs 2 --output none": replace(_MNIST, is_slow=True),
     "horovodrun -np 2 python scripts/timed.py --steps 40 t.jsonl examples/language_model.py --length 128 "

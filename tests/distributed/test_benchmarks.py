@@ -20,8 +20,6 @@ from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS
 from examples.datasets.mnist import FILES
 from tests.distributed.harness import ROOT, run_job
 
-pytestmark = pytest.mark.distributed
-
 WITH_HOROVOD = {network: tuple(name for name in CONTESTANTS[network] if name not in ON_DDP) for network in CONTESTANTS}
 
 
@@ -113,6 +111,7 @@ def test_the_time_to_the_first_step_has_a_row() -> None:
     assert 0 < ready <= ended
 
 
+@pytest.mark.slow
 def test_what_it_costs_ranks_to_join_and_the_hub_to_hear_them_is_measured() -> None:
     options = ["--only", "join", "hub", "--ranks", "2", "--simulated", "4", "8", "--repeats", "1"]
     command = [sys.executable, "-m", "benchmarks.growth", *options]
@@ -127,6 +126,7 @@ def test_what_it_costs_ranks_to_join_and_the_hub_to_hear_them_is_measured() -> N
         assert head in done.stdout
 
 
+@pytest.mark.slow
 def test_a_training_ends_at_its_target() -> None:
     job = ["benchmarks/time_to_job.py", "language_model", "--settings", "sync_every=4", "--to", "7", "--limit", "40"]
     outcome = run_job("horovodrun-mpi", 2, job)

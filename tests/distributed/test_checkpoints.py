@@ -14,8 +14,6 @@ from trainer.checkpoint.disk.committed import find, load
 from trainer.cluster.world import World
 from trainer.strategies.single import SingleStrategy
 
-pytestmark = pytest.mark.distributed
-
 
 def job(launcher: str, ranks: int, folder: Path, how: str, after: int = -1, strategy: str = "auto") -> Outcome:
     # Ranks with a thread each; what is trained is small.

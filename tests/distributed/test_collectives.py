@@ -14,7 +14,6 @@ from trainer import ConfigError
 SCRIPT = ["examples/collectives.py", "--device", "cpu"]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "ranks", "libraries"),
     [

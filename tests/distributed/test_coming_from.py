@@ -57,7 +57,6 @@ def test_the_page_shows_a_part_of_what_runs() -> None:
     assert [part for text in shown for part in text.split("\n…\n") if part not in script] == []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=NEEDS_PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
 )
@@ -68,14 +67,12 @@ def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.Mo
     assert after[1] < after[0]
 
 
-@pytest.mark.distributed
 def test_trainer_has_the_losses_of_the_loop() -> None:
     # Lightning's own strategy is gone, so what came after it is compared with the loop that equals Horovod's.
     after = losses("horovodrun-mpi", "lightning_horovod_after")
     assert after == pytest.approx(losses("horovodrun-mpi", "horovod_after"), rel=1e-6)
 
 
-@pytest.mark.distributed
 def test_horovods_own_calls_stand_beside_ours() -> None:
     first, second = losses("horovodrun-mpi", "horovod_beside", ranks=4)
     assert second < first

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import commit_faults
 from tests.faults.trials import Outcome, Plan, run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180), pytest.mark.needs("compiler")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.needs("compiler")]
 
 
 def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:

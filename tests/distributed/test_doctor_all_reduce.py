@@ -14,7 +14,7 @@ from trainer.ops.doctor.checks.gpus import first_error
 from trainer.ops.doctor.connection import AgentError, Connection
 from trainer.ops.supervise.hosts import Host
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 LIMIT_S = 90.0
 

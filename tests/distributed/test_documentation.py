@@ -60,7 +60,6 @@ def commands(names: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("command", commands(LAUNCHED, VARIANTS.__contains__))
 def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None:
     snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
@@ -70,7 +69,6 @@ def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None
     check_weights(tmp_path, snippets, LAUNCHED[command])
 
 
-@pytest.mark.distributed
 def test_columns_that_are_cut_by_hand_train_as_one_process_does(tmp_path: Path) -> None:
     weights = []
     for ranks in (1, 2):
@@ -82,7 +80,6 @@ def test_columns_that_are_cut_by_hand_train_as_one_process_does(tmp_path: Path) 
     assert (one - two).norm() < 1e-5 * one.norm()
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("command", commands(HERE, lambda command: HERE[command].is_slow))
 def test_commands_run(tmp_path: Path, command: str) -> None:
     for entry in ROOT.iterdir():  # what a command writes by default goes to the folder beside these

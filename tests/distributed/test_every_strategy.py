@@ -11,8 +11,6 @@ from tests.distributed.harness import run_job
 from tests.distributed.jobs import JOBS, Job, run
 from trainer.strategies import NAMES
 
-pytestmark = pytest.mark.distributed
-
 
 def marks(job: Job) -> tuple[Any, ...]:
     return (pytest.mark.slow,) if job.slow else ()

@@ -11,8 +11,6 @@ import pytest
 
 from tests.distributed.harness import Outcome, run_job
 
-pytestmark = pytest.mark.distributed
-
 SCRIPT = ["-m", "tests.distributed.job_that_fails"]
 EXAMPLE = ["examples/mnist.py", "--device", "cpu"]
 # How long a job may outlive one of its ranks, beside the time that it takes to start.

@@ -14,10 +14,11 @@ from benchmarks import faults
 from tests.faults.job_faults import FAULTS, Plan
 from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 # `test_supervise` ends ranks of a training without checkpoints in these ways, or as SIGTERM does.
 TRIED_THERE = (
+    "SIGKILL to a rank",
     *("SIGSTOP to a rank", "segmentation fault", "MemoryError", "exception", "launcher killed", "SIGTERM to a rank"),
 )
 

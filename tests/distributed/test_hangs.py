@@ -19,7 +19,7 @@ from tests.distributed.test_supervise import Supervised, command, supervised
 
 __all__ = ["supervised"]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 # One strategy a fault, and one fault a strategy at least.
 QUICK = {

@@ -15,8 +15,6 @@ import pytest
 
 from tests.distributed.harness import BIN, run_job
 
-pytestmark = pytest.mark.distributed
-
 RANK_LINE = (
     "import horovod.torch as hvd; hvd.init(); print(f'rank {hvd.rank()} of {hvd.size()} mpi={hvd.mpi_enabled()}')"
 )

@@ -11,8 +11,6 @@ from examples.datasets.images import KINDS, draw_images
 from tests.distributed.harness import Outcome, run_job
 from trainer.checkpoint.disk.committed import find
 
-pytestmark = pytest.mark.distributed
-
 EPOCHS, TRAIN, TEST = 4, 12, 3
 EPOCH = re.compile(r"epoch (\d)/4: loss (\d\.\d+), top-1 +(\d+\.\d+)%, top-5 +(\d+\.\d+)% of (\d+) images")
 

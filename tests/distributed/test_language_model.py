@@ -10,8 +10,6 @@ import pytest
 
 from tests.distributed.harness import run_job
 
-pytestmark = pytest.mark.distributed
-
 _TEXT = ["--bytes", "7000", "--length", "32"]
 OPTIONS = [*_TEXT, "--epochs", "2", "--batch-size", "10", "--accumulate", "4", "--warm-up", "4", "--no-shuffle"]
 EPOCH = re.compile(r"epoch (\d)/2: test loss (\d+\.\d+), (\d+\.\d+) bits per byte")

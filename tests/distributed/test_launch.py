@@ -26,9 +26,18 @@ from tests.distributed.harness import BIN, MARK, ROOT, processes_of
 from tests.distributed.pages import Unit, launching_units
 from tests.screen import Screen, Session, run_on_terminal
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 LAUNCHERS = ("mpi", "gloo", "torchrun")
+
+
+def under(*quick: str) -> pytest.MarkDecorator:
+    """Run a test under every launcher; under those that other tests have, where there is time."""
+    return pytest.mark.parametrize(
+        "launcher", [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in LAUNCHERS]
+    )
+
+
 SCRIPT = ROOT / "tests" / "distributed" / "launched.py"
 _STARTED_S, _ENDED_S = 60.0, 30.0
 
@@ -150,7 +159,7 @@ def fail_on_rank_1() -> None:
     run.all_gather(run.world.rank)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@under("gloo")
 def test_the_failing_rank_s_own_exception_is_raised(launches: Launches, launcher: str) -> None:
     with pytest.raises(Mine) as raised:
         trainer.launch(fail_on_rank_1, np=2, launcher=launcher)
@@ -168,7 +177,7 @@ def kill_rank_1() -> None:
     run.all_gather(run.world.rank)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@under("torchrun")
 def test_a_rank_that_is_killed_is_named(launches: Launches, launcher: str) -> None:
     with pytest.raises(trainer.LaunchError, match="rank 1 on localhost died without a word before its first update"):
         trainer.launch(kill_rank_1, np=2, launcher=launcher)
@@ -239,7 +248,7 @@ def test_ranks_of_several_hosts_return_their_results(launches: Launches) -> None
     assert list(Path("/tmp").glob("trainer-launch-*")) == []  # noqa: S108 (where it lies on several hosts)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@under("mpi")
 def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
     pressed: list[float] = []
 
@@ -258,7 +267,7 @@ def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
     launches.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@under("gloo")
 def test_a_caller_that_is_killed_leaves_nothing(launches: Launches, launcher: str) -> None:
     process = launches.start(launcher)
     launches.wait_for_ranks()

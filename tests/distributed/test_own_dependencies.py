@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from tests.distributed.harness import BIN, ROOT
 from tests.distributed.snippets import in_shell
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 # Python imports a module of this name at every start.
 _HIDES = """

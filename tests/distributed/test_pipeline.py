@@ -38,7 +38,6 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     return train
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "ranks", "stages", "replicas"),
     [

@@ -66,7 +66,6 @@ MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output"
 SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("scaling", ["weak", pytest.param("weak,strong", marks=pytest.mark.slow)])
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path, scaling: str) -> None:
     options = ["--batch-size", "40", "--strategies", "ddp", "--scaling", scaling]
@@ -95,7 +94,6 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path, scaling: str) -> None:
     assert (tmp_path / "scaling.html").stat().st_size > 50_000
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_the_advice_is_tried(tmp_path: Path) -> None:
     options = ["--batch-size", "40", "--scaling", "weak", "--strategies", "ddp", "--try-advice"]
@@ -110,7 +108,6 @@ def test_the_advice_is_tried(tmp_path: Path) -> None:
     assert said.count("Tried on 1x2 under ddp: ") == len(promised)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_a_batch_of_all_ranks(tmp_path: Path) -> None:
     options = ["--batch-size", "4", "--scaling", "weak", "--strategies", "ddp", "--output", str(tmp_path)]
@@ -125,7 +122,6 @@ def test_a_batch_of_all_ranks(tmp_path: Path) -> None:
     assert "the script took 2 samples per rank and step, not 4; add --global-batch" in progress
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
     output = ["--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
@@ -150,7 +146,7 @@ def test_a_script_of_ones_own_and_one_that_fails(tmp_path: Path) -> None:
     assert "it left no timing" in progress
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_interrupted_it_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
     options = ["--repeats", "50", "--scaling", "weak", "--batch-flag", "", "--output", str(tmp_path)]
     process = start(*SHORT, *options, "tests/distributed/job_that_is_timed.py", "auto", "0", "0")

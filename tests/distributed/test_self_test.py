@@ -10,8 +10,6 @@ import pytest
 from tests.distributed.harness import run_job
 from trainer.cli import main
 
-pytestmark = pytest.mark.distributed
-
 # Its sum is wrong on rank 1, as a broken transport's would be.
 _WRONG_SUM = """\
 import sys
@@ -32,7 +30,10 @@ sys.exit(main(["test"]))
 """
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["horovodrun", pytest.param("gloo", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
+)
 def test_two_ranks_are_all_right(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = run_job("python", 1, ["-m", "trainer", "test", "--launcher", launcher])

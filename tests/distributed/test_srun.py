@@ -19,7 +19,7 @@ from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from tests.distributed.test_language_model import losses, plain_losses
 
-pytestmark = [pytest.mark.distributed, pytest.mark.needs("slurm", "root")]
+pytestmark = pytest.mark.needs("slurm", "root")
 
 CONF = """
 ClusterName=test

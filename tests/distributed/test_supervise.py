@@ -22,7 +22,7 @@ import pytest
 from tests.distributed.harness import BIN, MARK, ROOT, processes_of
 from tests.screen import Session, run_on_terminal
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 WATCHED = "tests.distributed.job_that_is_watched"
 HANG_JOB = str(ROOT / "benchmarks" / "hang_job.py")

@@ -12,8 +12,6 @@ from tests.distributed.harness import BIN, MARK, ROOT, command_for, kill_job, ru
 from tests.distributed.job_that_is_watched import EPOCHS, STEPS
 from tests.screen import Screen, run_on_terminal
 
-pytestmark = pytest.mark.distributed
-
 SCRIPT = ["-m", "tests.distributed.job_that_is_watched"]
 LAUNCHERS = [
     "horovodrun-mpi",

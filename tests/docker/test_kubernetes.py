@@ -73,6 +73,7 @@ def test_an_mpijobs_containers_train(pods: Pods, image: str, launcher: str, word
     check(pods.wait(start_mpijob(pods, job, image)), words)
 
 
+@pytest.mark.slow
 def test_an_mpijob_that_is_terminated_saves_and_goes_on(pods: Pods, image: str) -> None:
     (job,) = documents("mpijob", image, epochs=60)
     launcher = start_mpijob(pods, job, image)

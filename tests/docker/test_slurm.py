@@ -50,8 +50,7 @@ def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
     end_jobs(slurm)
 
 
-# Under srun, a training that is queued again does all of this as well.
-@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.slow), "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
     name = f"train-{launcher}"
     job = Submitted(slurm, name, "--launcher", launcher, "--time", "10min", *training(name, 2))
@@ -78,6 +77,8 @@ def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     assert int(slurm.ask(job.job, "Restarts")) >= 1
 
 
+# tests/distributed/test_srun.py has one that goes back by itself, on one host.
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "requeue", *training("requeue", 3))
     job.wait_until_it_trains()

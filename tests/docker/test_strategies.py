@@ -31,7 +31,7 @@ LEARNING = ["--epochs", "8", "--batch-size", "16", "--lr", "0.01", "--target-acc
 @pytest.mark.parametrize(
     ("strategy", "controller"),
     [
-        ("ring", "--mpi"),
+        pytest.param("ring", "--mpi", marks=pytest.mark.slow),
         pytest.param("parameter_server", "--mpi", marks=pytest.mark.slow),
         ("parameter_server", "--gloo"),
     ],
@@ -44,6 +44,7 @@ def test_strategies_train_on_two_nodes(cluster: Cluster, strategy: str, controll
     assert "evaluated 297/297" in outcome.output
 
 
+@pytest.mark.slow
 def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_across_two_nodes(cluster: Cluster) -> None:
     plain = cluster.run("a", "python", "examples/language_model_plain.py", *OPTIONS)
     ported = cluster.run(

@@ -87,6 +87,8 @@ def said(outcome: Outcome) -> list[str]:
     return [line for line in outcome.output.splitlines() if line.startswith("trainer run: ")]
 
 
+# tests/distributed/test_supervise.py has it with an ssh that fails.
+@pytest.mark.slow
 def test_a_lost_node_is_done_without_and_taken_back(supervised: Supervised, tmp_path: Path) -> None:
     victim = supervised.cluster.container("b")
     supervised.start("--min-np", "2", "--take-back", epochs=60, pause_s=0.05)

@@ -26,6 +26,7 @@ ENDING = 40
 FLOOD_S = 2.0
 
 
+@pytest.mark.distributed
 def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STRANGERS_SECONDS", 1.5)
     slow = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(2)]
@@ -47,6 +48,7 @@ def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.Monk
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.distributed
 def test_there_are_no_more_threads_than_strangers_that_may_be_connected(store: Store) -> None:
     before = threading.active_count()
     many = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(3 * http_server.STRANGERS)]
@@ -81,6 +83,7 @@ class Watch:
         return self._process.num_fds() <= self._files
 
 
+@pytest.mark.distributed
 def test_a_burst_of_requests_holds_nobody_up(store: Store, tmp_path: Path) -> None:
     body, watch = payload(tmp_path / "marker"), Watch()
     with ThreadPoolExecutor(SENDERS) as pool:
@@ -126,6 +129,7 @@ def flood(port: int) -> Iterator[None]:
             connection.close()
 
 
+@pytest.mark.distributed
 def test_a_flood_of_connections_holds_nobody_up(store: Store) -> None:
     watch, until = Watch(), time.monotonic() + FLOOD_S
     with flood(store.port):

@@ -28,7 +28,7 @@ def test_a_target_raises_only_what_is_documented(target: Target) -> None:
         target.run(data)
 
     # The same inputs every time: new ones are for `make fuzz`.
-    @settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.builds(changed, st.sampled_from(valid), EDITS))
     def check(data: bytes) -> None:
         target.run(data)

@@ -34,7 +34,10 @@ JOBS = {
     "hosts": {"torchrun", "ddp", "hosts"},
 }
 # Others look at each of their rows.
-SLOW = {"horovodrun-gloo parameter_server", "torchrun parameter_server"}
+SLOW = {
+    *("horovodrun-gloo parameter_server", "torchrun parameter_server", "horovodrun-gloo ddp", "mpirun ddp"),
+    *("supervised ddp", "supervised-torchrun ddp"),
+}
 
 
 @dataclass(frozen=True)

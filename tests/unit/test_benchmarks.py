@@ -128,6 +128,7 @@ def test_reports_are_read_from_their_line_their_epoch_lines_and_their_record(tmp
     assert read_report(finished(""), tmp_path) == GOOD
 
 
+@pytest.mark.distributed
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     script = (

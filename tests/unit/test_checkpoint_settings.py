@@ -199,6 +199,7 @@ def test_a_function_of_the_step_fits_more_epochs(tmp_path: Path, capfd: pytest.C
     assert said(capfd) == []
 
 
+@pytest.mark.distributed
 def test_the_end_of_a_one_cycle_is_one_line(tmp_path: Path) -> None:
     script = (
         "from tests.unit.test_checkpoint_settings import *\n"

@@ -146,6 +146,7 @@ def test_an_invalid_option_is_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.distributed
 def test_a_file_that_cannot_be_written_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--json", "nowhere/comm.json"], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -21,6 +21,7 @@ def test_the_digits_have_mnists_shapes_and_types() -> None:
         assert part.transform is normalize
 
 
+@pytest.mark.distributed
 def test_they_are_scikit_learns() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     train, test = load_digits()

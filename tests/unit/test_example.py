@@ -33,6 +33,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.distributed
 def test_one_epoch_on_the_digits_ends_with_the_test_accuracy(tmp_path: Path) -> None:
     arguments = ["--dataset", "digits", "--epochs", "1", "--batch-size", "20", "--output", "none", "--device", "cpu"]
     done = run(str(SCRIPT), *arguments, cwd=tmp_path)
@@ -94,6 +95,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     return {line: (results[full][0], results[full][1]) for line, full in zip(INVALID, lines, strict=True)}
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("line", INVALID)
 def test_a_value_that_is_not_valid_is_one_line_and_no_traceback(refused: dict[str, tuple[int, str]], line: str) -> None:
     code, printed = refused[line]

@@ -82,11 +82,13 @@ def ended(logs: Path) -> Results:
     return {kind: run(kind, logs) for kind in FAILURES}
 
 
+@pytest.mark.distributed
 def test_a_mistake_is_one_line_without_a_traceback(ended: Results) -> None:
     assert ended["mistake"].stderr == "trainer: the disk is full\n"
     assert ended["mistake"].returncode == 1
 
 
+@pytest.mark.distributed
 def test_a_bug_shows_its_traceback_and_ends_with_one_line(ended: Results) -> None:
     lines = ended["bug"].stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -136,6 +138,7 @@ def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Resu
     assert ended["closed output"].returncode == 1
 
 
+@pytest.mark.distributed
 def test_horovods_own_exit_handler_is_left_out() -> None:
     """It waits for ranks that wait for this one; what was registered before it would come after it, or never."""
     script = (

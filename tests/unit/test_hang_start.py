@@ -263,6 +263,7 @@ sys.excepthook = lambda *_: None
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("end", "is_at_end"), [("pass", True), ("sys.exit(3)", True), ("1 / 0", False)])
 def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, is_at_end: bool) -> None:
     """Also where another hook has shown the exception, so that Python ends as ever."""

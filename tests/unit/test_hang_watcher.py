@@ -100,6 +100,7 @@ def cut_off(spoke: Spoke, listener: socket.socket) -> Hub:
     return hub
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("views", "is_judged"),
     [
@@ -147,6 +148,7 @@ def test_a_host_that_refuses_a_connection_can_be_reached(
     hub.leave()
 
 
+@pytest.mark.distributed
 def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
     spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.5)

@@ -251,6 +251,7 @@ def test_a_signal_while_the_command_starts_ends_it_too(beside: list[Running], en
     assert process.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.distributed
 def test_a_group_that_ignores_the_first_signal_is_killed(beside: list[Running]) -> None:
     process = start(beside, "trap '' TERM; echo $$; while :; do sleep 0.1; done")
     pid = int(line_of(process))

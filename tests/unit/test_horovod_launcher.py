@@ -84,17 +84,20 @@ def test_what_waiting_cannot_heal_is_said_at_once(fake_ssh: Path, name: str, lin
     assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 1
 
 
+@pytest.mark.distributed
 def test_a_refusing_host_is_waited_for_but_not_for_ever(fake_ssh: Path) -> None:
     answer(fake_ssh, "refused")
     assert why(timeout_s=2) == f"cannot log in to host {HOST}: connection refused on port 2222 (waited 2 s)"
     assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
 
 
+@pytest.mark.distributed
 def test_a_login_that_hangs_is_given_up(fake_ssh: Path) -> None:
     answer(fake_ssh, "hangs")
     assert "the login timed out after 2 s" in why(timeout_s=1)
 
 
+@pytest.mark.distributed
 def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
     answer(fake_ssh, "not yet")
     wait_for_hosts([HOST], settings_with(20))
@@ -203,6 +206,7 @@ ELASTIC = (
 )
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("option", ELASTIC.split("|"))
 def test_elastic_jobs_are_refused(option: str) -> None:
     done = launch("-np", "2", *option.split(), "python", "train.py")
@@ -213,6 +217,7 @@ def test_elastic_jobs_are_refused(option: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("code", "name"),
     [
@@ -345,6 +350,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("outer", ELSEWHERE)
 def test_a_rank_of_another_launcher_starts_no_job(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ELSEWHERE[outer].items():
@@ -370,6 +376,7 @@ def test_horovodrun_and_the_library_know_the_same_launchers() -> None:
         read_launch({**ELSEWHERE["torchrun"], **inside})
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "environment",
     [

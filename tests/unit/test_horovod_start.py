@@ -84,5 +84,6 @@ def test_a_build_without_controllers_is_said(tmp_path: Path) -> None:
     assert done.stderr.startswith("horovodrun: Neither MPI nor Gloo support has been built.")
 
 
+@pytest.mark.distributed
 def test_a_rank_loads_nothing_of_the_launcher() -> None:
     assert run(dict(os.environ), "-c", RANK).stdout == "False []\n"

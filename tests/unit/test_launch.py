@@ -173,6 +173,7 @@ def outcomes_in(folder: Path) -> list[Outcome]:
     return [outcome for file in folder.glob("outcome-*") for outcome in read_outcomes(io.BytesIO(file.read_bytes()))]
 
 
+@pytest.mark.distributed
 def test_a_rank_leaves_its_result_to_its_user_alone(tmp_path: Path) -> None:
     done = call_rank(tmp_path / "a", _by_value(lambda a, b: (a, b)), 1, {"two": torch.ones(2)})
     (result,) = conclude(DONE, outcomes_in(tmp_path / "a"))
@@ -212,6 +213,7 @@ def test_an_exception_comes_with_its_traceback_rank_and_host(tmp_path: Path) -> 
     del linecache.cache["cell 7"]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("holds_lock", [False, True])
 def test_an_exception_that_cannot_be_made_again_or_sent_is_told(tmp_path: Path, holds_lock: bool) -> None:
     def fail() -> None:

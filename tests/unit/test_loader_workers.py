@@ -35,6 +35,7 @@ class SignalledStream(IterableDataset[int]):
         yield Signalled()[0]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_process_is_not_ended_by_the_signal_however_it_is_started(method: str) -> None:
     # In a process of its own, with which the server of forkserver ends.

@@ -153,6 +153,7 @@ def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProce
         stream.close()
 
 
+@pytest.mark.distributed
 def test_a_rank_that_does_not_send_in_time_is_named(server: ServerProcess) -> None:
     ranks = [link(server, rank) for rank in (0, 1)]
     exchange_once(ranks)

@@ -30,6 +30,7 @@ def test_a_line_is_without_its_ranks_mark(mark: str) -> None:
     assert run([sys.executable, "-c", script], env=os.environ, timeout_s=20).last_line == "trainer: the loss turned nan"
 
 
+@pytest.mark.distributed
 def test_a_job_that_is_ended_may_print_more_than_a_pipe_holds() -> None:
     """Its output is read while it ends; otherwise it would block on the full pipe and be killed."""
     script = (
@@ -42,6 +43,7 @@ def test_a_job_that_is_ended_may_print_more_than_a_pipe_holds() -> None:
     assert done.last_line == "bye"
 
 
+@pytest.mark.distributed
 def test_an_interrupt_while_a_job_is_ended_is_raised_afterwards(tmp_path: Path) -> None:
     earlier = {number: signal.getsignal(number) for number in INTERRUPTS}
     script = (

@@ -62,6 +62,7 @@ def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
         init(config)  # type: ignore[arg-type]
 
 
+@pytest.mark.distributed
 def test_a_mistake_in_the_call_of_init_is_one_line() -> None:
     code = "import trainer; trainer.init(mixed_precision='bf16')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

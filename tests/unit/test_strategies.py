@@ -84,6 +84,7 @@ def test_single_is_a_world_of_one() -> None:
     strategy.close()
 
 
+@pytest.mark.distributed
 def test_importing_the_library_imports_no_strategys_package() -> None:
     code = "import json, sys, trainer, trainer.strategies; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -109,6 +109,7 @@ def test_ranks_that_fail_when_they_are_told_to_save_are_repeated(folder: Path) -
     assert submitted(folder) == "-terse -v REPEATS_IN_A_ROW script 1"
 
 
+@pytest.mark.distributed
 def test_a_rank_ends_when_what_has_started_it_was_killed(folder: Path) -> None:
     stand_in(folder, "sleep", "exec /bin/sleep 0.05")
     stand_in(folder, "python", "echo $$ > rank; exec /bin/sleep 60")

@@ -86,6 +86,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.distributed
 def test_a_library_that_cannot_be_built_ends_with_what_pip_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ RANKS_SECONDS = 60
 ACCEPT_AGAIN_SECONDS = 0.1
 # How often to look for a port that is free on all addresses.
 _ATTEMPTS = 50
+# How long `stop` may take for each address, and with it the end of every job.
+_POLL_S = 0.02
 
 
 class BoundedReader(io.RawIOBase):
@@ -232,7 +234,7 @@ class RendezvousServer:
         self.servers = self._listen(addresses)
         self.port: int = self.servers[0].server_address[1]
         for server in self.servers:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True).start()
 
     def _listen(self, addresses: Sequence[str]) -> list[Server]:
         for _ in range(_ATTEMPTS):
