@@ -51,8 +51,8 @@ test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
 	@$(IN_VENV) python -m pytest -m "not docker" $(TWO_FILES) $(ARGS)
 
-test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in about a minute
-	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal tests/unit tests/security $(ARGS)
+test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a minute or two
+	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal $(if $(filter tests/%,$(ARGS)),,tests/unit tests/security) $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
 	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_FILES) $(ARGS)

@@ -119,8 +119,8 @@ def command(*arguments: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("launcher", "kind", "said"),
     [
-        # Those that test_faults.py makes of a training with checkpoints are slow here.
-        slow("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
+        # Most of those that test_faults.py makes of a training with checkpoints are slow here.
+        ("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
         slow("--mpi", "SIGTERM", "rank 1 on localhost died without a word in update 21 (SIGTERM)"),
         ("--torchrun", "segfault", "rank 1 on localhost died without a word in update 21"),
         slow("--gloo", "memory", "rank 1 on localhost failed in update 21: MemoryError"),

@@ -20,11 +20,12 @@ _TIMEOUT_S = 20.0
 
 
 class Threads:
-    """Ranks as threads. `messages` are the names and sizes of what rank 0 has sent."""
+    """Ranks as threads. `messages` are the names and sizes of what rank 0 has sent, `types` those of its numbers."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.messages: list[tuple[str, int]] = []
+        self.types: dict[str, torch.dtype] = {}
         self._given: list[Tensor] = [torch.empty(0)] * ranks
         self._barrier = threading.Barrier(ranks, timeout=_TIMEOUT_S)
 
@@ -33,7 +34,9 @@ class Threads:
 
         def send(flat: Tensor, name: str) -> Tensor:
             if rank == 0:
-                self.messages.append((name.rpartition(".")[0] or name, flat.numel()))  # without the model's number
+                plain = name.rpartition(".")[0] or name  # without the model's number
+                self.messages.append((plain, flat.numel()))
+                self.types[plain] = flat.dtype
             self._given[rank] = flat.clone()
             self._barrier.wait()
             total = torch.stack(self._given).sum(0)

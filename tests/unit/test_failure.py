@@ -96,11 +96,13 @@ def test_a_bug_shows_its_traceback_and_ends_with_one_line(ended: Results) -> Non
     assert ended["bug"].returncode == 1
 
 
+@pytest.mark.distributed
 def test_an_interrupt_is_one_word_and_exit_code_130(ended: Results) -> None:
     assert ended["interrupt"].stderr == "trainer: interrupted\n"
     assert ended["interrupt"].returncode == 130
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["mistake", "bug", "interrupt"])
 def test_what_was_printed_or_logged_is_kept_and_other_ranks_are_not_waited_for(
     ended: Results, logs: Path, kind: str
@@ -109,16 +111,19 @@ def test_what_was_printed_or_logged_is_kept_and_other_ranks_are_not_waited_for(
     assert (logs / kind).read_text() == "loss 0.5"
 
 
+@pytest.mark.distributed
 def test_exit_handlers_have_a_bounded_time(ended: Results) -> None:
     assert ended["hang at exit"].stderr == "trainer: the disk is full\n"
     assert ended["hang at exit"].returncode == 1
 
 
+@pytest.mark.distributed
 def test_a_hook_that_was_there_before_is_called_for_a_bug(ended: Results) -> None:
     assert ended["other hook"].stdout == "printed before, the hook has seen ZeroDivisionError\nlogged the rest\n"
     assert ended["other hook"].stderr == "trainer: ZeroDivisionError: division by zero\n"
 
 
+@pytest.mark.distributed
 def test_a_hook_around_the_librarys_is_called_once(ended: Results) -> None:
     assert ended["hook around"].stdout == "printed before, around\nlogged the rest\n"
     lines = ended["hook around"].stderr.splitlines()
@@ -126,12 +131,14 @@ def test_a_hook_around_the_librarys_is_called_once(ended: Results) -> None:
     assert ended["hook around"].returncode == 1
 
 
+@pytest.mark.distributed
 def test_a_process_that_does_not_fail_ends_as_ever(ended: Results) -> None:
     assert ended["nothing"].stderr == ""
     assert ended["nothing"].stdout == "printed before, logged the rest\nleft the job\n"
     assert ended["nothing"].returncode == 0
 
 
+@pytest.mark.distributed
 def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Results) -> None:
     # As in `train.py | head`: what was printed cannot be written any more.
     assert ended["closed output"].stderr == "trainer: the disk is full\n"

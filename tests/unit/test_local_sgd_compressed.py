@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -24,14 +25,14 @@ class Changed:
         self.model = nn.ParameterList(torch.ones(shape) for shape in SHAPES)
         config = rounds(every=EVERY, compression=compression, overlap=overlap)
         self.synchronizer = LocalSynchronizer([*self.model.named_parameters()], strategy, config)
-        self._drawn = torch.Generator().manual_seed(rank)
+        self.rank, self._drawn = rank, torch.Generator().manual_seed(rank)
         self.added = torch.zeros(())
 
     def step(self, scale: float = 1.0) -> Tensor:
         self.synchronizer.complete()
         change = [torch.randn(shape, generator=self._drawn) * scale for shape in SHAPES]
         with torch.no_grad():
-            for parameter, part in zip(self.model, change, strict=True):
+            for parameter, part in zip(self.model, change, strict=False):  # some may be gone
                 parameter += part
         self.synchronizer.after_step()
         self.added = self.added + flat(change)
@@ -67,7 +68,9 @@ def test_changes_are_rounded_and_weights_are_not(compression: str, digits: int, 
 
     weights, exact, threads = run(compression, job, overlap=overlap)
     assert float((weights - exact).abs().max()) < 6 * 8e-3 * 2**-digits
-    assert {name for name, _ in threads.messages} - {"other"} == {"weights.float32"}
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    assert threads.types["weights.float32"] == types[compression]
+    assert [name for name, _ in threads.messages].count("anchors.float32") == 1  # at the beginning
 
 
 def test_what_powersgd_leaves_of_a_round_comes_with_later_ones() -> None:
@@ -79,5 +82,71 @@ def test_what_powersgd_leaves_of_a_round_comes_with_later_ones() -> None:
 
     weights, exact, threads = run("powersgd:4", job)
     assert float((weights - exact).norm() / (exact - 1).norm()) < 1e-3
-    sizes = {name: size for name, size in threads.messages if name != "other"}
-    assert sizes == {"left.float32": 4 * 64 + 48 + 1, "right.float32": 4 * 48}
+    sizes = {name: size for name, size in threads.messages if name not in ("other", "anchors.float32")}
+    assert sizes == {"left.float32": 4 * 64 + 48 + 1 + 1, "right.float32": 4 * 48}
+
+
+@pytest.mark.parametrize("compression", ["bf16", "powersgd:1"])
+@pytest.mark.parametrize("writers", [(0,), (0, 1, 2)])
+def test_weights_that_the_script_writes_between_rounds_are_not_rounded(
+    compression: str, writers: tuple[int, ...]
+) -> None:
+    new = torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES), generator=torch.Generator().manual_seed(9))
+
+    def job(training: Changed) -> None:
+        for _ in range(EVERY):
+            training.step(scale=0.0)
+        if training.rank in writers:
+            nn.utils.vector_to_parameters(new.clone(), training.model)
+        for _ in range(EVERY):
+            training.step(scale=0.0)
+
+    weights, _, _ = run(compression, job)
+    torch.testing.assert_close(weights, 1 + (new - 1) * len(writers) / RANKS)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "powersgd:1"])
+def test_ranks_that_begin_with_different_weights_end_with_the_same(compression: str) -> None:
+    def job(training: Changed) -> None:
+        with torch.no_grad():
+            training.model[0] += training.rank
+        for _ in range(60 * EVERY):
+            training.step(scale=0.0)
+
+    weights, _, _ = run(compression, job)
+    assert float((weights[: 64 * 48] - 2).abs().max()) < 0.01
+
+
+def test_a_frozen_parameter_stays_and_one_that_is_gone_is_done_without() -> None:
+    kept: list[Tensor] = []
+
+    def job(training: Changed) -> None:
+        for _ in range(EVERY):
+            training.step()
+        training.model[0].requires_grad_(False)
+        before = training.model[0].detach().clone()
+        training.model = nn.ParameterList([*training.model][:2])
+        for _ in range(2 * EVERY):
+            training.step(scale=0.0)
+        kept.append((training.model[0].detach() - before).abs().max())
+
+    run("powersgd:1", job)
+    assert kept == [0.0] * RANKS
+
+
+def test_what_powersgd_has_left_is_in_its_state() -> None:
+    def train(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
+        training, other = (Changed(rank, strategy, "powersgd:2") for _ in range(2))
+        for _ in range(3 * EVERY):
+            training.step()
+        kept = copy.deepcopy((training.model.state_dict(), training.synchronizer.state_dict()))
+        other.model.load_state_dict(kept[0])
+        other.synchronizer.load_state_dict(kept[1])
+        for going_on in (training, other):
+            for _ in range(EVERY):
+                going_on.step(scale=0.0)
+        return flat(kept[0].values()), flat(training.model), flat(other.model)
+
+    for before, uninterrupted, resumed in Threads(RANKS).run(train):
+        assert torch.equal(uninterrupted, resumed)
+        assert not torch.equal(before, resumed)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.power_sgd import Factors, PowerSGDSynchronizer
+from trainer.strategies.compress.power_sgd import Factors, PowerSGD, PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
 FLAGS = len(SHAPES)
@@ -255,3 +255,9 @@ def test_gradients_in_16_bits_are_approximated_in_32() -> None:
 
     assert threads.run(job) == [torch.bfloat16] * 2
     assert [name for name, _ in threads.messages] == ["left.float32", "right.float32"]
+
+
+def test_complex_gradients_are_sent_whole() -> None:
+    weight = nn.Parameter(torch.zeros(64, 48, dtype=torch.complex64))
+    assert PowerSGD([("weight", weight)], 2).factors == {}
+    assert len(PowerSGD([("weight", nn.Parameter(torch.zeros(64, 48)))], 2).factors) == 1

@@ -31,9 +31,9 @@ from trainer.strategies.gradients import NamedParameters
 class _Sent:
     """Weights that were sent, and whose mean has not been taken yet."""
 
-    here: list[Tensor]
+    here: dict[str, Tensor]
     """This rank's weights, as they were sent."""
-    means: Callable[[], list[Tensor]]
+    means: Callable[[], dict[str, Tensor]]
     """Waits for the exchange; returns the mean over all ranks of each, or of its change."""
 
 
@@ -61,6 +61,10 @@ class LocalSynchronizer(WholeSynchronizer):
         self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
+        self._was_written_to_between = False
+        """Whether the script wrote to this rank's weights before the round began, which its anchors are, then."""
+        self._frozen: list[str] = []
+        """Parameters that no longer required a gradient when the round began."""
         if config.outer_lr is not None or self._sends_changes:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
         if config.outer_lr is not None:
@@ -87,11 +91,28 @@ class LocalSynchronizer(WholeSynchronizer):
         elif not self._has_begun:
             self._has_begun = True
             self._take_anchors()
+            if self._sends_changes:  # which would not make ranks equal that did not begin so
+                self._average_anchors()
+        elif self._in_round == 0 and self._sends_changes and not self._config.sync_overlap:
+            self._was_written_to_between = not self._are_as_anchors()
+            if self._was_written_to_between:
+                self._take_anchors()
+        if self._in_round == 0:
+            self._frozen = [name for name, parameter in self._named.items() if not parameter.requires_grad]
+
+    def _are_as_anchors(self) -> bool:
+        named = self._named.items()
+        return all(torch.equal(parameter, self._anchors[name].to(parameter.dtype)) for name, parameter in named)
 
     def _take_anchors(self) -> None:
         parameters = self._named
-        for name, anchor in self._anchors.items():
-            anchor.copy_(parameters[name].detach())
+        for name in self._anchors.keys() & parameters.keys():
+            self._anchors[name].copy_(parameters[name].detach())
+
+    def _average_anchors(self) -> None:
+        anchors = [*self._anchors.values()]
+        for anchor, mean in zip(anchors, self.mean_of_all(anchors, "anchors"), strict=True):
+            anchor.copy_(mean)
 
     def after_step(self) -> None:
         if not self._is_new:  # another optimizer's step on the same gradients
@@ -111,37 +132,62 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._take_average()
         self._in_round, self._differs = 0, False
-        here = [*map(_copy, self._named.values())]
-        self._sent = _Sent(here, self.start_mean(self._to_send(), "weights", self._wire_type))
+        here, sent = {name: _copy(parameter) for name, parameter in self._named.items()}, self._to_send()
+        names, wait = [*sent], self.start_mean([*sent.values()], "weights", self._wire_type)
+        self._sent = _Sent(here, lambda: dict(zip(names, wait(), strict=True)))  # without keeping what was sent
 
     def _take_average(self) -> None:
         """Go on from the average of the weights that were sent, and from what this rank has changed since."""
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        for (name, parameter), before, mean in zip(self._named.items(), sent.here, sent.means(), strict=True):
-            parameter.copy_(self._go_on_from(name, mean) + (parameter - before))
+        means = sent.means()
+        for name, parameter in self._named.items():
+            parameter.copy_(self._go_on_from(name, means[name]) + (parameter - sent.here[name]))
 
     def _was_written_to(self, sent: _Sent) -> bool:
         """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
-        pairs = zip(self._named.values(), sent.here, strict=True)
-        changed = any(not torch.equal(parameter.to(before.dtype), before) for parameter, before in pairs)
-        return bool(self._ranks.all_reduce(torch.tensor(float(changed), device=sent.here[0].device)))
+        named = self._named.items()
+        changed = any(
+            not torch.equal(parameter.to(sent.here[name].dtype), sent.here[name]) for name, parameter in named
+        )
+        return bool(self._ranks.all_reduce(torch.tensor(float(changed), device=self._device)))
 
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
-        means = self._to_send()
-        if self._power is not None:
-            self._power.replace_by_mean(means, self.mean_of_all)
-        else:
-            means = self.mean_of_all(means, "weights", self._wire_type)
-        for (name, parameter), mean in zip(self._named.items(), means, strict=True):
-            parameter.copy_(self._go_on_from(name, mean))
+        sent, parameters = self._to_send(), self._named
+        tensors = [*sent.values()]
+        means = self._mean_of_changes(tensors) if self._sends_changes else self.mean_of_all(tensors, "weights")
+        for name, mean in zip(sent, means, strict=True):
+            if name in parameters:
+                parameters[name].copy_(self._go_on_from(name, mean))
 
-    def _to_send(self) -> list[Tensor]:
+    def _mean_of_changes(self, changes: list[Tensor]) -> list[Tensor]:
+        """Return the changes' compressed means. Where the script wrote to some rank's weights, make anchors equal."""
+        # In the type of the first change, with which it is sent.
+        written = torch.full((1,), self._was_written_to_between, dtype=changes[0].dtype, device=self._device)
+        if self._power is not None:
+            [written] = self._power.replace_by_mean(changes, self.mean_of_all, [written])
+        else:
+            *changes, written = self.mean_of_all([*changes, written], "weights", self._wire_type)
+        if bool(written):
+            self._average_anchors()
+        # What powersgd still has of a parameter comes with later rounds, but not to one that is frozen.
+        frozen = set(self._frozen)
+        return [
+            torch.zeros_like(change) if name in frozen else change
+            for name, change in zip(self._anchors, changes, strict=True)
+        ]
+
+    def _to_send(self) -> dict[str, Tensor]:
+        parameters = self._named
         if not self._sends_changes:
-            return [parameter.detach() for parameter in self._named.values()]
-        return [self._anchors[name] - parameter.detach() for name, parameter in self._named.items()]
+            return {name: parameter.detach() for name, parameter in parameters.items()}
+        # One that was freed has its place, too: PowerSGD knows tensors by theirs.
+        return {
+            name: anchor - parameters[name].detach() if name in parameters else torch.zeros_like(anchor)
+            for name, anchor in self._anchors.items()
+        }
 
     def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
         """Return the weights after a round, from the ranks' mean of what was sent, in place of the anchors if any."""
@@ -193,7 +239,8 @@ class LocalSynchronizer(WholeSynchronizer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = False
+        self._has_begun = self._differs = False
+        self._in_round = 0
         if self._sent is not None:  # the weights that it belongs to are gone
             self._sent.means()
             self._sent = None

@@ -187,8 +187,8 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
 
 def _width(parameter: Tensor, rank: int, least_saving: float) -> int:
-    """Return the width of a parameter's factors; 0 where its gradient is sent whole."""
-    if parameter.dim() < 2 or parameter.numel() == 0:
+    """Return the width of a parameter's factors; 0 where its gradient is sent whole, as complex ones are."""
+    if parameter.dim() < 2 or parameter.numel() == 0 or parameter.is_complex():
         return 0
     rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
     width = min(rank, rows, columns)
