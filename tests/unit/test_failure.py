@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -164,10 +166,17 @@ class Ending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.slept: list[float] = []
-        monkeypatch.setattr("trainer.watch.failure.time.sleep", self.slept.append)
+        self._sleep, self._thread = time.sleep, threading.current_thread()
+        monkeypatch.setattr("trainer.watch.failure.time.sleep", self._note_sleep)
         monkeypatch.setattr("trainer.watch.failure._flush", lambda: None)  # which would end this process's libraries
         monkeypatch.setattr("trainer.watch.failure.os._exit", self._exit)
         monkeypatch.setattr("trainer.watch.failure.socket.gethostname", lambda: "node7")
+
+    def _note_sleep(self, seconds: float) -> None:
+        if threading.current_thread() is self._thread:
+            self.slept.append(seconds)
+        else:  # a thread that an earlier test has left: `time` is the whole process's
+            self._sleep(seconds)
 
     def _exit(self, code: int) -> None:
         raise SystemExit(code)
