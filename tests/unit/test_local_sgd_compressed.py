@@ -150,3 +150,16 @@ def test_what_powersgd_has_left_is_in_its_state() -> None:
     for before, uninterrupted, resumed in Threads(RANKS).run(train):
         assert torch.equal(uninterrupted, resumed)
         assert not torch.equal(before, resumed)
+
+
+def test_another_optimizers_step_on_the_same_gradients_is_no_write_of_the_scripts() -> None:
+    def job(training: Changed) -> None:
+        for _ in range(4 * EVERY):
+            training.step(scale=1e-3)
+            with torch.no_grad():
+                training.model[1] += 1e-3 * (1 + training.rank)
+            training.synchronizer.after_step()
+
+    weights, _, threads = run("bf16", job)
+    assert [name for name, _ in threads.messages].count("anchors.float32") == 1
+    assert float((weights[64 * 48 : -1].mean() - 1 - 4 * EVERY * 2e-3).abs()) < 2e-3

@@ -63,7 +63,7 @@ class LocalSynchronizer(WholeSynchronizer):
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
         self._was_written_to_between = False
         """Whether the script wrote to this rank's weights before the round began, which its anchors are, then."""
-        self._frozen: list[str] = []
+        self._frozen: set[str] = set()
         """Parameters that no longer required a gradient when the round began."""
         if config.outer_lr is not None or self._sends_changes:
             self._anchors = {name: _copy(parameter) for name, parameter in parameters}
@@ -94,11 +94,12 @@ class LocalSynchronizer(WholeSynchronizer):
             if self._sends_changes:  # which would not make ranks equal that did not begin so
                 self._average_anchors()
         elif self._in_round == 0 and self._sends_changes and not self._config.sync_overlap:
-            self._was_written_to_between = not self._are_as_anchors()
+            # What another optimizer has changed since is training, and a part of this round's change.
+            self._was_written_to_between = not self._differs and not self._are_as_anchors()
             if self._was_written_to_between:
                 self._take_anchors()
         if self._in_round == 0:
-            self._frozen = [name for name, parameter in self._named.items() if not parameter.requires_grad]
+            self._frozen = {name for name, parameter in self._named.items() if not parameter.requires_grad}
 
     def _are_as_anchors(self) -> bool:
         named = self._named.items()
@@ -173,9 +174,8 @@ class LocalSynchronizer(WholeSynchronizer):
         if bool(written):
             self._average_anchors()
         # What powersgd still has of a parameter comes with later rounds, but not to one that is frozen.
-        frozen = set(self._frozen)
         return [
-            torch.zeros_like(change) if name in frozen else change
+            torch.zeros_like(change) if name in self._frozen else change
             for name, change in zip(self._anchors, changes, strict=True)
         ]
 
