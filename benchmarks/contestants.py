@@ -69,6 +69,14 @@ def _loops(network: str) -> dict[str, Contestant]:
     }
 
 
+def _with_handle(network: str) -> dict[str, Contestant]:
+    """Return those of a network that no example trains: ours is a loop on the handle."""
+    ours = Contestant(
+        title="loop on the trainer's handle (ours)", script="benchmarks/handle_loop.py", options=("--network", network)
+    )
+    return {OURS: ours, **_loops(network)}
+
+
 CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
     TUTORIAL: {
         OURS: Contestant(
@@ -86,22 +94,8 @@ CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
         ),
         **_loops(TUTORIAL),
     },
-    TRANSFORMER: {
-        OURS: Contestant(
-            title="loop on the trainer's handle (ours)",
-            script="benchmarks/handle_loop.py",
-            options=("--network", TRANSFORMER),
-        ),
-        **_loops(TRANSFORMER),
-    },
-    RESNET: {
-        OURS: Contestant(
-            title="loop on the trainer's handle (ours)",
-            script="benchmarks/handle_loop.py",
-            options=("--network", RESNET),
-        ),
-        **_loops(RESNET),
-    },
+    TRANSFORMER: _with_handle(TRANSFORMER),
+    RESNET: _with_handle(RESNET),
 }
 """By network and name. The tutorial network is trained by `Trainer` and by the plain example that it is for."""
 

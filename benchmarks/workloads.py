@@ -97,6 +97,10 @@ def _first(text: InMemory, windows: int) -> InMemory:
     return InMemory(text.inputs[:windows].long(), text.targets[:windows].long())
 
 
+def _right(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(1) == targets).sum()
+
+
 def _resnet() -> nn.Module:
     from torchvision.models import resnet18
 
@@ -122,7 +126,7 @@ WORKLOADS = {
         optimizer=lambda network: SGD(network.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM),
         data=lambda data_dir: read_mnist(mnist_folder(data_dir)),
         prepare=normalize,
-        score=lambda logits, targets: (logits.argmax(1) == targets).sum(),
+        score=_right,
         score_format="test accuracy {:.2%}",
         worst_score=0.90,  # it reaches 0.954 to 0.960
         is_loss=False,
@@ -156,7 +160,7 @@ WORKLOADS = {
         optimizer=lambda network: SGD(network.parameters(), lr=0.02, momentum=0.9),
         data=_digits,
         prepare=_color,
-        score=lambda logits, targets: (logits.argmax(1) == targets).sum(),
+        score=_right,
         score_format="test accuracy {:.2%}",
         worst_score=0.5,
         is_loss=False,
