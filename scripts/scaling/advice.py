@@ -111,6 +111,7 @@ def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advi
         *_approximate(run, known),
         *_load(run),
     ]
+    predicted += _compress_rounds(run, known, predicted)
     worthwhile = [advice for advice in predicted if advice.gain >= _LEAST_PREDICTED_GAIN]
     worthwhile += [advice for advice in _change(run, others) if advice.gain >= _LEAST_GAIN]
     return sorted(worthwhile, key=lambda advice: -advice.gain)
@@ -188,10 +189,32 @@ def _average_weights(run: Measured, full_load_s: float) -> list[Advice]:
     """Advise to average the weights after k updates of each rank's own; no backward pass hides that exchange."""
     advice = []
     for steps in _STEPS:
-        what = f"average weights every {steps} updates (sync_every={steps}: other weights)"
         gain = run.step / _exchange_every(steps, run, run.exchange + run.hidden, full_load_s)
-        advice.append(Advice(what=what, gain=gain, options=("--sync-every", str(steps))))
+        advice.append(Advice(what=_describe_round(steps), gain=gain, options=("--sync-every", str(steps))))
     return _fewest_steps(advice)
+
+
+def _describe_round(steps: int) -> str:
+    return f"average weights every {steps} updates (sync_every={steps}: other weights)"
+
+
+def _compress_rounds(run: Measured, known: Known, simpler: Sequence[Advice]) -> list[Advice]:
+    """Advise rounds of `sync_every` that send their changes as powersgd, where they gain more than each by itself.
+
+    They change the weights twice over, so they are to gain another fifth. On shared cores nothing is advised that
+    powersgd by itself is not advised for.
+    """
+    compression = [advice for advice in simpler if advice.options == ("--compression", f"powersgd:{RANK}")]
+    if known.low_rank_s is None or not compression:
+        return []
+    advice = []
+    for steps in _STEPS:
+        gain = run.step / _exchange_every(steps, run, known.low_rank_s, known.full_load_s)
+        what = f"{_describe_round(steps)} with compression powersgd:{RANK}"
+        options = ("--sync-every", str(steps), *compression[0].options)
+        advice.append(Advice(what=what, gain=gain, options=options))
+    most = max(item.gain for item in simpler)
+    return [item for item in _fewest_steps(advice) if item.gain >= _LEAST_PREDICTED_GAIN * most]
 
 
 def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: float) -> float:

@@ -53,6 +53,20 @@ def test_advice_has_its_predicted_gain() -> None:
     assert f"Advice: accumulate 8 (a global batch 8 times as large) for about {gain} ×, or use bf16" in text
 
 
+def test_compressed_rounds_are_advised_where_they_gain_a_fifth_more_than_either() -> None:
+    run, known = measured(compute=0.1, exchange=4.0), Known(low_rank_s=0.2)
+    best, *others = advise(run, [], known)
+    assert best.options == ("--sync-every", "4", "--compression", "powersgd:8")
+    assert best.gain == pytest.approx(4.1 / (0.1 + 0.2 / 4))
+    assert best.gain >= 1.2 * max(advice.gain for advice in others)
+    # Rounds by themselves then send little enough, or the approximation does.
+    for less in (measured(compute=0.1, exchange=0.4), measured(compute=0.5, exchange=4.0)):
+        assert all(len(advice.options) == 2 for advice in advise(less, [], known))
+    # Where powersgd is not advised because its messages would wait for time slices, its rounds are not.
+    shared = measured(compute=0.1, exchange=0.4, threads=4, cores=2)
+    assert all(len(advice.options) == 2 for advice in advise(shared, [], Known(low_rank_s=0.35)))
+
+
 def test_compression_is_not_advised_where_latency_dominates() -> None:
     found = advise(measured(), [], Known(half_size_ratio=1.0, low_rank_s=0.5))
     assert [one.options[0] for one in found] == ["--accumulate", "--sync-every"]
@@ -184,9 +198,9 @@ def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypa
 def test_advice_with_an_option_can_be_tried(results: Results) -> None:
     results.low_rank = LowRank(messages=(40_000, 40_000), seconds=0.1)
     trials = {run.options: trial for run, trial in results.trials()}
-    assert list(trials) == [
-        ("--compression", "powersgd:8"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "bf16")
-    ]  # fmt: skip
+    rounds = ("--sync-every", "4", "--compression", "powersgd:8")
+    single = [("--compression", "powersgd:8"), ("--accumulate", "8"), ("--sync-every", "8"), ("--compression", "bf16")]
+    assert list(trials) == [rounds, *single]
     trial = trials["--compression", "powersgd:8"]
     assert trial.base == pytest.approx(400 / 2.2)
     # A small exchange is limited by the cores, which four ranks share: its messages take twice as long, too.
