@@ -141,7 +141,7 @@ class RunConfig(_Checked):
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
     sync_overlap: bool = False
-    """Send the weights of a round during the next one, at whose end the average is taken."""
+    """Send the weights in parts during the round; each is averaged when the next one is sent (Streaming DiLoCo)."""
     outer_lr: float | None = None
     """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
     outer_momentum: float = 0.9

@@ -18,7 +18,7 @@ from tests.distributed.reference import assert_equal, fingerprint, make_data, ma
 from trainer import InMemory, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.local_sgd import LocalSynchronizer
+from trainer.strategies.compress.local_sgd import LocalSynchronizer, _divide, _Piece
 
 EVERY, FULL, STEPS = 3, 2, 10
 
@@ -107,24 +107,40 @@ def check_overlapped_rounds_equal_models_trained_in_turns(strategy: Strategy) ->
     assert_same_on_all_ranks(strategy, model)
 
 
+@torch.no_grad()
+def average(models: Sequence[nn.Module], pieces: Sequence[_Piece], sent: Sequence[Sequence[Tensor]]) -> None:
+    """Give all models the mean of what was sent of these pieces, and let each keep what it has changed since."""
+    for model, here in zip(models, sent, strict=True):
+        named = dict(model.named_parameters())
+        for number, piece in enumerate(pieces):
+            mean = torch.stack([weights[number] for weights in sent]).mean(0)
+            piece.of(named[piece.name]).add_(mean - here[number])
+
+
+def weights_of(models: Sequence[nn.Module], pieces: Sequence[_Piece]) -> list[list[Tensor]]:
+    held = [dict(model.named_parameters()) for model in models]
+    return [[piece.of(named[piece.name]).detach().clone() for piece in pieces] for named in held]
+
+
 def train_overlapped_in_turns(data: InMemory, ranks: int) -> nn.Module:
-    """Train one model for each rank in this process; what a round has sent is averaged at the end of the next one."""
+    """Train one model for each rank in this process; each part of the weights is averaged when the next one is sent."""
     models = [make_model() for _ in range(ranks)]
-    optimizers, sent = [sgd(model) for model in models], torch.empty(0)
+    optimizers = [sgd(model) for model in models]
+    parts = _divide([*models[0].named_parameters()], EVERY)
+    pieces: Sequence[_Piece] = ()
+    sent: list[list[Tensor]] = [[] for _ in models]
     batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
     for step in range(STEPS):
         give_gradients(models, data, batches[step * ranks : (step + 1) * ranks])
         for optimizer in optimizers:
             optimizer.step()
-        is_last = step == STEPS - 1
-        if (step + 1) % EVERY and not is_last:
-            continue
-        weights = torch.stack([nn.utils.parameters_to_vector(model.parameters()).detach() for model in models])
-        if sent.numel():
-            weights += sent.mean(0) - sent
-        sent = weights
-        for model, own in zip(models, weights.mean(0).expand_as(weights) if is_last else weights, strict=True):
-            nn.utils.vector_to_parameters(own.clone(), model.parameters())
+        if step % EVERY + 1 in parts:
+            average(models, pieces, sent)
+            pieces = parts[step % EVERY + 1]
+            sent = weights_of(models, pieces)
+    average(models, pieces, sent)
+    whole = [_Piece(name) for name, _ in models[0].named_parameters()]
+    average(models, whole, weights_of(models, whole))
     return models[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.unit.ranks_as_threads import Threads
 from trainer import RunConfig, World
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.local_sgd import LocalSynchronizer
+from trainer.strategies.compress.local_sgd import LocalSynchronizer, _divide
 
 RANKS = 2
 DIRECTIONS = torch.tensor([[1.0, -2.0, 0.5], [0.5, 3.0, -1.0]], dtype=torch.float64)
@@ -140,51 +140,70 @@ def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: in
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
+PARTS = {
+    1: {1: [0, 1, 2, 3, 4, 5, 6, 7]},
+    3: {1: [0, 1, 2], 2: [3, 4, 5], 3: [6, 7]},
+    4: {1: [0, 1, 2], 2: [], 3: [3, 4, 5], 4: [6, 7]},
+    8: {2: [0, 1, 2], 4: [], 6: [3, 4, 5], 8: [6, 7]},
+}
+"""The weights that are sent after each update of a round of so many: rows of the matrix, then of the biases."""
+
+
 class ByHand:
-    """Both ranks' models, trained in turns, whose weights are sent during the next round."""
+    """Both ranks' models, trained in turns; their weights are sent in parts, each averaged when the next is sent."""
 
-    def __init__(self, outer: Outer | None) -> None:
-        self.models, self.anchor = [network() for _ in range(RANKS)], network()
+    def __init__(self, outer: Outer | None, every: int) -> None:
+        self.models, self._parts = [network() for _ in range(RANKS)], PARTS[every]
         self._optimizers = [sgd(model) for model in self.models]
+        self._every, self._sent = every, 0
+        self._here: list[Tensor] = []
+        first = self.weights()[0]
+        self._anchors = {update: nn.Parameter(first[place]) for update, place in self._parts.items()}
         self._outside = (
-            torch.optim.SGD(self.anchor.parameters(), outer.lr, outer.momentum, nesterov=True) if outer else None
+            {
+                update: torch.optim.SGD([anchor], outer.lr, outer.momentum, nesterov=True)
+                for update, anchor in self._anchors.items()
+            }
+            if outer
+            else {}
         )
-        self._sent: list[Tensor] = []
 
-    def train(self, steps: int, every: int) -> None:
+    def train(self, steps: int) -> None:
         for step in range(steps):
             for rank, (model, optimizer) in enumerate(zip(self.models, self._optimizers, strict=True)):
                 optimizer.zero_grad()
                 loss(model, rank, step).backward()
                 optimizer.step()
-            if (step + 1) % every == 0:
+            update = step % self._every + 1
+            if update in self._parts:
                 self.receive()
-                self._sent = self.weights()
+                self.send(update)
+
+    def send(self, update: int) -> None:
+        self._sent, self._here = update, [weights[self._parts[update]] for weights in self.weights()]
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Take the average of what was sent; each rank keeps what it has added since."""
+        """Take the average of the part that was sent; each rank keeps what it has added since."""
         if not self._sent:
             return
-        added = [now - sent for now, sent in zip(self.weights(), self._sent, strict=True)]
-        average = torch.stack(self._sent).mean(0)
-        if self._outside is None:
-            nn.utils.vector_to_parameters(average, self.anchor.parameters())
+        place, anchor, average = self._parts[self._sent], self._anchors[self._sent], torch.stack(self._here).mean(0)
+        if self._outside:
+            anchor.grad = anchor - average
+            self._outside[self._sent].step()
         else:
-            missing = nn.utils.parameters_to_vector(self.anchor.parameters()) - average
-            pieces = missing.split([parameter.numel() for parameter in self.anchor.parameters()])
-            for parameter, piece in zip(self.anchor.parameters(), pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
-            self._outside.step()
-        common = nn.utils.parameters_to_vector(self.anchor.parameters())
-        for model, rest in zip(self.models, added, strict=True):
-            nn.utils.vector_to_parameters(common + rest, model.parameters())
-        self._sent = []
+            anchor.copy_(average)
+        for model, weights, here in zip(self.models, self.weights(), self._here, strict=True):
+            weights[place] = anchor + (weights[place] - here)
+            nn.utils.vector_to_parameters(weights, model.parameters())
+        self._sent = 0
 
-    def settle(self, has_changed: bool) -> None:
+    def settle(self) -> None:
+        """Take what is on its way, then the average of all weights."""
         self.receive()
-        if has_changed:
-            end_round(self.models, self.anchor, self._outside)
+        for update in self._parts:
+            self.send(update)
+            self.receive()
 
     def weights(self) -> list[Tensor]:
         return [nn.utils.parameters_to_vector(model.parameters()).detach().clone() for model in self.models]
@@ -193,13 +212,13 @@ class ByHand:
 @pytest.mark.parametrize(
     ("outer", "every", "steps"),
     [
-        *((Outer(lr=0.7, momentum=0.9), *pair) for pair in ((1, 5), (3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12))),
-        *(
-            (None, *pair) for pair in ((3, 2), (3, 3), (3, 4), (3, 11), (3, 12), (4, 12))
-        ),  # with 1, nothing averages weights
+        *((Outer(lr=0.7, momentum=0.9), *pair) for pair in ((1, 5), (3, 2), (3, 3), (3, 11), (4, 12), (8, 17))),
+        *((None, *pair) for pair in ((3, 2), (3, 3), (3, 11), (4, 12), (8, 17))),  # with 1, nothing averages weights
     ],
 )
-def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every: int, steps: int) -> None:
+def test_a_part_of_the_weights_is_averaged_when_the_next_one_is_sent(
+    outer: Outer | None, every: int, steps: int
+) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
         replica = Rank(rank, strategy, every=every, overlap=True, outer=outer)
         replica.train(steps)
@@ -207,10 +226,10 @@ def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every
         replica.synchronizer.settle()
         return before, replica.weights()
 
-    by_hand = ByHand(outer)
-    by_hand.train(steps, every)
+    by_hand = ByHand(outer, every)
+    by_hand.train(steps)
     before = by_hand.weights()
-    by_hand.settle(has_changed=steps % every != 0)
+    by_hand.settle()
     results = Threads(RANKS).run(job)
     for rank in range(RANKS):
         torch.testing.assert_close(results[rank][0], before[rank], rtol=1e-12, atol=1e-12)
@@ -218,27 +237,44 @@ def test_an_overlapped_average_is_taken_a_round_later(outer: Outer | None, every
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_an_overlapped_average_is_begun_at_the_end_of_its_round_and_awaited_at_the_end_of_the_next() -> None:
+def test_a_part_is_awaited_only_when_the_next_one_is_sent() -> None:
     events: list[str] = []
 
     def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
-        events.append(f"begun after {replica.steps}")
+        events.append(f"{flat.numel()} begun after {replica.steps + 1}")
 
         def wait() -> Tensor:
-            events.append(f"awaited after {replica.steps}")
+            events.append(f"awaited after {replica.steps + 1}")
             return flat.add_(1.0)
 
         return wait
 
     strategy: Any = SimpleNamespace(start_gradients=start, world=World())
-    replica = Rank(0, strategy, every=2, overlap=True)
-    replica.train(5)
-    assert events == ["begun after 1", "awaited after 3", "begun after 3"]
+    replica = Rank(0, strategy, every=8, overlap=True)
+    replica.train(7)
+    assert events == ["3 begun after 2", "awaited after 4", "3 begun after 6"]
     before = replica.weights()
     replica.synchronizer.load_state_dict({})  # what is on its way is received, and left out
-    assert events[3:] == ["awaited after 5"]
+    assert events[3:] == ["awaited after 8"]
     replica.synchronizer._take_average()
     assert torch.equal(replica.weights(), before)
+
+
+def test_parts_have_about_as_many_numbers_whatever_the_shapes() -> None:
+    shapes = ((1000, 30), (), (7,), (0, 5), (64, 16, 3, 3), (10, 2000))
+    parameters = [(str(number), nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
+    held = dict(parameters)
+    parts = _divide(parameters, 16)
+    assert [*parts] == [4, 8, 12, 16]
+    sizes = [sum(piece.of(held[piece.name]).numel() for piece in part) for part in parts.values()]
+    total = sum(parameter.numel() for parameter in held.values())
+    assert sum(sizes) == total
+    assert all(abs(size - total / 4) <= 2000 for size in sizes)  # a row
+    with torch.no_grad():
+        for part in parts.values():
+            for piece in part:
+                piece.of(held[piece.name]).add_(1)
+    assert all(bool((parameter == 1).all()) for parameter in held.values())
 
 
 @pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])

@@ -3,16 +3,17 @@
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217): post-local
 SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
 Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
-optimizer. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
-Averaging" (2020, arXiv:2006.00441): the weights are sent while the next updates are computed, and what these have
-changed is added to the average. With a compression, what is sent is not the weights but what the round has changed,
-Basu et al., "Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
+optimizer. Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv:2501.18512): parts of the
+weights are sent one after the other while the next updates are computed; what these have changed is added to the
+average, Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging"
+(2020, arXiv:2006.00441). With a compression, what is sent is not the weights but what the round has changed, Basu et
+al., "Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
 docs/strategies.md has the drawing and the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,22 +27,98 @@ from trainer.strategies.compress.power_sgd import PowerSGD
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES, WholeSynchronizer, exact_type
 from trainer.strategies.gradients import NamedParameters
 
+_PARTS = 4
+"""Parts of the weights that an overlapped round sends one after the other: with more, a part has less time to arrive,
+and with fewer, its average comes later."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter, or some of its rows."""
+
+    name: str
+    rows: slice | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a view of this piece of the parameter, or of what has its shape."""
+        return tensor if self.rows is None else tensor[self.rows]
+
+
+class _Anchors:
+    """The weights that all ranks had in common last, and the momentum of the outer optimizer.
+
+    There are none where a round sends weights and goes on from their mean: nothing asks for them.
+
+    Args:
+        sends_changes: whether a round sends what it has changed, which loses less by a compression than weights do.
+    """
+
+    def __init__(self, parameters: NamedParameters, config: RunConfig, *, sends_changes: bool) -> None:
+        self._rate, self._momentum = config.outer_lr, config.outer_momentum
+        self._sends_changes = sends_changes
+        self.weights: dict[str, Tensor] = {}
+        self.velocities: dict[str, Tensor] = {}
+        if sends_changes or self._rate is not None:
+            self.weights = {name: _copy(parameter) for name, parameter in parameters}
+        if self._rate is not None:
+            self.velocities = {name: torch.zeros_like(anchor) for name, anchor in self.weights.items()}
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Overwrite the anchors with the present weights."""
+        for name in self.weights.keys() & parameters.keys():
+            self.weights[name].copy_(parameters[name].detach())
+
+    def equal(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether the weights are still the anchors."""
+        named = parameters.items()
+        return all(torch.equal(parameter, self.weights[name].to(parameter.dtype)) for name, parameter in named)
+
+    def to_send(self, pieces: Sequence[_Piece], parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        """Return what this rank sends of each piece: its weights, or what it has changed since the anchor.
+
+        A parameter that was freed has changed nothing; without changes it is to be none of the pieces.
+        """
+        if not self._sends_changes:
+            return [piece.of(parameters[piece.name].detach()) for piece in pieces]
+        anchors = [piece.of(self.weights[piece.name]) for piece in pieces]
+        return [
+            anchor - piece.of(parameters[piece.name].detach()) if piece.name in parameters else torch.zeros_like(anchor)
+            for piece, anchor in zip(pieces, anchors, strict=True)
+        ]
+
+    def go_on_from(self, piece: _Piece, mean: Tensor) -> Tensor:
+        """Return the weights that follow from the ranks' mean of what was sent; they become the anchor if there is one.
+
+        It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it.
+        """
+        if not self.weights:
+            return mean
+        anchor = piece.of(self.weights[piece.name])
+        change = mean if self._sends_changes else anchor - mean
+        if self._rate is None:
+            return anchor.sub_(change)
+        velocity = piece.of(self.velocities[piece.name])
+        velocity.mul_(self._momentum).add_(change)
+        return anchor.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._rate)
+
 
 @dataclass(frozen=True)
 class _Sent:
-    """Weights that were sent, and whose mean has not been taken yet."""
+    """Pieces of the weights that were sent, and whose mean has not been taken yet."""
 
-    here: dict[str, Tensor]
+    pieces: Sequence[_Piece]
+    here: Sequence[Tensor]
     """This rank's weights, as they were sent."""
-    means: Callable[[], dict[str, Tensor]]
-    """Waits for the exchange; returns the mean over all ranks of each, or of its change."""
+    means: Callable[[], list[Tensor]]
+    """Waits for the exchange; returns the mean over all ranks of each piece, or of its change."""
 
 
 class LocalSynchronizer(WholeSynchronizer):
     """Averages weights in place of gradients, after each round of updates that every rank takes by itself.
 
     With `outer_lr`, ranks go on from a step of an outer optimizer instead of the average itself: of SGD with Nesterov
-    momentum (Sutskever et al. 2013), as torch.optim.SGD computes it.
+    momentum (Sutskever et al. 2013). With `sync_overlap`, a round sends its weights in parts, each of which is averaged
+    when the next one is sent.
 
     Args:
         config: `sync_every`, `full_updates`, `compression`, `sync_overlap`, `outer_lr` and `outer_momentum` are used
@@ -52,28 +129,20 @@ class LocalSynchronizer(WholeSynchronizer):
         super().__init__(parameters, ranks)
         self._config, self._wire_type = config, WIRE_TYPES.get(config.compression)
         self._power = PowerSGD(parameters, config.powersgd_rank) if config.powersgd_rank else None
+        self._sends_changes = self._wire_type is not None or self._power is not None
+        self._anchors = _Anchors(parameters, config, sends_changes=self._sends_changes)
+        self._parts = _divide(parameters, config.sync_every) if config.sync_overlap else {}
         self._in_round = 0
         self._states_differ = self._differs = False
         self._sent: _Sent | None = None
         self._is_new = True
         """Whether the next step is the first one of an update."""
-        self._anchors: dict[str, Tensor] = {}
-        self._velocities: dict[str, Tensor] = {}
         self._has_begun = False
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
         self._was_written_to_between = False
         """Whether the script wrote to this rank's weights before the round began, which its anchors are, then."""
         self._frozen: set[str] = set()
         """Parameters that no longer required a gradient when the round began."""
-        if config.outer_lr is not None or self._sends_changes:
-            self._anchors = {name: _copy(parameter) for name, parameter in parameters}
-        if config.outer_lr is not None:
-            self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
-
-    @property
-    def _sends_changes(self) -> bool:
-        """Whether a round's end sends what the round has changed, which loses less by a compression than weights do."""
-        return self._wire_type is not None or self._power is not None
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -90,28 +159,19 @@ class LocalSynchronizer(WholeSynchronizer):
             self._average()
         elif not self._has_begun:
             self._has_begun = True
-            self._take_anchors()
+            self._anchors.take(self._named)
             if self._sends_changes:  # which would not make ranks equal that did not begin so
                 self._average_anchors()
-        elif self._in_round == 0 and self._sends_changes and not self._config.sync_overlap:
+        elif self._in_round == 0 and self._sends_changes and not self._parts:
             # What another optimizer has changed since is training, and a part of this round's change.
-            self._was_written_to_between = not self._differs and not self._are_as_anchors()
+            self._was_written_to_between = not self._differs and not self._anchors.equal(self._named)
             if self._was_written_to_between:
-                self._take_anchors()
+                self._anchors.take(self._named)
         if self._in_round == 0:
             self._frozen = {name for name, parameter in self._named.items() if not parameter.requires_grad}
 
-    def _are_as_anchors(self) -> bool:
-        named = self._named.items()
-        return all(torch.equal(parameter, self._anchors[name].to(parameter.dtype)) for name, parameter in named)
-
-    def _take_anchors(self) -> None:
-        parameters = self._named
-        for name in self._anchors.keys() & parameters.keys():
-            self._anchors[name].copy_(parameters[name].detach())
-
     def _average_anchors(self) -> None:
-        anchors = [*self._anchors.values()]
+        anchors = [*self._anchors.weights.values()]
         for anchor, mean in zip(anchors, self.mean_of_all(anchors, "anchors"), strict=True):
             anchor.copy_(mean)
 
@@ -121,47 +181,49 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._is_new = False
         was_synchronous, self.updates = self.weights_are_equal, self.updates + 1
-        if not was_synchronous:
-            self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
-            if self._in_round == self._config.sync_every:
-                self._end_round()
+        if was_synchronous:
+            return
+        self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
+        if self._in_round in self._parts:
+            self._exchange_part(self._in_round)
+        if self._in_round == self._config.sync_every:
+            if not self._parts:
+                self._average_weights()
+            self._in_round = 0
 
     @torch.no_grad()
-    def _end_round(self) -> None:
-        if not self._config.sync_overlap:
-            self._average_weights()
-            return
+    def _exchange_part(self, update: int) -> None:
+        """Take the average of the part that was sent last, and send the one that follows this update of the round."""
         self._take_average()
-        self._in_round, self._differs = 0, False
-        here, sent = {name: _copy(parameter) for name, parameter in self._named.items()}, self._to_send()
-        names, wait = [*sent], self.start_mean([*sent.values()], "weights", self._wire_type)
-        self._sent = _Sent(here, lambda: dict(zip(names, wait(), strict=True)))  # without keeping what was sent
+        named = self._named
+        pieces = [piece for piece in self._parts[update] if piece.name in named]
+        here = [_copy(piece.of(named[piece.name])) for piece in pieces]
+        sent = self._anchors.to_send(pieces, named)
+        self._sent = _Sent(pieces, here, self.start_mean(sent, f"weights.{update}", self._wire_type))
 
     def _take_average(self) -> None:
-        """Go on from the average of the weights that were sent, and from what this rank has changed since."""
+        """Go on from the average of the part that was sent, and from what this rank has changed of it since."""
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        means = sent.means()
-        for name, parameter in self._named.items():
-            parameter.copy_(self._go_on_from(name, means[name]) + (parameter - sent.here[name]))
+        named = self._named
+        for piece, here, mean in zip(sent.pieces, sent.here, sent.means(), strict=True):
+            weights = self._anchors.go_on_from(piece, mean)
+            if piece.name in named:
+                parameter = piece.of(named[piece.name])
+                parameter.copy_(weights + (parameter - here))
 
-    def _was_written_to(self, sent: _Sent) -> bool:
-        """Return whether somebody has changed the weights since they were sent, on any rank: a clamp, say."""
-        named = self._named.items()
-        changed = any(
-            not torch.equal(parameter.to(sent.here[name].dtype), sent.here[name]) for name, parameter in named
-        )
-        return bool(self._ranks.all_reduce(torch.tensor(float(changed), device=self._device)))
-
+    @torch.no_grad()
     def _average_weights(self) -> None:
         self._in_round, self._differs = 0, False
-        sent, parameters = self._to_send(), self._named
-        tensors = [*sent.values()]
-        means = self._mean_of_changes(tensors) if self._sends_changes else self.mean_of_all(tensors, "weights")
-        for name, mean in zip(sent, means, strict=True):
-            if name in parameters:
-                parameters[name].copy_(self._go_on_from(name, mean))
+        named = self._named
+        # A parameter that was freed has its place among changes, too: PowerSGD knows tensors by theirs.
+        pieces = [_Piece(name) for name in (self._anchors.weights if self._sends_changes else named)]
+        sent = self._anchors.to_send(pieces, named)
+        means = self._mean_of_changes(sent) if self._sends_changes else self.mean_of_all(sent, "weights")
+        for piece, mean in zip(pieces, means, strict=True):
+            if piece.name in named:
+                named[piece.name].copy_(self._anchors.go_on_from(piece, mean))
 
     def _mean_of_changes(self, changes: list[Tensor]) -> list[Tensor]:
         """Return the changes' compressed means. Where the script wrote to some rank's weights, make anchors equal."""
@@ -176,37 +238,12 @@ class LocalSynchronizer(WholeSynchronizer):
         # What powersgd still has of a parameter comes with later rounds, but not to one that is frozen.
         return [
             torch.zeros_like(change) if name in self._frozen else change
-            for name, change in zip(self._anchors, changes, strict=True)
+            for name, change in zip(self._anchors.weights, changes, strict=True)
         ]
-
-    def _to_send(self) -> dict[str, Tensor]:
-        parameters = self._named
-        if not self._sends_changes:
-            return {name: parameter.detach() for name, parameter in parameters.items()}
-        # One that was freed has its place, too: PowerSGD knows tensors by theirs.
-        return {
-            name: anchor - parameters[name].detach() if name in parameters else torch.zeros_like(anchor)
-            for name, anchor in self._anchors.items()
-        }
-
-    def _go_on_from(self, name: str, mean: Tensor) -> Tensor:
-        """Return the weights after a round, from the ranks' mean of what was sent, in place of the anchors if any."""
-        rate, momentum = self._config.outer_lr, self._config.outer_momentum
-        if not self._anchors:
-            return mean
-        anchor = self._anchors[name]
-        change = mean if self._sends_changes else anchor - mean
-        if rate is None:
-            return anchor.sub_(change)
-        velocity = self._velocities[name]
-        velocity.mul_(momentum).add_(change)
-        return anchor.sub_(change.add_(velocity, alpha=momentum), alpha=rate)
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
-        if self._sent is not None:
-            self._differs = self._differs or self._was_written_to(self._sent)
-            self._take_average()
+        self._take_average()
         if self._differs:
             self._average_weights()
         if not self._states_differ or not optimizers:
@@ -228,13 +265,12 @@ class LocalSynchronizer(WholeSynchronizer):
             value.copy_(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        anchors = self._anchors if self._has_begun else {}
         power = self._power.state_dict(self.mean_of_all) if self._power is not None else {}
         return {
             "kind": "local",
             "updates": self.updates,
-            "anchors": anchors,
-            "velocities": self._velocities,
+            "anchors": self._anchors.weights if self._has_begun else {},
+            "velocities": self._anchors.velocities,
             "power": power,
         }
 
@@ -247,13 +283,38 @@ class LocalSynchronizer(WholeSynchronizer):
         if state.get("kind") != "local":
             return
         self.updates, self._has_begun = state["updates"], bool(state["anchors"])
-        self._take_anchors()  # for a parameter that has none there, because it was frozen
+        self._anchors.take(self._named)  # for a parameter that has none there, because it was frozen
         if self._power is not None and state.get("power"):  # of the same compression
             self._power.load_state_dict(state["power"])
-        for tensors, saved in ((self._anchors, state["anchors"]), (self._velocities, state["velocities"])):
+        kinds = ((self._anchors.weights, state["anchors"]), (self._anchors.velocities, state["velocities"]))
+        for tensors, saved in kinds:
             for name, tensor in tensors.items():
                 if name in saved and saved[name].shape == tensor.shape:
                     tensor.copy_(saved[name])
+
+
+def _divide(parameters: NamedParameters, every: int) -> dict[int, list[_Piece]]:
+    """Divide the parameters between their rows into parts of about as many numbers.
+
+    Returns:
+        Each part by the update of a round of `every` after which it is sent.
+    """
+    count = min(_PARTS, every)
+    parts: list[list[_Piece]] = [[] for _ in range(count)]
+    total = sum(parameter.numel() for _, parameter in parameters)
+    before = 0
+    for name, parameter in parameters:
+        rows = len(parameter) if parameter.ndim else 1
+        numbers_in_row = parameter.numel() / max(rows, 1)
+        first = 0
+        for number, part in enumerate(parts, 1):
+            end = rows if number == count else round((number * total / count - before) / max(numbers_in_row, 1))
+            end = min(max(end, first), rows)
+            if end > first:
+                part.append(_Piece(name, slice(first, end) if parameter.ndim else None))
+            first = end
+        before += parameter.numel()
+    return {-(-number * every // count): part for number, part in enumerate(parts, 1)}
 
 
 def _copy(parameter: Tensor) -> Tensor:
