@@ -11,8 +11,7 @@ from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops import environment, self_test, trace
-from trainer.ops.doctor import options as doctor
-from trainer.ops.doctor.examine import examine
+from trainer.ops.doctor import examine as doctor
 from trainer.ops.submit.options import add_parser as add_submit_parser
 from trainer.ops.submit.submit import run as submit
 from trainer.ops.supervise.options import add_parser, make_parser, parse
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.subcommand == "doctor":
-        return examine(doctor.to_options(parsed))
+        return doctor.examine(parsed)
     if parsed.subcommand == "submit":
         return submit(parsed.arguments)
     if parsed.subcommand == "test":

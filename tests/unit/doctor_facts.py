@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
-from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.agent.host import NO_LIMIT
 from trainer.ops.doctor.checks import judge
 from trainer.ops.doctor.checks.host import GIB
 from trainer.ops.doctor.facts import Facts, HostFacts, Login, Name, Pair

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ops.doctor.agent import exchange
 from trainer.ops.doctor.agent import gpus as agent_gpus
-from trainer.ops.doctor.agent import machine as agent_machine
+from trainer.ops.doctor.agent import host as agent_host
+from trainer.ops.doctor.agent import network
 from trainer.ops.doctor.connection import MARK, AgentError, Connection, _command
 from trainer.ops.doctor.relay import SEGMENT
 from trainer.ops.supervise.hosts import Host
 
 HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
-TOKEN = "0" * exchange.TOKEN_BYTES
+TOKEN = "0" * network.TOKEN_BYTES
 SMI = """#!/bin/sh
 case "$*" in
 *clocks_event_reasons*) echo 'Field "clocks_event_reasons.hw_thermal_slowdown" is not valid.'; exit 2 ;;
@@ -35,7 +35,7 @@ esac
 LSPCI = """#!/bin/sh
 printf '0000:3a:00.0 PCI bridge: one\\n\\tLnkCap: x16\\n\\t\\tACSCtl:\\tSrcValid+ ReqRedir+\\n'
 """
-SOURCES = sorted(Path(exchange.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(network.__file__).parent.glob("*.py"))
 
 
 @pytest.fixture
@@ -209,27 +209,27 @@ def test_two_agents_exchange_bytes(agent: Connection) -> None:
 
 def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
     ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
-    assert ports[1] in exchange._CHOSEN_PORTS
-    assert ports[2] in exchange._FIRST_PORTS
+    assert ports[1] in network._CHOSEN_PORTS
+    assert ports[2] in network._FIRST_PORTS
     again = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
-    assert again[2] in exchange._FIRST_PORTS, "the next free one"
+    assert again[2] in network._FIRST_PORTS, "the next free one"
     assert again[2] != ports[2]
     for port in ports:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            stranger.sendall(b"1" * exchange.TOKEN_BYTES + exchange._REQUEST.pack(*exchange._PING))
+            stranger.sendall(b"1" * network.TOKEN_BYTES + network._REQUEST.pack(*network._PING))
             assert len(_end(stranger)) <= 32  # the challenge, and nothing after it
-    answer = exchange.probe("127.0.0.1", ports, "1" * exchange.TOKEN_BYTES, 3)
+    answer = network.probe("127.0.0.1", ports, "1" * network.TOKEN_BYTES, 3)
     assert all(answer["errors"].values())
 
 
 def test_a_proof_that_was_recorded_is_refused(agent: Connection) -> None:
     port = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)[0]
-    with exchange._connect("127.0.0.1", port, TOKEN, 5) as first:
-        exchange._ask(first, *exchange._PING)
+    with network._connect("127.0.0.1", port, TOKEN, 5) as first:
+        network._ask(first, *network._PING)
     with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
-        challenge = exchange._receive(second, 32)
+        challenge = network._receive(second, 32)
         other = hmac.digest(TOKEN.encode(), challenge[::-1], "sha256")
-        second.sendall(other + exchange._REQUEST.pack(*exchange._PING))
+        second.sendall(other + network._REQUEST.pack(*network._PING))
         assert _end(second) == b""
 
 
@@ -245,23 +245,23 @@ def test_a_port_that_nobody_listens_on_is_refused() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        assert exchange.probe("127.0.0.1", [port], TOKEN, 3)["errors"] == {str(port): "connection refused"}
+        assert network.probe("127.0.0.1", [port], TOKEN, 3)["errors"] == {str(port): "connection refused"}
 
 
 def test_messages_that_are_larger_than_what_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener takes small messages, and forgets what comes after a large one's head."""
-    receive = exchange._receive
+    receive = network._receive
 
     def forget(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
-        if size == exchange.LARGE_BYTES:
+        if size == network.LARGE_BYTES:
             time.sleep(1.0)
         return receive(connection, size, deadline)
 
-    monkeypatch.setattr(exchange, "_receive", forget)
-    monkeypatch.setattr(exchange, "_SEGMENT_S", 0.1)
-    monkeypatch.setattr(exchange, "_LISTEN_S", 1.0)
-    ports = exchange.listen("127.0.0.1", TOKEN)
-    answer = exchange.probe("127.0.0.1", ports, TOKEN, 0.3)
+    monkeypatch.setattr(network, "_receive", forget)
+    monkeypatch.setattr(network, "_SEGMENT_S", 0.1)
+    monkeypatch.setattr(network, "_LISTEN_S", 1.0)
+    ports = network.listen("127.0.0.1", TOKEN)
+    answer = network.probe("127.0.0.1", ports, TOKEN, 0.3)
     assert (answer["large"], answer["segment"]) == ("to", 0)
 
 
@@ -294,7 +294,7 @@ def test_a_login_in_small_segments_goes_through_the_relay() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        relay = [sys.executable, str(Path(exchange.__file__).parent.parent / "relay.py")]
+        relay = [sys.executable, str(Path(network.__file__).parent.parent / "relay.py")]
         process = subprocess.Popen(
             [*relay, "127.0.0.1", str(server.getsockname()[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -325,6 +325,6 @@ def test_what_ssh_is_given_is_one_line_because_a_csh_reads_it_too() -> None:
 
 def test_memory_that_only_holds_files_counts_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 10\nactive_file 20\nslab_reclaimable 3\n")
-    assert agent_machine._cache(tmp_path) == 33
+    assert agent_host._cache(tmp_path) == 33
     (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 10\ntotal_active_file 20\n")
-    assert agent_machine._cache(tmp_path) == 30
+    assert agent_host._cache(tmp_path) == 30

@@ -19,7 +19,7 @@ from tests.unit.doctor_facts import (
     told,
     way,
 )
-from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.agent.host import NO_LIMIT
 from trainer.ops.doctor.checks.host import GIB, MIB
 from trainer.ops.doctor.facts import Facts, Login, Name
 

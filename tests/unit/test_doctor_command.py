@@ -16,26 +16,35 @@ from tests.docker.test_doctor import SHORT
 from tests.unit.doctor_facts import findings_of, healthy, pair
 from trainer.cli import main
 from trainer.ops.doctor.examine import as_json, as_text, exit_code
+from trainer.ops.doctor.facts import Facts
 from trainer.ops.doctor.look import show_progress
-from trainer.ops.doctor.options import Options, add_parser, to_options
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.options import make_parser
 
 
-def parse(*arguments: str) -> Options:
-    parser = make_parser("trainer")
-    add_parser(parser.add_subparsers())
-    return to_options(parser.parse_args(["doctor", *arguments]))
+def test_options_and_the_script_within_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[object, ...]] = []
 
+    def look(*arguments: object, with_gpus: bool) -> Facts:
+        asked.append((*arguments, with_gpus))
+        return healthy()
 
-def test_options_and_the_script_within_the_command() -> None:
-    assert parse() == Options(hosts=(Host("localhost", 1),))
-    options = parse("-H", "a:2,b:2", "--json", "--gpu", "--timeout", "10", "python", "x/train.py", "--json")
-    assert options == Options(
-        hosts=(Host("a", 2), Host("b", 2)), script="x/train.py", timeout_s=10, as_json=True, with_gpus=True
-    )
-    assert parse("--", "python", "train.py").script == "train.py"
-    assert parse("./train").script == ""
+    monkeypatch.setattr("trainer.ops.doctor.examine.look", look)
+    assert main(["doctor"]) == 0
+    words = ("-H", "a:2,b:2", "--json", "--gpu", "--timeout", "10", "python", "x/train.py", "--json")
+    assert main(["doctor", *words]) == 0
+    assert main(["doctor", "--", "python", "train.py"]) == 0
+    assert main(["doctor", "./train"]) == 0
+    assert asked == [
+        ((Host("localhost", 1),), "", 20.0, False),
+        ((Host("a", 2), Host("b", 2)), "x/train.py", 10.0, True),
+        ((Host("localhost", 1),), "train.py", 20.0, False),
+        ((Host("localhost", 1),), "", 20.0, False),
+    ]
+    printed = capsys.readouterr().out
+    assert printed.count("trainer doctor: ok") == 3
+    assert printed.count('"findings": []') == 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +69,7 @@ def test_other_hosts_without_ssh(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trainer.ops.doctor.examine.look", interrupted)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.doctor_facts import findings_of, healthy, machine, software, the_only
 from trainer.ops.doctor.agent.gpus import address_of
-from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.agent.host import NO_LIMIT
 from trainer.ops.doctor.checks.gpus import has_dma_buf, read_matrix, read_query, read_redirecting
 from trainer.ops.doctor.facts import Facts
 

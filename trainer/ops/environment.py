@@ -15,8 +15,7 @@ from pathlib import Path
 from trainer.cluster.environment import launches
 from trainer.errors import ConfigError
 from trainer.ops.doctor.agent.gpus import gpus
-from trainer.ops.doctor.agent.machine import machine
-from trainer.ops.doctor.agent.software import software
+from trainer.ops.doctor.agent.host import machine, software
 
 _VARIABLES = re.compile(r"(TRAINER|HOROVOD|NCCL|OMPI_MCA|OMP|MKL|GLOO|UCX|CUDA|TORCH|PYTORCH)_\w+|PYTHON\w+")
 # Open MPI makes a job's key of its precondition_transports.

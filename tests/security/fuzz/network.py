@@ -22,7 +22,7 @@ from tests.security.fuzz.target import Target
 from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, spoke_of, waiting
 from trainer.cluster.identity import PROOF_BYTES, prove, seal, unseal
 from trainer.ops.doctor import connection as doctor
-from trainer.ops.doctor.agent import exchange
+from trainer.ops.doctor.agent import network
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.watcher.wire import Link, RefusedError
@@ -167,13 +167,13 @@ def _exchange(data: bytes) -> None:
     connection = Connection(proof + rest)
     unproven: list[Any] = [connection]
     with mock.patch("os.urandom", return_value=challenge):
-        exchange._serve(cast("Any", connection), TOKEN.encode(), unproven)
+        network._serve(cast("Any", connection), TOKEN.encode(), unproven)
     assert not unproven
     assert is_rank or len(connection.sent) == 32, "a stranger got more than a challenge"
 
 
 def _asked(sent: int, wanted: int) -> bytes:
-    return b"\1" + exchange._REQUEST.pack(sent, wanted) + bytes(sent)
+    return b"\1" + network._REQUEST.pack(sent, wanted) + bytes(sent)
 
 
 def _answer_doctor(data: bytes) -> None:

@@ -24,7 +24,7 @@ from trainer.untrusted import parse_json
 MARK = "trainer-doctor-agent"
 NO_ANSWER = "no answer in time"
 _SOURCES = Path(__file__).with_name("agent")
-_FILES = ("files", "addresses", "exchange", "machine", "software", "gpus")
+_FILES = ("host", "network", "gpus")
 _RELAY = Path(__file__).with_name("relay.py")
 # The current folder may hold a file that Python would import in place of one of its own modules.
 _BOOT = (
@@ -60,6 +60,7 @@ class Connection:
         self.host = host
         self._began = time.monotonic()
         self._start_s, self._until = start_s, self._began + all_s
+        self._in_small_segments = in_small_segments
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
             _command(host, in_small_segments=in_small_segments),
@@ -88,7 +89,8 @@ class Connection:
             self._errors.seek(max(0, size - 4 * _ERROR_CHARACTERS))  # what ssh itself says tells more
             said = self._errors.read(4 * _ERROR_CHARACTERS).decode(errors="replace")
             error = said[-_ERROR_CHARACTERS:].strip() or error
-        return Login(seconds=time.monotonic() - self._began, error=error, printed=self._printed)
+        seconds = time.monotonic() - self._began
+        return Login(seconds, error, in_small_segments=self._in_small_segments, printed=self._printed)
 
     def call(self, operation: str, timeout_s: float, **arguments: Any) -> Any:
         """Return the agent's answer.

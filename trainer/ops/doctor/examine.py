@@ -1,7 +1,8 @@
-"""Run `trainer doctor`: collect the facts, draw the conclusions, and print them."""
+"""`trainer doctor`: its command line; collect the facts, draw the conclusions, and print them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
@@ -10,27 +11,64 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainer.errors import ConfigError
+from trainer.ops.command import script_of, to_command
 from trainer.ops.doctor.checks import judge
 from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import Finding, Level
-from trainer.ops.doctor.look import look, show_progress
-from trainer.ops.doctor.options import Options
+from trainer.ops.doctor.look import look
+from trainer.ops.supervise.hosts import Host, parse_hosts
 
+_DESCRIPTION = "Look at hosts, and at the network between them, for what would make a training fail there."
+_EPILOG = """\
+examples:
+  trainer doctor
+  trainer doctor -H a:2,b:2
+  trainer doctor -H a:2,b:2 python train.py     also compares the script on all hosts; does not start it
+
+exit codes:
+  0    nothing was found that makes a job fail; warnings may have been
+  1    something will make a job fail
+  2    it could not look at everything, or these options are not valid
+
+The first line is the cause of those below it, as far as one finding explains another.
+"""
 _PREFIX = "trainer doctor: "
 
 
-def examine(options: Options) -> int:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the subcommands."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look at hosts and the network between them",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="trainer doctor [-H HOST:SLOTS,…] [options] [COMMAND …]",
+    )
+    add = parser.add_argument
+    add("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
+    add("--json", dest="as_json", action="store_true", help="print one JSON object")
+    add("--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and sum between two of them")
+    limit = "for all of it but the sums of --gpu (%(default).0f)"
+    add("--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help=limit)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def examine(options: argparse.Namespace) -> int:
     """Look at all hosts and print the findings; return the exit code.
 
     Raises:
-        ConfigError: ssh is not installed.
+        ConfigError: a value of the options is not valid, or ssh is not installed.
     """
     began = time.monotonic()
+    if not 5 <= options.timeout_s <= 100:
+        raise ConfigError(f"--timeout is {options.timeout_s:g}; valid is 5 to 100")
+    hosts = parse_hosts(options.hosts) if options.hosts else (Host("localhost", 1),)
+    script = script_of(to_command(options.command))
     try:
-        try:
-            facts = look(options)
-        finally:
-            show_progress("")
+        facts = look(hosts, script, options.timeout_s, with_gpus=options.with_gpus)
     except KeyboardInterrupt:
         print(f"{_PREFIX}interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

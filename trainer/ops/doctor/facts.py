@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from trainer.cluster.nccl_log import describe_transports, read_transports
@@ -13,17 +14,17 @@ _RESULT = '{"bytes": '
 """How the line begins in which an all-reduce tells its result."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Login:
     """How the login to a host and the start of its agent went."""
 
     seconds: float = 0.0
     error: str = ""
     """The last lines of ssh; empty where the agent answers."""
-    in_small_segments: bool = False
-    """Whether it hung until ssh sent and got small packets only."""
     printed: str = ""
     """What the login shell printed before the command ran."""
+    in_small_segments: bool = False
+    """Whether it hung until ssh sent and got small packets only."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What `ssh -G` prints for the host, as in settings["hostname"]; empty where it does not say."""
 
@@ -46,6 +47,11 @@ class Name:
         """Return the first address, or "nothing"."""
         return self.addresses[0] if self.addresses else "nothing"
 
+    @property
+    def reachable_source(self) -> str:
+        """Return the source, to which other hosts can connect; empty where it is a loopback address."""
+        return "" if not self.source or ip_address(self.source).is_loopback else self.source
+
 
 @dataclass(kw_only=True, eq=False)
 class HostFacts:
@@ -56,13 +62,13 @@ class HostFacts:
     slots: int
     is_here: bool = False
     """Whether it is this host."""
-    login: Login = field(default_factory=Login)
+    login: Login = Login()
     peer: str = ""
     """The name by which other hosts know it, which is another one for localhost."""
-    seen_here: Name = field(default_factory=Name)
+    seen_here: Name = Name()
     """What its name leads to on this host."""
     machine: Mapping[str, Any] = field(default_factory=dict)
-    """What `machine` of agent/machine.py returns there; so for the next three."""
+    """What `machine` of agent/host.py returns there; so for the next three."""
     software: Mapping[str, Any] = field(default_factory=dict)
     interfaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     gpus: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +111,7 @@ class Pair:
     @property
     def error(self) -> str:
         """Return the first error of a port."""
-        return next((error for error in self.errors.values() if error), "")
+        return next(filter(None, self.errors.values()), "")
 
     @property
     def is_well(self) -> bool:

@@ -8,21 +8,18 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from ipaddress import ip_address
 from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
-from trainer.ops.doctor.agent import addresses as agent_addresses
-from trainer.ops.doctor.agent.exchange import TOKEN_BYTES
+from trainer.ops.doctor.agent import network
 from trainer.ops.doctor.connection import NO_ANSWER, AgentError, Connection, ssh_settings
 from trainer.ops.doctor.facts import AllReduce, Facts, HostFacts, Name, Pair
-from trainer.ops.doctor.options import Options
 from trainer.ops.supervise.hosts import Host
 
 ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
@@ -37,6 +34,7 @@ _LEAST_BANDWIDTH_S = 3.0
 _ALL_REDUCES_S, _ALL_REDUCE_LIMIT_S, _ALL_REDUCE_LEAST_S = 60.0, 30.0, 10.0
 """For all of them together, after all else; for each; and without this much time left, another one is not begun."""
 _CLOCK_READINGS = 3
+_MOST_THREADS = 64
 
 Connections = Mapping[HostFacts, Connection]
 """To the agents that answer."""
@@ -46,41 +44,43 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-def look(options: Options) -> Facts:
+def look(hosts: Sequence[Host], script: str, timeout_s: float, *, with_gpus: bool) -> Facts:
     """Return the facts that could be collected within the time that was given.
+
+    Args:
+        hosts: those to look at.
+        script: the training script, which is compared; empty without one.
+        timeout_s: seconds for all but the all-reduces between GPUs.
+        with_gpus: whether to look at the GPUs too.
 
     Raises:
         ConfigError: ssh is not installed.
     """
-    deadline = time.monotonic() + options.timeout_s
-    names = [host.name for host in options.hosts]
-    elsewhere = next((host.name for host in options.hosts if not host.is_here), None)
+    deadline = time.monotonic() + timeout_s
+    names = [host.name for host in hosts]
+    elsewhere = next((host.name for host in hosts if not host.is_here), None)
     if elsewhere is not None and shutil.which("ssh") is None:
         raise ConfigError(f"-H names {elsewhere}, and there is no ssh to reach it; install openssh-client")
-    show_progress(f"logging in to {', '.join(names)}")
-    with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
-        resolving = pool.submit(agent_addresses.resolve, names)
-        entered = _at_once(lambda host: _enter(host, options), options.hosts).values()
-    try:
-        connections = {host: connection for host, connection in entered if not host.login.error}
-        for host, _ in entered:
+    with ExitStack() as at_end:
+        at_end.callback(show_progress, "")
+        show_progress(f"logging in to {', '.join(names)}")
+        with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
+            resolving = pool.submit(network.resolve, names)
+            entered = dict(_at_once(lambda host: _enter(host, timeout_s, with_gpus=with_gpus), hosts).values())
+        at_end.callback(_at_once, Connection.close, entered.values())
+        for host in entered:
             host.seen_here = Name(**resolving.result()[host.name])
-        owns = agent_addresses.owns([address for host, _ in entered for address in host.seen_here.addresses])
-        facts = Facts(
-            hosts=tuple(host for host, _ in entered),
-            here=socket.gethostname(),
-            script=options.script,
-            own_addresses=frozenset(address for address, is_own in owns.items() if is_own),
-        )
-        _ask(facts, options, connections)
+        owns = network.owns([address for host in entered for address in host.seen_here.addresses])
+        own_addresses = frozenset(address for address, is_own in owns.items() if is_own)
+        facts = Facts(hosts=tuple(entered), here=socket.gethostname(), script=script, own_addresses=own_addresses)
+        connections = {host: connection for host, connection in entered.items() if not host.login.error}
+        _ask(facts, connections, with_gpus=with_gpus)
         if len(connections) > 1:
             _resolve_names(facts, connections)
             _connect_pairs(facts, connections, deadline)
-        if options.with_gpus:
+        if with_gpus:
             try_all_reduces(facts, connections)
-        return facts
-    finally:
-        _at_once(Connection.close, [connection for _, connection in entered])
+    return facts
 
 
 def show_progress(text: str) -> None:
@@ -90,11 +90,11 @@ def show_progress(text: str) -> None:
         sys.stderr.flush()
 
 
-def _at_once(ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
+def _at_once(call: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
     """Call a function for all keys at the same time; return its values."""
     keys = list(keys)
-    with ThreadPoolExecutor(max_workers=min(64, len(keys) or 1)) as pool:
-        return dict(zip(keys, pool.map(ask, keys), strict=True))
+    with ThreadPoolExecutor(_MOST_THREADS) as pool:
+        return dict(zip(keys, pool.map(call, keys), strict=True))
 
 
 def _answers(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
@@ -102,8 +102,7 @@ def _answers(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, 
 
     The errors of the others are noted among the facts.
     """
-    keys = list(keys)
-    with ThreadPoolExecutor(max_workers=min(64, len(keys) or 1)) as pool:
+    with ThreadPoolExecutor(_MOST_THREADS) as pool:
         futures = {key: pool.submit(ask, key) for key in keys}
     answers = {}
     for key, future in futures.items():
@@ -114,32 +113,28 @@ def _answers(facts: Facts, ask: Callable[[K], T], keys: Iterable[K]) -> dict[K, 
     return answers
 
 
-def _enter(host: Host, options: Options) -> tuple[HostFacts, Connection]:
+def _enter(host: Host, timeout_s: float, *, with_gpus: bool) -> tuple[HostFacts, Connection]:
     """Start an agent on a host; return how that went, and the connection."""
-    all_s = options.timeout_s + (_ALL_REDUCES_S if options.with_gpus else 0.0)
-    connection = Connection(host, _LOGIN_PART * options.timeout_s, all_s)
+    all_s = timeout_s + (_ALL_REDUCES_S if with_gpus else 0.0)
+    connection = Connection(host, _LOGIN_PART * timeout_s, all_s)
     login = connection.login()
-    if host.is_here:
-        login = replace(login, printed="")
-    else:
+    if not host.is_here:
         if login.error == NO_ANSWER:
             connection.close()
             connection = Connection(host, _RETRY_S, all_s, in_small_segments=True)
             again = connection.login()
-            login = login if again.error else replace(again, in_small_segments=True)
+            login = login if again.error else again
         login = replace(login, settings=ssh_settings(host))
     peer = socket.gethostname() if host.is_here else host.name
     return HostFacts(name=host.name, slots=host.slots, is_here=host.is_here, login=login, peer=peer), connection
 
 
-def _ask(facts: Facts, options: Options, connections: Connections) -> None:
+def _ask(facts: Facts, connections: Connections, *, with_gpus: bool) -> None:
     """Ask each agent about its host."""
     show_progress("reading versions and limits")
     folder = str(Path.cwd())
-    about = {"folder": folder, "script": options.script, "python_path": os.environ.get("PYTHONPATH", "")}
-    questions = {"machine": {"folder": folder}, "software": about, "interfaces": {}, "gpus": {}}
-    if not options.with_gpus:
-        del questions["gpus"]
+    job = {"folder": folder, "script": facts.script, "python_path": os.environ.get("PYTHONPATH", "")}
+    questions = {"machine": {"folder": folder}, "software": job, "interfaces": {}} | ({"gpus": {}} if with_gpus else {})
 
     def ask(key: tuple[HostFacts, str]) -> None:
         host, question = key
@@ -157,7 +152,7 @@ def _compare_clocks(host: HostFacts, connection: Connection) -> None:
         there = connection.call("clock", _CALL_S)
         after = time.time()
         readings.append((after - before, there - (before + after) / 2))
-    host.seconds_ahead = float(min(readings)[1])
+    _, host.seconds_ahead = min(readings)
 
 
 def _resolve_names(facts: Facts, connections: Connections) -> None:
@@ -169,41 +164,32 @@ def _resolve_names(facts: Facts, connections: Connections) -> None:
         seen = connections[host].call("resolve", _CALL_S + 5, names=list(names.values()))
         host.names = {key: Name(**seen[name]) for key, name in names.items()}
 
-    def owns(host: HostFacts) -> None:
+    def find_own(host: HostFacts) -> None:
         addresses = {address for other in connections for address in other.way(host).addresses}
         host.owned = connections[host].call("owns", _CALL_S, addresses=sorted(addresses))
 
     _answers(facts, resolve, connections)
-    _answers(facts, owns, connections)
+    _answers(facts, find_own, connections)
 
 
 def _connect_pairs(facts: Facts, connections: Connections, deadline: float) -> None:
     """Let each agent listen at its addresses on the ways to the others, and connect to those of the others."""
-    token = secrets.token_hex(TOKEN_BYTES // 2)
-    places = {ends: (ends[1], _address_for(*ends)) for ends in permutations(connections, 2)}
+    token = secrets.token_hex(network.TOKEN_BYTES // 2)
+    # Where the second host of each pair listens for the first one.
+    places = {ends: (ends[1], ends[1].way(ends[0]).reachable_source) for ends in permutations(connections, 2)}
 
     def listen(place: tuple[HostFacts, str]) -> list[int]:
         host, address = place
         return list(connections[host].call("listen", _CALL_S, address=address, token=token))
 
     def probe(ends: Ends) -> Pair:
-        address = places[ends][1]
-        arguments = {"address": address, "ports": ports[places[ends]], "token": token, "wait_s": _CONNECT_S}
-        return Pair(address=address, **connections[ends[0]].call("probe", _PROBE_S, **arguments))
+        arguments = {"address": places[ends][1], "ports": ports[places[ends]], "token": token, "wait_s": _CONNECT_S}
+        return Pair(address=places[ends][1], **connections[ends[0]].call("probe", _PROBE_S, **arguments))
 
-    ports = _answers(facts, listen, {place: None for place in places.values() if place[1]})
+    ports = _answers(facts, listen, dict.fromkeys(place for place in places.values() if place[1]))
     pairs = _answers(facts, probe, [ends for ends, place in places.items() if place in ports])
     _measure_bandwidths(pairs, connections, token, deadline)
     facts.pairs = {(host.name, other.name): pair for (host, other), pair in pairs.items()}
-
-
-def _address_for(host: HostFacts, other: HostFacts) -> str:
-    """Return the address at which `other` waits for `host`: its own on the way to it, as a job chooses it.
-
-    Empty where it has none but a loopback address.
-    """
-    address = other.way(host).source
-    return "" if not address or ip_address(address).is_loopback else address
 
 
 def _measure_bandwidths(pairs: Mapping[Ends, Pair], connections: Connections, token: str, deadline: float) -> None:
@@ -236,7 +222,7 @@ def try_all_reduces(facts: Facts, connections: Connections) -> None:
         host, other = ends
         both = {end.name: connections[end] for end in ends}
         interfaces = host.way(other).interface, other.way(host).interface
-        return all_reduce(both, "nccl", address=_address_for(other, host), interfaces=interfaces, limit_s=left)
+        return all_reduce(both, "nccl", address=host.way(other).reachable_source, interfaces=interfaces, limit_s=left)
 
     if alone := [host for host, count in gpus.items() if count >= 2]:
         show_progress("summing between two GPUs of a host")
@@ -245,7 +231,7 @@ def try_all_reduces(facts: Facts, connections: Connections) -> None:
         left = min(_ALL_REDUCE_LIMIT_S, until - time.monotonic() - _CALL_S)
         names = host.name, other.name
         pairs = [facts.pairs[ends] for ends in (names, names[::-1]) if ends in facts.pairs]
-        if _address_for(other, host) and left >= _ALL_REDUCE_LEAST_S and all(pair.is_well for pair in pairs):
+        if host.way(other).reachable_source and left >= _ALL_REDUCE_LEAST_S and all(pair.is_well for pair in pairs):
             show_progress(f"summing between GPUs of {' and '.join(names)}")
             facts.all_reduces += tuple(_answers(facts, between, [(host, other)]).values())
 

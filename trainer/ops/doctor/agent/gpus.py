@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from .files import read_text
+from .host import read_text
 
 _FIELDS = (
     "index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total,"

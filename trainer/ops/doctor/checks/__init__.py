@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.ops.doctor.checks import gpus, host, login, names, network, versions
+from trainer.ops.doctor.checks import gpus, host, login, network
 from trainer.ops.doctor.facts import Facts
 from trainer.ops.doctor.finding import Cause, Finding, Level
 
@@ -12,7 +12,7 @@ _BETWEEN_HOSTS = {Cause.SAME_HOST, Cause.NAME, Cause.INTERFACE, Cause.REACH, Cau
 
 def judge(facts: Facts) -> list[Finding]:
     """Return the findings that no other one explains: problems first, and the cause of others before them."""
-    checks = (names.check, login.check, network.check, versions.check, host.check, gpus.check)
+    checks = (network.check_names, login.check, network.check, host.check, gpus.check)
     findings = list(dict.fromkeys(finding for check in checks for finding in check(facts)))
     causes = [finding for finding in findings if not any(_explains(other, finding) for other in findings)]
     return sorted(causes, key=lambda finding: (finding.level, finding.cause))

@@ -17,15 +17,15 @@ _LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 PCIE = 12e9
 """Bytes a second through 16 lanes of PCIe 3.0. NVLink gives several times as many."""
 
+Links = dict[tuple[str, str], str]
+"""links["GPU0", "GPU1"]: how nvidia-smi says that they are connected, as in "NV18"."""
+
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong with the GPUs of the hosts where they were looked at."""
-    broken: set[str] = set()
-    for host in facts.answering:
-        for finding in _of_host(host) if host.gpus else ():
-            yield finding
-            if finding.level is Level.PROBLEM:
-                broken.add(host.name)
+    findings = [finding for host in facts.answering if host.gpus for finding in _of_host(host)]
+    yield from findings
+    broken = {host for finding in findings if finding.level is Level.PROBLEM for host in finding.hosts}
     topologies = {host.name: host.gpus.get("topology", "") for host in facts.hosts}
     for tried in facts.all_reduces:
         if tried.result:
@@ -35,12 +35,12 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_host(host: HostFacts) -> Iterator[Finding]:
-    about, gpus = About(Cause.GPU, host), read_query(host.gpus["query"])
+    about, gpus, links = About(Cause.GPU, host), read_query(host.gpus["query"]), read_matrix(host.gpus["topology"])
     yield from _present(about, host, gpus)
     for gpu in gpus:
         yield from _state(about, f"GPU {gpu.number} ({gpu.name}) of {host}", gpu)
-    yield from _peers(about, host)
-    yield from _rdma(about, host)
+    yield from _peers(about, host, gpus, links)
+    yield from _rdma(about, host, links)
 
 
 # Each by itself
@@ -100,12 +100,12 @@ def _state(about: About, name: str, gpu: Gpu) -> Iterator[Finding]:
 _ROWS = re.compile(r"\t| {2,}")
 
 
-def read_matrix(text: str) -> dict[tuple[str, str], str]:
+def read_matrix(text: str) -> Links:
     """Return each GPU's entries of `nvidia-smi topo -m` or `topo -p2p r`, those of network adapters among them."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [[cell.strip() for cell in _ROWS.split(line.rstrip())] for line in plain.splitlines()]
     head = next((line for line in lines if "GPU0" in line[:2]), [])
-    links: dict[tuple[str, str], str] = {}
+    links: Links = {}
     for cells in lines:
         row, *rest = cells if cells[0] else cells[1:] or [""]
         if re.fullmatch(r"GPU\d+", row) and cells is not head:
@@ -126,7 +126,7 @@ def read_redirecting(lspci: str) -> frozenset[str]:
     return frozenset(devices)
 
 
-def _peers(about: About, host: HostFacts) -> Iterator[Finding]:
+def _peers(about: About, host: HostFacts, gpus: list[Gpu], links: Links) -> Iterator[Finding]:
     """Yield what keeps GPUs of a host from reading each other's memory directly, a finding for each reason."""
     if host.gpus["environment"].get("NCCL_P2P_DISABLE", "0") != "0":
         yield about.warning(
@@ -134,18 +134,17 @@ def _peers(about: About, host: HostFacts) -> Iterator[Finding]:
             "`unset NCCL_P2P_DISABLE`, unless jobs hang or compute wrong sums without it",
         )
         return
-    links, peers = read_matrix(host.gpus["topology"]), read_matrix(host.gpus["p2p"])
-    places = [host.gpus["pci"].get(address_of(line), {}) for line in host.gpus["query"].splitlines()]
-    redirecting = read_redirecting(host.gpus["acs"])
-    by_reason: dict[tuple[str, str], set[int]] = {}
-    for pair in combinations(range(len(places)), 2):
-        names = f"GPU{pair[0]}", f"GPU{pair[1]}"
-        if link := links.get(names):
-            ends = [places[gpu] for gpu in pair]
-            if reason := _reason(link, peers.get(names, "OK"), ends, redirecting):
-                by_reason.setdefault(reason, set()).update(pair)
-    for (text, remedy), gpus in by_reason.items():
-        yield about.warning(text.format(gpus=", ".join(f"GPU{gpu}" for gpu in sorted(gpus)), host=host.name), remedy)
+    statuses, redirecting = read_matrix(host.gpus["p2p"]), read_redirecting(host.gpus["acs"])
+    places = {f"GPU{index}": host.gpus["pci"].get(address_of(gpu.bus_id), {}) for index, gpu in enumerate(gpus)}
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for pair in combinations(places, 2):
+        if link := links.get(pair):
+            reason = _reason(link, statuses.get(pair, "OK"), [places[gpu] for gpu in pair], redirecting)
+            if reason:
+                by_reason.setdefault(reason, []).extend(pair)
+    for (text, remedy), names in by_reason.items():
+        concerned = ", ".join(gpu for gpu in places if gpu in names)
+        yield about.warning(text.format(gpus=concerned, host=host.name), remedy)
 
 
 _IOMMU = "`iommu=pt` on the kernel's command line, or the IOMMU (VT-d, AMD-Vi) off in the firmware"
@@ -168,30 +167,28 @@ _STATUS = {
 def _reason(
     link: str, status: str, ends: Sequence[Mapping[str, Any]], redirecting: frozenset[str]
 ) -> tuple[str, str] | None:
-    """Return finding and remedy for the way between two GPUs of a host; None where P2P works well.
+    """Return the finding, with {gpus} and {host} to be filled in, and its remedy; None where P2P works well.
 
     Args:
-        link: as `topo -m` says, as in NV18, PIX or SYS.
+        link: between two GPUs of a host as `topo -m` says, as in NV18, PIX or SYS.
         status: as `topo -p2p r` says; "OK" where it says nothing.
         ends: the entries of the GPUs in "pci".
         redirecting: the bridges whose ACS sends everything up to the root.
-
-    Returns:
-        They have {gpus} and {host} to be filled in.
     """
-    is_possible, is_nvlink = status == "OK", link.startswith("NV")
+    is_possible = status == "OK"
     if link == "SYS":
         text = "{host} has GPUs on different sockets ({gpus}), so that what they exchange goes through both processors"
         memory = "" if is_possible else ", and the host's memory"
         return text + memory, "`nvidia-smi topo -m`; give a job the GPUs of one socket"
     by_way = "by way of the processor, which is slow or hangs" if is_possible else "through the host's memory"
     how = f"{{gpus}} of {{host}} exchange {by_way}: "
-    if not is_nvlink and all(end.get("iommu", "").startswith("DMA") for end in ends):
-        return how + "the IOMMU translates what they send", _IOMMU
-    if not is_nvlink and (bridges := [bridge for bridge in _between(ends) if bridge in redirecting]):
-        command = f"`sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000` for each of them after every start"
-        text = f"ACS is on in the bridges between them ({', '.join(bridges)})"
-        return how + text, f"ACS off in the firmware, or {command}"
+    if not link.startswith("NV"):
+        if all(end.get("iommu", "").startswith("DMA") for end in ends):
+            return how + "the IOMMU translates what they send", _IOMMU
+        if bridges := [bridge for bridge in _between(ends) if bridge in redirecting]:
+            text = f"ACS is on in the bridges between them ({', '.join(bridges)})"
+            command = f"`sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000` for each of them after every start"
+            return how + text, f"ACS off in the firmware, or {command}"
     if is_possible:
         return None
     if link == "NODE":
@@ -213,10 +210,9 @@ _ADAPTER_LINKS = ["PIX", "PXB", *_FAR]
 _LEAST_KERNEL_FOR_DMA_BUF = (5, 12)
 
 
-def _rdma(about: About, host: HostFacts) -> Iterator[Finding]:
+def _rdma(about: About, host: HostFacts, links: Links) -> Iterator[Finding]:
     """Yield what keeps network adapters from reading the GPUs' memory directly (GPUDirect RDMA)."""
-    environment, links = host.gpus["environment"], read_matrix(host.gpus["topology"])
-    has_rdma = host.machine["has_rdma"]
+    environment, has_rdma = host.gpus["environment"], host.machine["has_rdma"]
     if has_rdma and environment.get("NCCL_IB_DISABLE", "0") != "0":
         text = f"NCCL_IB_DISABLE is set on {host}, so that NCCL takes TCP between hosts"
         yield about.warning(text, "`unset NCCL_IB_DISABLE`")
@@ -236,7 +232,7 @@ def _rdma(about: About, host: HostFacts) -> Iterator[Finding]:
             yield about.warning(f"{host} has GPUs {where} than every adapter: {', '.join(gpus)}", remedy)
 
 
-def _nearest(links: Mapping[tuple[str, str], str]) -> dict[str, str]:
+def _nearest(links: Links) -> dict[str, str]:
     """Return how the nearest adapter of each GPU is connected, where there is an adapter."""
     nearest: dict[str, str] = {}
     for (gpu, other), link in sorted(links.items(), key=lambda entry: int(entry[0][0][3:])):

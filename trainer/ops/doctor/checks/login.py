@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-from trainer.ops.doctor.checks.names import correction, into_bridge, is_bridge
+from trainer.ops.doctor.checks.network import correction, into_bridge, is_bridge
 from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import About, Cause, Finding
 

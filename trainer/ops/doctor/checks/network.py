@@ -1,13 +1,13 @@
-"""The network between two hosts: which interfaces, and whether bytes get through."""
+"""What host names lead to, and the network between two hosts: which interfaces, and whether bytes get through."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from ipaddress import ip_address
 from itertools import combinations, permutations
 
-from trainer.ops.doctor.checks.names import into_bridge, is_bridge
-from trainer.ops.doctor.facts import Facts, HostFacts, Pair
+from trainer.ops.doctor.facts import Facts, HostFacts, Name, Pair
 from trainer.ops.doctor.finding import About, Cause, Finding
 
 _TUNNEL = re.compile(r"tun|tap|wg|ppp|tailscale|zt|ipsec|gre")
@@ -25,10 +25,20 @@ Exchange = tuple[HostFacts, HostFacts, Pair]
 """The host that connects, the host that listens, and how that went."""
 
 
+def check_names(facts: Facts) -> Iterator[Finding]:
+    """Yield what is wrong with the names of the hosts that answer."""
+    for host, other in permutations(facts.answering, 2):
+        if other.name in host.names:
+            yield from _name(host, other)
+    for host in facts.answering:
+        yield from _own_name(host)
+
+
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong between the hosts that answer."""
     yield from _shared_addresses(facts)
     for first, second in combinations(facts.answering, 2):
+        yield from _same_host(facts.here, first, second)
         there, back = facts.pairs.get((first.name, second.name)), facts.pairs.get((second.name, first.name))
         fails = there is None or back is None or bool(there.error or back.error)
         for host, other in ((first, second), (second, first)):
@@ -42,6 +52,84 @@ def check(facts: Facts) -> Iterator[Finding]:
             yield _too_large(About(Cause.MTU, first, second), exchanges[0 if there.large else 1])
         else:
             yield from _slow(About(Cause.SPEED, first, second), *exchanges)
+
+
+def _same_host(here: str, first: HostFacts, second: HostFacts) -> Iterator[Finding]:
+    about, mine, theirs = About(Cause.SAME_HOST, first, second), first.machine, second.machine
+    if mine["identity"] and mine["identity"] == theirs["identity"]:
+        seen = second.seen_here
+        text = f"{first} and {second} are one and the same host: {second} leads to {seen.first} on {here}"
+        yield about.problem(text, correction(here, second.name, seen))
+    elif mine["host_name"] == theirs["host_name"]:
+        name = repr(mine["host_name"])
+        yield about.problem(
+            f"{first} and {second} both have the host name {name}, so launchers count their ranks as of one host",
+            f"rename one: `sudo hostnamectl set-hostname {second}` there, or --hostname of its container",
+        )
+
+
+def _name(host: HostFacts, other: HostFacts) -> Iterator[Finding]:
+    about, here, seen = About(Cause.NAME, host, other), host.name, host.way(other)
+    name, right = other.peer, _address(other)
+    address = next((address for address in seen.addresses if ":" not in address), "")
+    addition = f"add its address to /etc/hosts on {here}{f': `{right} {name}`' if right else ''}"
+    if not seen.addresses:
+        yield about.problem(f"{here} cannot resolve the name {name} ({seen.error})", addition)
+    elif not address:
+        text = f"on {here}, {name} has IPv6 addresses only ({seen.first}), and launchers take IPv4"
+        yield about.problem(text, addition)
+    elif ip_address(address).is_loopback:
+        text = f"on {here}, {name} leads to {address}, which is {here} itself"
+        yield about.problem(text, correction(here, name, seen, right))
+    elif other.owned and not other.owned.get(address, True):
+        whose = ", which is its own" if host.owned.get(address) else ""
+        whose += f" ({seen.interface})" if is_bridge(seen.interface) else ""
+        has = f"{name} has no such address (it has {_all_addresses(other)})"
+        text = f"on {here}, {name} leads to {address}{whose}, and {has}"
+        yield about.problem(text, correction(here, name, seen, right))
+    elif ":" in seen.first and not other.owned.get(seen.first, True):
+        text = f"on {here}, {name} leads first to the IPv6 address {seen.first}, which {name} does not have"
+        yield about.warning(text, correction(here, name, seen, address))
+
+
+def _own_name(host: HostFacts) -> Iterator[Finding]:
+    seen = host.names.get("", Name())
+    if seen.addresses and ip_address(seen.first.partition("%")[0]).is_loopback:
+        yield About(Cause.NAME, host).warning(
+            f"on {host}, its own host name leads to {seen.first}, where no other host reaches what listens by name",
+            correction(host.name, host.machine["host_name"], seen, _address(host)),
+        )
+
+
+def correction(here: str, name: str, seen: Name, right: str = "") -> str:
+    """Return the remedy for a name that leads to a wrong address."""
+    place = f"in /etc/hosts on {here}" if seen.in_hosts_file else f"in the DNS, or in /etc/hosts on {here}"
+    return f"correct the line of {name} {place}{f': `{right} {name}`' if right else ''}"
+
+
+def is_bridge(interface: str) -> bool:
+    """Return whether an interface leads to containers or virtual machines on its own host."""
+    return re.match(r"docker|br-|veth|virbr|cni|flannel|cali|lxc|lxd|podman|kube", interface) is not None
+
+
+def into_bridge(here: str, there: str, way: Name) -> tuple[str, str]:
+    """Return text and remedy for a way that leads into a bridge."""
+    leads = f"({', '.join(way.addresses)}) leads into {way.interface} ({way.source})"
+    return (
+        f"the way from {here} to {there} {leads}, a bridge to containers on {here}",
+        f"`ip route get {way.first}` on {here}; give the bridge another subnet, or correct the address of {there} in "
+        f"/etc/hosts on {here}",
+    )
+
+
+def _address(host: HostFacts) -> str:
+    """Return the address that a host has on the way to others; empty where it has none but a loopback address."""
+    return next(filter(None, (way.reachable_source for way in host.names.values())), "")
+
+
+def _all_addresses(host: HostFacts) -> str:
+    interfaces = {name: entry["addresses"] for name, entry in host.interfaces.items() if name != "lo"}
+    return ", ".join(f"{address} on {name}" for name in interfaces for address in interfaces[name]) or "none"
 
 
 def _interface(host: HostFacts, other: HostFacts, about: About, *, fails: bool) -> Iterator[Finding]:
@@ -82,10 +170,11 @@ def _and(*words: str) -> str:
 def _unreachable(forth: Exchange, back: Exchange) -> Finding:
     (host, other, failed), (_, _, opposite) = (forth, back) if forth[2].error else (back, forth)
     about, why = About(Cause.REACH, forth[0], back[0]), _failure(failed)
-    remedy = _let_through(other, opposite)
+    remedy = _let_through(other, opposite.address)
     if opposite.error:
         text = f"{host} and {other} cannot connect to each other ({why}, and {_failure(opposite)})"
-        return about.problem(f"{text}, though ssh works: a firewall", f"{remedy}, and {_let_through(host, failed)}")
+        remedy += f", and {_let_through(host, failed.address)}"
+        return about.problem(f"{text}, though ssh works: a firewall", remedy)
     text = f"{host} cannot connect to {other} ({why}), while {other} connects to {host}"
     return about.problem(f"{text}: a firewall", remedy)
 
@@ -97,8 +186,7 @@ def _failure(pair: Pair) -> str:
     return f"{pair.address} port {port}: {pair.errors[port]}{answers}"
 
 
-def _let_through(host: HostFacts, back: Pair) -> str:
-    source = back.address
+def _let_through(host: HostFacts, source: str) -> str:
     return f"on {host}, let all TCP from {source} through: `sudo iptables -I INPUT -p tcp -s {source} -j ACCEPT`"
 
 

