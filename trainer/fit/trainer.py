@@ -20,7 +20,6 @@ from trainer.data.base import Step, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
-from trainer.fit.evaluation import evaluate, pair, score_of
 from trainer.fit.fit_state import FitState
 from trainer.loop.consistency import check_consistency, describe_settings
 from trainer.loop.gradients import parameters_of
@@ -129,33 +128,34 @@ class Trainer:
         schedule = make_schedule(
             self.config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
         )
-        learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
+        self._learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
-        checkpoints = self.checkpoints = self._make_checkpoints(state, learning_rate)
+        checkpoints = self.checkpoints = self._make_checkpoints()
         try:
-            context = self._begin(epochs, learning_rate, loader)
+            self._begin(epochs, loader)
             for epoch in self.run.epochs(epochs):
-                record = self._train_epoch(loader, learning_rate, epoch + 1, context, validator)
-                learning_rate.after_epoch(record.validation.metrics["loss"] if record.validation else record.train_loss)
+                record = self._train_epoch(loader, epoch + 1, validator)
+                loss = record.validation.metrics["loss"] if record.validation else record.train_loss
+                self._learning_rate.after_epoch(loss)
                 state.records.append(record)
-                self._notify("on_epoch_end", context, record)
+                self._notify("on_epoch_end", record)
                 if checkpoints is not None and checkpoints.config.best is not None:
-                    checkpoints.rate(score_of(record, checkpoints.config.metric))
+                    checkpoints.rate(_score_of(record, checkpoints.config.metric))
         finally:
-            learning_rate.restore()
+            self._learning_rate.restore()
             if checkpoints is not None:
                 checkpoints.close()
-        self._notify("on_fit_end", context, state.records)
+        self._notify("on_fit_end", state.records)
         return state.records
 
-    def _make_checkpoints(self, state: FitState, learning_rate: LearningRate | UsersSchedule) -> Checkpoints | None:
+    def _make_checkpoints(self) -> Checkpoints | None:
         if self._checkpoint is None:
             return None
         if self._has_fitted:
             raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
         self._has_fitted = True
         users = self._users_schedule
-        kept = {"fit": state, "learning rate": users.scheduler if users is not None else learning_rate}
+        kept = {"fit": self._state, "learning rate": users.scheduler if users is not None else self._learning_rate}
         return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
@@ -163,7 +163,27 @@ class Trainer:
         return self._evaluate(self._loader(data, training=False))
 
     def _evaluate(self, loader: ShardedLoader) -> Evaluation:
-        return evaluate(self.run, self.model, loader, self.loss, self.metrics, self._layout)
+        self.run.average_weights()
+        self.strategy.broadcast_buffers(self.model)
+        sums = torch.zeros(1 + len(self.metrics), dtype=torch.float64, device=self.world.device)
+        samples = 0
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        with torch.no_grad(), self.run.autocast():
+            for step in loader.own_samples():
+                inputs, targets = _pair(step)
+                outputs = self.model(self._layout(inputs))
+                values = [self.loss(outputs, targets).double() * step.count]
+                values += [metric(outputs, targets) for metric in self.metrics.values()]
+                for total, value in zip(sums, values, strict=True):
+                    total += value  # a view: each batch is added on the device, which nothing waits for
+                samples += step.count
+        for module, training in modes:  # as before: the user may have set some to eval
+            module.training = training
+        counts = torch.tensor([samples], dtype=torch.float64, device=self.world.device)
+        *totals, count = self.strategy.all_reduce(torch.cat([sums, counts])).tolist()
+        means = {name: total / max(count, 1) for name, total in zip(("loss", *self.metrics), totals, strict=True)}
+        return Evaluation(metrics=means, evaluated=round(count), samples=loader.plan.samples)
 
     def _loader(self, data: Dataset[Any], *, training: bool = True) -> ShardedLoader:
         if is_stream(data):
@@ -177,37 +197,33 @@ class Trainer:
         per_rank = size if whole is None else None
         return self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
 
-    def _train_epoch(
-        self,
-        loader: ShardedLoader,
-        learning_rate: LearningRate | UsersSchedule,
-        epoch: int,
-        context: FitContext,
-        validator: ShardedLoader | None,
-    ) -> EpochRecord:
+    def _train_epoch(self, loader: ShardedLoader, epoch: int, validator: ShardedLoader | None) -> EpochRecord:
         state = self._state
         opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(loader.start)
-        self._begin_epoch(is_resumed=loader.start > 0)
+        state.begin_epoch(is_resumed=loader.start > 0)
+        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
+            self.model.train()
+        self.optimizer.zero_grad()
         next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
         for step in loader.steps():
             if opens_update:
-                learning_rate.before_update(update)
+                self._learning_rate.before_update(update)
             loss = self._step(step)
             if step.count:
                 state.add(loss, step.count)
             opens_update = step.closes_update
             if opens_update:
                 update += 1
-                self._update(learning_rate)
-                self._report_update(context, loader, epoch)
+                self._update()
+                self._report_update(loader, epoch)
             if time.perf_counter() >= next_event:
-                self._report_progress(context, loader, epoch)
+                self._report_progress(loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
         self._finite_loss(epoch, loader.epoch_samples)
         train_loss, samples = state.mean_loss()
         return EpochRecord(
             epoch=epoch,
-            epochs=context.epochs,
+            epochs=self._context.epochs,
             train_loss=train_loss,
             samples=samples,
             seconds=state.seconds,
@@ -217,21 +233,15 @@ class Trainer:
             validation=self._evaluate(validator) if validator is not None else None,
         )
 
-    def _begin_epoch(self, *, is_resumed: bool) -> None:
-        self._state.begin_epoch(is_resumed=is_resumed)
-        if not self.model.training:  # else each module stays in the mode that the user has chosen for it
-            self.model.train()
-        self.optimizer.zero_grad()
-
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
-        inputs, targets = pair(step)
+        inputs, targets = _pair(step)
         with self.run.autocast():
             loss = self.loss(self._forward(self._layout(inputs)), targets)
         self.run.backward(loss)
         return loss
 
-    def _update(self, learning_rate: LearningRate | UsersSchedule) -> None:
+    def _update(self) -> None:
         """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
             self.run.clip_grad_norm_(parameters_of(self.optimizer), self.config.clip_norm)
@@ -239,25 +249,25 @@ class Trainer:
         self.optimizer.zero_grad()
         self._state.updates += 1
         self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        learning_rate.after_update()
+        self._learning_rate.after_update()
 
     def _layout(self, inputs: Any) -> Any:
         if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
 
-    def _report_progress(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
+    def _report_progress(self, loader: ShardedLoader, epoch: int) -> None:
         event = ProgressEvent(
             epoch=epoch,
-            epochs=context.epochs,
+            epochs=self._context.epochs,
             done=loader.taken,
             samples=loader.epoch_samples,
             loss=self._finite_loss(epoch, loader.taken),
             seconds=self._state.seconds,
         )
-        self._notify("on_progress", context, event)
+        self._notify("on_progress", event)
 
-    def _report_update(self, context: FitContext, loader: ShardedLoader, epoch: int) -> None:
+    def _report_update(self, loader: ShardedLoader, epoch: int) -> None:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
@@ -267,7 +277,7 @@ class Trainer:
         samples = (epoch - 1) * loader.epoch_samples + loader.taken
         rate = self._state.learning_rate
         record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
-        self._notify("on_update", context, record)
+        self._notify("on_update", record)
 
     def _finite_loss(self, epoch: int, samples: int) -> float:
         """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
@@ -280,8 +290,8 @@ class Trainer:
             )
         return loss
 
-    def _begin(self, epochs: int, learning_rate: LearningRate | UsersSchedule, loader: ShardedLoader) -> FitContext:
-        """Tell the callbacks that a fit begins, or goes on; return its context.
+    def _begin(self, epochs: int, loader: ShardedLoader) -> None:
+        """Tell the callbacks that a fit begins, or goes on.
 
         Raises:
             ConfigError: a scheduler of the user's ends before the fit.
@@ -289,8 +299,8 @@ class Trainer:
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
         update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates
-        learning_rate.check_steps(updates=last - update, epochs=epochs - before)
-        context = FitContext(
+        self._learning_rate.check_steps(updates=last - update, epochs=epochs - before)
+        self._context = FitContext(
             world=self.world,
             model=self.model,
             optimizer=self.optimizer,
@@ -298,7 +308,7 @@ class Trainer:
             config=self.config,
             strategy_name=type(self.strategy).__name__,
             description=self.strategy.description,
-            learning_rate=learning_rate.describe(update if update < last else 0),
+            learning_rate=self._learning_rate.describe(update if update < last else 0),
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
             checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
@@ -306,20 +316,36 @@ class Trainer:
             epochs_before=before,
             samples_before=before * loader.epoch_samples + taken,
         )
-        self._notify("on_fit_start", context)
-        return context
+        self._notify("on_fit_start")
 
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(*arguments)
+            getattr(callback, event)(self._context, *arguments)
+
+
+def _pair(step: Step) -> tuple[Any, Any]:
+    """Return a batch's inputs and targets; raise `ConfigError` for batches of another kind."""
+    if isinstance(step.batch, tuple | list) and len(step.batch) == 2:
+        return step.batch[0], step.batch[1]
+    raise ConfigError(
+        f"Trainer takes batches of (inputs, targets), and this dataset's are of type {type(step.batch).__name__}; "
+        "trainer.init() is for a loop of your own, which takes any batch"
+    )
+
+
+def _score_of(record: EpochRecord, metric: str) -> float:
+    """Return a metric of an epoch's validation; raise `ConfigError` where there is none of this name."""
+    metrics = record.validation.metrics if record.validation is not None else {}
+    if metric not in metrics:
+        raise ConfigError(
+            f"checkpoints are to be compared by {metric!r}; valid are the validation's metrics, "
+            f"{', '.join(metrics) or 'of which there are none without a validation'}"
+        )
+    return metrics[metric]
 
 
 def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | None) -> TrainerConfig:
-    """Return the settings of a Trainer that is handed a run.
-
-    Raises:
-        ConfigError: something was given that contradicts the run's.
-    """
+    """Return the settings of a Trainer that is handed a run; raise `ConfigError` for one that contradicts the run's."""
     if strategy not in ("auto", run.strategy):
         raise ConfigError("Trainer was given both run and strategy; choose the strategy in trainer.init")
     of_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
