@@ -112,20 +112,17 @@ class ShardedLoader(Loader):
             batch_sampler=batch_sampler,
             group=self._group,
         )
-        self._whole_plan = self._make_plan(batch_size, global_batch_size)
-        self.plan = self._plan_from(0)
-        self.step_size = self.plan.step_size
-        self._indices = _Indices()
-        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
-
-    def _make_plan(self, batch_size: int | None, global_batch_size: int | None) -> ShardPlan:
-        return ShardPlan(
+        self._whole_plan = ShardPlan(
             samples=self._order.units,
             world_size=self.world.size,
             batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
             accumulate=self.accumulate,
         )
+        self.plan = self._plan_from(0)
+        self.step_size = self.plan.step_size
+        self._indices = _Indices()
+        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     def _check_in_memory(self) -> None:
         if self._options:
@@ -137,9 +134,6 @@ class ShardedLoader(Loader):
     @property
     def epoch_samples(self) -> int:
         return self.plan.samples
-
-    def samples_after(self, steps: int) -> int:
-        return min(steps * self.step_size, self.plan.samples)
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -204,14 +198,15 @@ class ShardedLoader(Loader):
 
     def own_samples(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
-        left = self.plan.steps
+        steps = 0
         filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
         for loaded in self._load(epoch, filled):
-            left -= 1
+            steps += 1
             report_phase("evaluation")
             self.on_own_step(True)
-            yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
-        for _ in range(left):
+            taken = min(steps * self.step_size, self.plan.samples)
+            yield Step(loaded.batch, self._count_of(loaded), 1.0, True, taken=taken)
+        for _ in range(self.plan.steps - steps):
             self.on_own_step(False)
 
     def _shards(self, plan: ShardPlan) -> Iterator[slice]:
