@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+TensorPath = tuple[Any, ...]
+"""The keys and indices that lead from the outermost container to a value."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor's values.
-
-    Attributes:
-        offset: index of the first of them in the whole tensor.
-    """
+    """A box of a tensor's values."""
 
     offset: tuple[int, ...]
+    """Index of the first of them in the whole tensor."""
     values: Tensor
 
 
@@ -88,16 +88,19 @@ def _place(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
+def tensors_in(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
+    """Yield the tensors in nested containers, each with the keys and indices that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from tensors_in(part, (*path, key))
+
+
 def take_part(state: Any) -> None:
     """Take part in other ranks' `gather` of every sharded tensor in nested containers, in their order. Collective."""
-    if is_sharded(state):
-        gather(state)
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            take_part(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            take_part(value)
+    for _, tensor in tensors_in(state):
+        gather(tensor)
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
@@ -152,12 +155,8 @@ def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[s
 
 def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return an optimizer's state of one parameter, with tensors of the parameter's shape sharded as that."""
-    return {
-        name: shard_like(value, parameter)
-        if is_sharded(parameter)
-        and isinstance(value, Tensor | Scattered)
-        and value.shape == parameter.shape
-        and len(value.shape)
-        else shard_as(value, None)
-        for name, value in values.items()
-    }
+    result = {}
+    for name, value in values.items():
+        is_like = isinstance(value, Tensor | Scattered) and len(value.shape) and value.shape == parameter.shape
+        result[name] = shard_as(value, parameter if is_like else None)
+    return result

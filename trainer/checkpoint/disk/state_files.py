@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from trainer.errors import DataError, TrainerError
-from trainer.models.sharded import Part, Scattered
+from trainer.models.sharded import Part, Scattered, TensorPath
 
 STATE = "state.pt"
 
-TensorPath = tuple[Any, ...]
-"""The keys and indices that lead from the outermost container to a value."""
 SavedParts = Mapping[TensorPath, Mapping[str, Any]]
 """One rank's parts of sharded tensors: the `offset` and the `values` of each, by the tensor's path."""
 

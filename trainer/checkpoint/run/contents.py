@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
 from trainer.checkpoint.run.differences import (
-    describe_differences,
-    is_rate,
     kind_differences,
     kind_of,
+    merge_settings,
     model_differences,
     optimizer_differences,
     settings_of,
@@ -87,13 +86,11 @@ class Contents:
     @property
     def lacks_schedule(self) -> bool:
         """Whether a scheduler of torch's sets a learning rate, and no object is one or has one's optimizer."""
-        kept = any(
-            isinstance(value, LearningRate | UsersSchedule) or hasattr(value, "optimizer")
-            for value in self.objects.values()
-        )
+        for value in self.objects.values():
+            if isinstance(value, LearningRate | UsersSchedule) or hasattr(value, "optimizer"):
+                return False
         # PyTorch marks an optimizer's step when a scheduler is made for it.
-        scheduled = (hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self.prepared.optimizers)
-        return not kept and any(scheduled)
+        return any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self.prepared.optimizers)
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
@@ -199,11 +196,9 @@ class Contents:
         if self.prepared.scaler is not None:
             self.prepared.scaler.load_state_dict(shard_as(saved["scaler"], None))
         self._load_objects(saved["objects"])
-        settings = saved.get("settings", {})
-        differences = describe_differences(self.settings, settings, rate_is_scripts=self._rate_is_scripts)
-        for name in self.settings:
-            if not (self._rate_is_scripts and is_rate(name)):
-                self.settings[name] = settings.get(name, self.settings[name])
+        self.settings, differences = merge_settings(
+            self.settings, saved.get("settings", {}), rate_is_scripts=self._rate_is_scripts
+        )
         return differences
 
     def _load_objects(self, saved: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -16,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 
 from trainer.loop.lr_schedule import MORE_STEPS
-from trainer.models.sharded import Scattered
+from trainer.models.sharded import Scattered, tensors_in
 
-RATE = "lr"
-_LEFT_OUT = ("params", "param_names", "initial_lr", RATE)
+_RATE = "lr"
+_LEFT_OUT = ("params", "param_names", "initial_lr", _RATE)
 # The optimizer's rates are told as such. A function's attributes may be anything.
 _LEFT_OUT_OF_SCHEDULERS = ("base_lrs", "lr_lambdas")
 # What has another course after its last step than before, by the setting that says how many there are.
@@ -37,7 +38,7 @@ def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> 
         for place, group in enumerate(optimizer.param_groups):
             where = f" of group {place}" * (len(optimizer.param_groups) > 1) + f" of optimizer {number}" * (number > 0)
             # A scheduler that has been made has set its first learning rate.
-            settings |= _texts({RATE: group.get("initial_lr", group["lr"])}, where)
+            settings |= _texts({_RATE: group.get("initial_lr", group["lr"])}, where)
             settings |= _texts({name: value for name, value in group.items() if name not in _LEFT_OUT}, where)
     for name, value in objects.items():
         for number, scheduler in enumerate(_flat(value)):
@@ -48,38 +49,35 @@ def settings_of(optimizers: Iterable[Optimizer], objects: Mapping[str, Any]) -> 
     return settings
 
 
-def is_rate(setting: str) -> bool:
-    """Return whether a setting is the learning rate of an optimizer's group."""
-    return setting.split(" ", 1)[0] == RATE
-
-
-def describe_differences(here: Mapping[str, str], there: Mapping[str, str], *, rate_is_scripts: bool) -> str:
-    """Return in one line which settings of a script differ from a checkpoint's, and which count; "" if none does.
+def merge_settings(
+    here: Mapping[str, str], there: Mapping[str, str], *, rate_is_scripts: bool
+) -> tuple[dict[str, str], str]:
+    """Return the settings that count, and in one line which of a script differ from a checkpoint's; "" if none does.
 
     Args:
         here: the script's.
         there: the checkpoint's.
         rate_is_scripts: the script's learning rate counts. Everything else is the checkpoint's, as in PyTorch.
     """
-    parts, checkpoint_counts = [], False
+    merged, parts, advice = {}, [], ""
     for name, value in here.items():
-        if (saved := there.get(name, value)) == value:
+        saved = there.get(name, value)
+        is_scripts = rate_is_scripts and name.split(" ", 1)[0] == _RATE
+        merged[name] = value if is_scripts else saved
+        if saved == value:
             continue
-        if rate_is_scripts and is_rate(name):
+        if is_scripts:
             parts.append(f"{name} = {value} from the script (checkpoint: {saved})")
         else:
             parts.append(f"{name} = {saved} from the checkpoint (script: {value})")
-            checkpoint_counts = True
-    if not parts:
-        return ""
-    advice = "; to change what is the checkpoint's, see docs/surviving.md, Going on" if checkpoint_counts else ""
-    return f"what counts: {', '.join(parts)}{advice}"
+            advice = "; to change what is the checkpoint's, see docs/surviving.md, Going on"
+    return merged, f"what counts: {', '.join(parts)}{advice}" if parts else ""
 
 
 def describe_ends(objects: Mapping[str, Any]) -> Iterator[str]:
     """Yield what becomes of each scheduler that has taken all steps that it was made for, and is to take more."""
-    for name, scheduler in [(name, scheduler) for name, value in objects.items() for scheduler in _flat(value)]:
-        for kind, steps, follows in _ENDS:
+    for name, value in objects.items():
+        for scheduler, (kind, steps, follows) in product(_flat(value), _ENDS):
             if isinstance(scheduler, kind) and scheduler.last_epoch >= (end := getattr(scheduler, steps)):
                 yield f"state {name!r} has taken all {end} steps of its {kind.__name__} ({steps}), and {follows}"
 
@@ -103,7 +101,8 @@ def kind_of(value: Any) -> dict[str, Any]:
         state = {}
     # Private values come and go with PyTorch's versions.
     names = [str(name) for name, part in state.items() if isinstance(part, Tensor) or not str(name).startswith("_")]
-    return {"class": _class_of(value), "names": names, "shapes": dict(_shapes(state, ""))}
+    shapes = {".".join(map(str, path)): list(tensor.shape) for path, tensor in tensors_in(state)}
+    return {"class": _class_of(value), "names": names, "shapes": shapes}
 
 
 def kind_differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
@@ -149,8 +148,8 @@ def optimizer_differences(optimizer: Optimizer, saved: Mapping[str, Any]) -> lis
 
 
 def _class_of(value: Any) -> str:
-    inner = [_class_of(scheduler) for scheduler in _inner(value)]
-    return type(value).__name__ + (f" of {' and '.join(inner)}" if inner else "")
+    inner = " and ".join(map(_class_of, _inner(value)))
+    return f"{type(value).__name__} of {inner}" if inner else type(value).__name__
 
 
 def _inner(value: Any) -> Sequence[Any]:
@@ -163,14 +162,6 @@ def _flat(value: Any) -> Iterator[LRScheduler]:
         yield value
     for inner in _inner(value):
         yield from _flat(inner)
-
-
-def _shapes(value: Any, path: str) -> Iterator[tuple[str, list[int]]]:
-    if isinstance(value, Tensor):
-        yield path, list(value.shape)
-    elif isinstance(value, Mapping | list | tuple):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _shapes(part, f"{path}.{key}" if path else str(key))
 
 
 def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
