@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.run.snapshot import Buffers, count_bytes
+from trainer.checkpoint.run.snapshot import Snapshot, count_bytes
 from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def loaded(state: dict[str, object]) -> dict[str, object]:
 def test_a_snapshot_keeps_its_values_while_the_training_goes_on() -> None:
     weight = torch.ones(3)
     state = {"weights": [weight], "count": 1}
-    copied = Buffers().copy(state)
+    copied = Snapshot().copy(state)
     weight.mul_(2)
     state["count"] = 2
     assert copied["count"] == 1
@@ -40,20 +40,20 @@ def test_a_snapshot_keeps_its_values_while_the_training_goes_on() -> None:
 
 
 def test_the_second_snapshot_uses_the_memory_of_the_first() -> None:
-    buffers = Buffers()
-    first = buffers.copy({"weight": torch.ones(3)})["weight"]
-    second = buffers.copy({"weight": torch.zeros(3)})["weight"]
+    snapshot = Snapshot()
+    first = snapshot.copy({"weight": torch.ones(3)})["weight"]
+    second = snapshot.copy({"weight": torch.zeros(3)})["weight"]
     assert second.data_ptr() == first.data_ptr()
-    assert buffers.bytes == 12
-    third = buffers.copy({"weight": torch.zeros(4)})["weight"]
+    assert snapshot.bytes == 12
+    third = snapshot.copy({"weight": torch.zeros(4)})["weight"]
     assert third.shape == (4,)
-    assert buffers.copy({"weight": torch.zeros(4).double()})["weight"].dtype == torch.float64
+    assert snapshot.copy({"weight": torch.zeros(4).double()})["weight"].dtype == torch.float64
 
 
 def test_views_of_the_same_memory_are_copied_each_as_it_is() -> None:
     weight = torch.arange(4.0).view(2, 2)
     state = {"whole": weight, "transposed": weight.t(), "row": weight[:1], "bits": weight.view(torch.int32)}
-    copied = Buffers().copy(state)
+    copied = Snapshot().copy(state)
     assert all(
         torch.equal(copied[name], tensor) and copied[name].dtype == tensor.dtype for name, tensor in state.items()
     )
@@ -61,7 +61,7 @@ def test_views_of_the_same_memory_are_copied_each_as_it_is() -> None:
 
 def test_a_sparse_tensor_is_copied_as_well() -> None:
     sparse = torch.eye(2).to_sparse()
-    copied = Buffers().copy({"sparse": sparse})["sparse"]
+    copied = Snapshot().copy({"sparse": sparse})["sparse"]
     sparse.mul_(3)
     assert torch.equal(copied.to_dense(), torch.eye(2))
 
@@ -69,15 +69,15 @@ def test_a_sparse_tensor_is_copied_as_well() -> None:
 def test_tied_weights_are_copied_once_and_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
-    buffers = Buffers()
-    copied = loaded(buffers.copy({"model": model.state_dict()}))["model"]
+    snapshot = Snapshot()
+    copied = loaded(snapshot.copy({"model": model.state_dict()}))["model"]
     assert isinstance(copied, OrderedDict)
     assert copied["0.weight"].data_ptr() == copied["1.weight"].data_ptr()
-    assert buffers.bytes == 64
+    assert snapshot.bytes == 64
 
 
 def test_a_modules_versions_are_kept() -> None:
-    copied = loaded(Buffers().copy({"model": nn.BatchNorm1d(2).state_dict()}))["model"]
+    copied = loaded(Snapshot().copy({"model": nn.BatchNorm1d(2).state_dict()}))["model"]
     assert copied._metadata[""] == {"version": 2}  # type: ignore[attr-defined]
 
 
@@ -94,7 +94,7 @@ def test_layout_and_type_are_kept() -> None:
         "numpy": np.float64(0.5),
         "tuple": (1, None, {"a": {1, 2}}),
     }
-    copied = loaded(Buffers().copy(state))
+    copied = loaded(Snapshot().copy(state))
     for name in ("channels last", "bfloat16", "view", "empty"):
         torch.testing.assert_close(copied[name], state[name])
         assert copied[name].stride() == state[name].stride()  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_layout_and_type_are_kept() -> None:
 def test_what_cannot_be_loaded_as_data_is_named(value: object) -> None:
     kind = type(value).__name__
     with pytest.raises(TrainerError, match=rf"^objects\.schedule\.last of the checkpoint's state is a {kind}, which"):
-        Buffers().copy({"objects": {"schedule": {"last": value}}})
+        Snapshot().copy({"objects": {"schedule": {"last": value}}})
 
 
 def test_bytes_are_counted_in_nested_containers() -> None:
@@ -118,7 +118,7 @@ def test_bytes_are_counted_in_nested_containers() -> None:
 def test_random_numbers_go_on() -> None:
     import random
 
-    state = loaded(Buffers().copy(random_state(CPU)))
+    state = loaded(Snapshot().copy(random_state(CPU)))
     drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
     set_random_state(state, CPU)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
@@ -137,7 +137,7 @@ def test_the_state_is_copied_before_other_ranks_are_waited_for(tmp_path: Path, m
 
         return wrapped
 
-    monkeypatch.setattr(Buffers, "copy", noted("copy", Buffers.copy))
+    monkeypatch.setattr(Snapshot, "copy", noted("copy", Snapshot.copy))
     monkeypatch.setattr(run.strategy, "all_gather_object", noted("gather", run.strategy.all_gather_object))
     checkpoints.save()
     checkpoints.close()

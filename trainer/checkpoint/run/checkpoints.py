@@ -93,8 +93,9 @@ class Checkpoints:
         """
         paths = find(self._storage.folder)
         written = next((path for path in paths if (order := order_of(path.name)) and order[0] == self.attempt), None)
-        resumed = self.resumed.checkpoint.path if self.resumed is not None else None
-        return written or (resumed if resumed in paths else None)
+        if written is None and self.resumed is not None and self.resumed.checkpoint.path in paths:
+            return self.resumed.checkpoint.path
+        return written
 
     @property
     def best_path(self) -> Path | None:
@@ -250,11 +251,9 @@ class Checkpoints:
         return bool(due and not busy)
 
     def _save_or_end(self) -> None:
-        if self._is_stopping:
-            self._end()
-        self._save()
-
-    def _end(self) -> None:
+        if not self._is_stopping:
+            self._save()
+            return
         self.preemption.handled()
         problem = self._save_now()
         if self._world.is_root:

@@ -18,7 +18,7 @@ import torch
 from trainer.checkpoint.disk.commit import TIMEOUT_S, OthersFailedError, begin, commit, contribute, prune
 from trainer.checkpoint.disk.committed import Committed, Order, find, name_of
 from trainer.checkpoint.disk.state_files import STATE, read_state
-from trainer.checkpoint.run.snapshot import Buffers
+from trainer.checkpoint.run.snapshot import Snapshot
 from trainer.checkpoint.run.storage import Storage
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
@@ -67,8 +67,7 @@ class Saver:
         self._start = resumed.order[2] if resumed else 0
         self._named = [] if config.resume in ("auto", "none") else [self._folder / Path(config.resume).name]
         self._others = [name for name in storage.parts if name != storage.part] if storage.is_writer else []
-        self._buffers, self._standby_buffers = (Buffers(keeps_parts=bool(storage.parts)) for _ in range(2))
-        self._standby: dict[str, Any] | None = None
+        self._snapshot, self._standby = (Snapshot(keeps_parts=bool(storage.parts)) for _ in range(2))
         self._written: Order | None = None
         """The newest checkpoint that this rank has committed, or has written its part of."""
         self._has_checked = False
@@ -106,7 +105,7 @@ class Saver:
         if place == self.saved:
             return
         self.wait()
-        snapshot = self._copy(state, self._buffers)
+        self._copy(state, self._snapshot)
         has_begun = self._begin((self._attempt, *place))
         # After the copy, because this waits for the slowest rank.
         random_states = self._gather_random_states()
@@ -116,18 +115,17 @@ class Saver:
         if score is not None and self.is_better(score):
             self._best = (score, name_of(self._attempt, *place))
         self.saved = place
-        if snapshot is not None and has_begun:
-            snapshot["random"] = random_states
+        if self._storage.writes and has_begun:
+            self._snapshot.state["random"] = random_states
             with self._lock:
                 self.wait()
-                task = self._describe(snapshot, self._buffers, score=score, is_complete=is_complete)
-                self._writing = self._pool.submit(self._commit, *task)
+                facts = self._describe(self._snapshot, score=score, is_complete=is_complete)
+                self._writing = self._pool.submit(self._commit, self._snapshot, facts)
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
-        writing = self._writing  # a signal's thread waits for it as well
-        if writing is not None:
-            wait([writing])
+        """Return when nothing is being written. Several threads may wait."""
+        if self._writing is not None:
+            wait([self._writing])
 
     def take_problem(self) -> str:
         """Return why a rank could not write, and count the last checkpoint as not saved then; else "". Collective.
@@ -156,7 +154,7 @@ class Saver:
         """Copy the state, so that `commit_standby` can write it later. Collective."""
         random_states = self._gather_random_states()
         with self._lock:
-            self._standby = self._copy({**state, "random": random_states}, self._standby_buffers)
+            self._copy({**state, "random": random_states}, self._standby)
 
     def commit_standby(self, updates: int) -> bool:
         """Commit the standby copy where it is of the last update; return whether what is to be saved is committed.
@@ -171,9 +169,9 @@ class Saver:
             self.wait()
             if updates in (0, self._start, self._written[2] if self._written else 0):
                 return self._storage.is_writer
-            if self._standby is None or self._standby["updates"] != updates:
+            if self._standby.state.get("updates") != updates:
                 return False
-            self._commit(*self._describe(self._standby, self._standby_buffers), self._config.grace_s / 2)
+            self._commit(self._standby, self._describe(self._standby), self._config.grace_s / 2)
         if self.error is not None and self._storage.is_writer:
             print_line(f"trainer: WARNING: {self.error}; earlier checkpoints are kept", sys.stderr)
         return self.error is None and self._storage.is_writer
@@ -196,15 +194,15 @@ class Saver:
                 )
         self._storage.raise_together(problem, ConfigError)
 
-    def _copy(self, state: Mapping[str, Any], buffers: Buffers) -> dict[str, Any] | None:
-        """Return a copy of the state; None where this rank does not write.
+    def _copy(self, state: Mapping[str, Any], snapshot: Snapshot) -> None:
+        """Copy the state if this rank writes.
 
         Collective where tensors are sharded and ranks do not write their parts: those that write get them whole.
         """
         if self._storage.writes:
-            return buffers.copy(state)
-        take_part(state)
-        return None
+            snapshot.copy(state)
+        else:
+            take_part(state)
 
     def _gather_random_states(self) -> list[dict[str, Any]]:
         return self._strategy.all_gather_object(random_state(self._strategy.world.device))
@@ -214,10 +212,10 @@ class Saver:
         if not self._storage.is_writer:
             return True
         try:
-            if lacks := self._missing_bytes(self._buffers.bytes + _OVERHEAD_BYTES):
-                size = _size(self._buffers.bytes)
+            size = self._snapshot.bytes
+            if lacks := self._missing_bytes(size + _OVERHEAD_BYTES):
                 raise TrainerError(
-                    f"a checkpoint of {size} does not fit into {self._folder}: {_size(lacks)} are missing"
+                    f"a checkpoint of {_size(size)} does not fit into {self._folder}: {_size(lacks)} are missing"
                 )
             if self._others and self._written != order:
                 begin(self._folder, name_of(*order))
@@ -230,18 +228,13 @@ class Saver:
         """Return how many bytes the disk lacks for `needed` more; 0 where it has them."""
         return max(0, needed - shutil.disk_usage(self._folder).free)
 
-    def _describe(
-        self, snapshot: Mapping[str, Any], buffers: Buffers, *, score: float | None = None, is_complete: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what this rank writes of a snapshot, by file, and what the manifest says of it."""
-        files: dict[str, Any] = {STATE: snapshot} if self._storage.is_writer else {}
-        if self._storage.part:
-            files[self._storage.part] = buffers.parts
-        return files, {
+    def _describe(self, snapshot: Snapshot, *, score: float | None = None, is_complete: bool = False) -> dict[str, Any]:
+        """Return what the manifest says of a snapshot."""
+        return {
             **self._facts,
-            "epoch": snapshot["epoch"],
-            "updates": snapshot["updates"],
-            "taken": [loader["taken"] for loader in snapshot["loaders"]],
+            "epoch": snapshot.state["epoch"],
+            "updates": snapshot.state["updates"],
+            "taken": [loader["taken"] for loader in snapshot.state["loaders"]],
             "score": score,
             "best": self._best,
             "complete": is_complete,
@@ -249,11 +242,10 @@ class Saver:
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
-    def _commit(self, files: Mapping[str, Any], facts: Mapping[str, Any], alone_s: float = 0.0) -> None:
+    def _commit(self, snapshot: Snapshot, facts: Mapping[str, Any], alone_s: float = 0.0) -> None:
         """Commit a snapshot, or write this rank's part of it; `error` says whether that went well.
 
         Args:
-            files: what is written to each file, in PyTorch's own format. Without `STATE`, another rank commits it.
             facts: put into the manifest.
             alone_s: seconds to wait for other ranks' files, where these ranks have not agreed to save.
         """
@@ -262,9 +254,9 @@ class Saver:
             return  # saved again, because another host could not write it
         started = time.monotonic()
         try:
-            self._write(name_of(*order), files, facts, alone_s)
+            self._write(name_of(*order), snapshot, facts, alone_s)
             self._written, self.error = order, None
-            if STATE in files:
+            if self._storage.is_writer:
                 valid = [path for path in find(self._folder) if path not in self._storage.damaged]
                 best = [self._folder / facts["best"][1]] if facts["best"] else []
                 prune(self._folder, [*valid[: self._config.keep], *self._named, *best])
@@ -274,16 +266,16 @@ class Saver:
             self.error = TrainerError(f"the checkpoint cannot be written: {type(error).__name__}: {error}")
         self.seconds.append(time.monotonic() - started)
 
-    def _write(self, name: str, files: Mapping[str, Any], facts: Mapping[str, Any], alone_s: float) -> None:
-        writes = {file: partial(torch.save, content) for file, content in files.items()}
-        if STATE not in files:
-            for file, write in writes.items():
+    def _write(self, name: str, snapshot: Snapshot, facts: Mapping[str, Any], alone_s: float) -> None:
+        part = {self._storage.part: partial(torch.save, snapshot.parts)} if self._storage.part else {}
+        if not self._storage.is_writer:
+            for file, write in part.items():
                 contribute(self._folder, name, file, write, begins_within_s=alone_s)
             return
         commit(
             self._folder,
             name,
-            writes,
+            {STATE: partial(torch.save, snapshot.state), **part},
             facts,
             # A checkpoint that cannot be loaded is found at the first one.
             check=None if self._has_checked else partial(read_state, is_mapped=True),

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.disk.state_files import TensorPath
 from trainer.errors import TrainerError
-from trainer.models.sharded import gather, is_sharded, local_part
+from trainer.models.sharded import TensorPath, gather, is_sharded, local_part
 
 # What torch.load takes with weights_only=True, besides tensors and containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class Buffers:
-    """Host memory for one snapshot, kept from one to the next: new memory would make each copy several times slower.
+class Snapshot:
+    """A copy of a state, whose memory the next copy uses again: new memory would make it several times slower.
 
     GPU tensors are copied into pinned memory, all of them at once.
 
@@ -31,10 +30,12 @@ class Buffers:
     def __init__(self, *, keeps_parts: bool = False) -> None:
         self._buffers: dict[TensorPath, Tensor] = {}
         self._keeps_parts = keeps_parts
+        self.state: dict[str, Any] = {}
+        """What `copy` has returned last."""
         self.parts: dict[TensorPath, dict[str, Any]] = {}
-        """This rank's parts in the last snapshot, for a file; see `state_files.SavedParts`."""
+        """This rank's parts of it, for a file; see `state_files.SavedParts`."""
         self.bytes = 0
-        """Bytes of the tensors of the last snapshot, those of other ranks' parts as well."""
+        """Bytes of its tensors, those of other ranks' parts as well."""
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with copies of its tensors, in host memory. The next call overwrites them.
@@ -45,10 +46,10 @@ class Buffers:
         self.bytes, self.parts, self._is_on_gpu = 0, {}, False
         # Tensors that share memory, such as tied weights, share it in the snapshot as well.
         copied: dict[tuple[Any, ...], Tensor] = {}
-        result: dict[str, Any] = self._copy(state, (), copied)
+        self.state = self._copy(state, (), copied)
         if self._is_on_gpu:
             torch.cuda.synchronize()
-        return result
+        return self.state
 
     def _copy(self, value: Any, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -116,7 +117,7 @@ def count_bytes(state: Mapping[str, Any]) -> int:
     return counter.bytes
 
 
-class _Counter(Buffers):
+class _Counter(Snapshot):
     def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
         self.bytes += tensor.nbytes
         return tensor
