@@ -148,7 +148,7 @@ def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
     counts = []
     targets: list[int] = []
     for rank in range(4):
-        steps = list(ShardedLoader(numbered(9), 2, shuffle=False, world=world(rank, 4)).own_samples())
+        steps = list(ShardedLoader(numbered(9), 2, shuffle=False, world=world(rank, 4)).evaluation_steps())
         counts.append(len(steps))
         targets += [target for step in steps for target in step.batch[1].tolist()]
     assert counts == [2, 1, 1, 1]

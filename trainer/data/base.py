@@ -170,8 +170,8 @@ class Loader(ABC):
         self.num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
-        self.on_own_step: Callable[[bool], object] = lambda has_samples: None
-        """Called with each step of `own_samples`, and with False for those in which this rank has none."""
+        self.on_evaluation_step: Callable[[bool], object] = lambda has_samples: None
+        """Called with each step of `evaluation_steps`, and with False for those in which this rank has none."""
         self.on_evaluated: Callable[[int | None, bool], object] = lambda samples, is_even: None
         """Called with the samples of each evaluation batch before it is yielded, and with None after the last one; and
         with whether all ranks are known to have as many batches.
@@ -206,7 +206,7 @@ class Loader(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def own_samples(self) -> Iterator[Step]:
+    def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Loader(ABC):
 
     def _evaluation(self) -> Iterator[Any]:
         try:
-            for step in self.own_samples():
+            for step in self.evaluation_steps():
                 self.taken = step.taken
                 self.on_evaluated(step.count, self.is_even)
                 yield step.batch
@@ -237,11 +237,7 @@ class Loader(ABC):
         return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **holds_for}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the position of `state_dict` when the next epoch is begun.
-
-        Raises:
-            ConfigError: it is one of other data, or of another order.
-        """
+        """Go on with a `state_dict` in the next epoch; raise `ConfigError` for one of other data or another order."""
         state = {"unit": "samples", **state}  # which earlier versions do not say
         for name, here in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
             if state.get(name) != here:
@@ -338,8 +334,7 @@ class Loader(ABC):
 def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can be iterated over and has no `__getitem__` of its own.
 
-    Raises:
-        ConfigError: it is a DataLoader, whose batches would be taken for samples.
+    Raises `ConfigError` for a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")

@@ -112,17 +112,20 @@ class ShardedLoader(Loader):
             batch_sampler=batch_sampler,
             group=self._group,
         )
-        self._whole_plan = ShardPlan(
+        self._whole_plan = self._make_plan(batch_size, global_batch_size)
+        self.plan = self._plan_from(0)
+        self.step_size = self.plan.step_size
+        self._indices = _Indices()
+        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
+
+    def _make_plan(self, batch_size: int | None, global_batch_size: int | None) -> ShardPlan:
+        return ShardPlan(
             samples=self._order.units,
             world_size=self.world.size,
             batch_size=1 if self.unit == "batches" or global_batch_size is not None else batch_size or 0,
             global_batch_size=global_batch_size,
             accumulate=self.accumulate,
         )
-        self.plan = self._plan_from(0)
-        self.step_size = self.plan.step_size
-        self._indices = _Indices()
-        self.dataset = dataset.to(self.world.device) if isinstance(dataset, InMemory) else dataset
 
     def _check_in_memory(self) -> None:
         if self._options:
@@ -196,18 +199,18 @@ class ShardedLoader(Loader):
         last = self.plan.shard(self.plan.steps - 1, self.world.size - 1)
         return bool(last.stop > last.start)
 
-    def own_samples(self) -> Iterator[Step]:
+    def evaluation_steps(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
         steps = 0
         filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
         for loaded in self._load(epoch, filled):
             steps += 1
             report_phase("evaluation")
-            self.on_own_step(True)
+            self.on_evaluation_step(True)
             taken = min(steps * self.step_size, self.plan.samples)
             yield Step(loaded.batch, self._count_of(loaded), 1.0, True, taken=taken)
         for _ in range(self.plan.steps - steps):
-            self.on_own_step(False)
+            self.on_evaluation_step(False)
 
     def _shards(self, plan: ShardPlan) -> Iterator[slice]:
         return (plan.shard(step, self.world.rank) for step in range(plan.steps))

@@ -102,7 +102,7 @@ class StreamLoader(Loader):
             raise TypeError("the loader of a stream without __len__ has no length either")
         return self._steps
 
-    def own_samples(self) -> Iterator[Step]:
+    def evaluation_steps(self) -> Iterator[Step]:
         for number, (count, batch) in enumerate(self._draw(), 1):
             report_phase("evaluation")
             yield Step(move(batch, self.world.device), count, 1.0, True, taken=number * self.step_size)
@@ -190,12 +190,12 @@ def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: i
         if batch_size < 1:
             raise ConfigError(f"batch size is {batch_size}; it must be at least 1")
         return [batch_size] * ranks
-    whole = global_batch_size
-    if whole < ranks:
+    if global_batch_size < ranks:
         raise ConfigError(
             f"global batch size is {global_batch_size}; for a stream it must be at least 1 per rank, {ranks}"
         )
-    return [whole // ranks + (rank < whole % ranks) for rank in range(ranks)]
+    size, rest = divmod(global_batch_size, ranks)
+    return [size + (rank < rest) for rank in range(ranks)]
 
 
 def _part(dataset: Any, world: World, *, already_sharded: bool) -> Any:

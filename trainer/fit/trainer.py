@@ -170,7 +170,7 @@ class Trainer:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         with torch.no_grad(), self.run.autocast():
-            for step in loader.own_samples():
+            for step in loader.evaluation_steps():
                 inputs, targets = _pair(step)
                 outputs = self.model(self._layout(inputs))
                 values = [self.loss(outputs, targets).double() * step.count]
@@ -291,11 +291,7 @@ class Trainer:
         return loss
 
     def _begin(self, epochs: int, loader: ShardedLoader) -> None:
-        """Tell the callbacks that a fit begins, or goes on.
-
-        Raises:
-            ConfigError: a scheduler of the user's ends before the fit.
-        """
+        """Tell the callbacks that a fit begins or goes on; raise `ConfigError` if the user's scheduler is too short."""
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
         update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates

@@ -157,7 +157,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
 
     def follow_loader(self, loader: Loader) -> None:
-        loader.on_own_step = self._passes.on_step
+        loader.on_evaluation_step = self._passes.on_step
 
     def adopt(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, _NOT_SHARDED):

@@ -72,11 +72,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """Read a manifest.
-
-        Raises:
-            DataError: it is damaged or of another format; the text is what is wrong with it.
-        """
+        """Read a manifest; raise `DataError`, which says what is wrong, if it is damaged or of another format."""
         damaged = DataError(f"{MANIFEST} is damaged")
         try:
             content = json.loads(data)
@@ -96,11 +92,7 @@ class Manifest:
 
 
 def check_file_names(names: Collection[str]) -> None:
-    """Check that each file lies in the checkpoint's folder itself. A manifest from another host is not trusted.
-
-    Raises:
-        DataError: one does not.
-    """
+    """Raise `DataError` for a file outside of the checkpoint's folder: a manifest from another host is not trusted."""
     for name in names:
         if name in ("", ".", "..", MANIFEST) or "/" in name or not name.isprintable():
             raise DataError(f"a checkpoint cannot have a file named {name!r}; valid is a plain file name")
@@ -115,11 +107,7 @@ class Committed(Manifest):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders that have a checkpoint's name, newest first, without looking into them.
-
-    Raises:
-        DataError: the folder is there and cannot be read.
-    """
+    """Return the folders with a checkpoint's name, newest first; raise `DataError` if `folder` cannot be read."""
     try:
         checkpoints = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
     except FileNotFoundError:

@@ -109,11 +109,7 @@ def _check_size(descriptor: int, entry: FileEntry) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's list of names to the disk, and return once it is there.
-
-    Raises:
-        OSError: it cannot be written; `filename` is set.
-    """
+    """Write a folder's list of names to the disk, and return once it is there, or raise `OSError` with a `filename`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -127,11 +123,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, and return once they are on the disk.
-
-    Raises:
-        OSError: they cannot be made.
-    """
+    """Make a folder and its parents, and return once they are on the disk; raise `OSError` if they cannot be made."""
     if folder.is_dir():
         return
     make_folder(folder.parent)

@@ -114,11 +114,7 @@ class Contents:
         }
 
     def bytes(self) -> int:
-        """Return about how many bytes a checkpoint will take, also before the first step has made a state.
-
-        Raises:
-            TrainerError: a value is of a type that cannot be loaded again as data.
-        """
+        """Return about how many bytes a checkpoint will take, also before the first step; raises as `count_bytes`."""
         state = self.state()
         return count_bytes(state) + sum(
             max(0, _expected_bytes(optimizer) - count_bytes(saved["state"]["state"]))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 
+from trainer.loop.consistency import is_plain
 from trainer.loop.lr_schedule import MORE_STEPS
 from trainer.models.sharded import Scattered, tensors_in
 
@@ -168,16 +169,10 @@ def _texts(values: Mapping[str, Any], where: str) -> dict[str, str]:
     texts = {}
     for name, value in values.items():
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if _is_plain(plain):
+        if is_plain(plain) or isinstance(plain, Counter):
             # A tensor's rate is one in single precision.
             texts[f"{name}{where}"] = f"{plain:.7g}" if isinstance(plain, float) else repr(plain)
     return texts
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None | Counter)
 
 
 def _first(names: Sequence[str]) -> str:

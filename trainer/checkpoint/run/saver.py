@@ -136,8 +136,8 @@ class Saver:
             self.wait()  # for the rank that knows the reason; all of them give up soon
         world = self._strategy.world
         named = name_rank(str(self.error), world.rank, world.size, world.host)
-        told = (isinstance(self.error, OthersFailedError), named) if self.error else None
-        _, problem = min(filter(None, self._strategy.all_gather_object(told)), default=(False, ""))
+        here = (isinstance(self.error, OthersFailedError), named) if self.error else None
+        _, problem = min(filter(None, self._strategy.all_gather_object(here)), default=(False, ""))
         if problem:
             self.error = self.saved = None
             self._best = self._best_before
@@ -177,11 +177,7 @@ class Saver:
         return self.error is None and self._storage.is_writer
 
     def check_room(self, state_bytes: int) -> None:
-        """Check that the disk has room for as many checkpoints as are kept. Collective.
-
-        Raises:
-            ConfigError: a host's disk has not; raised on every rank.
-        """
+        """Raise `ConfigError` on every rank if a host's disk has no room for the checkpoints to keep. Collective."""
         problem = ""
         if self._storage.is_writer:
             count = self._config.keep + 1 + (self._config.best is not None)

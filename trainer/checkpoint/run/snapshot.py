@@ -107,11 +107,7 @@ class Snapshot:
 
 
 def count_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of all tensors in a state; copies none.
-
-    Raises:
-        TrainerError: a value is of a type that cannot be loaded again as data.
-    """
+    """Return the bytes of all tensors in a state, without copying them; raises as `Snapshot.copy`."""
     counter = _Counter()
     counter.copy(state)
     return counter.bytes

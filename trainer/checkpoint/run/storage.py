@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +29,7 @@ from trainer.strategies.base import Strategy
 
 
 def load_run(path: Path) -> Committed:
-    """Load a checkpoint of a run, which somebody else may have written.
-
-    Raises:
-        DataError: it is not what was written, or has not the facts that going on reads.
-    """
+    """Load a checkpoint that others may have written; raise `DataError` if it is damaged or lacks a run's facts."""
     checkpoint = load(path)
     match dict(checkpoint.facts):
         case {"resume": str(), "complete": bool(), "written": str(time), "best": best} if time.isprintable():
@@ -60,10 +55,10 @@ class Storage:
         self._lock = FolderLock(folder, job=strategy.broadcast_object(uuid.uuid4().hex))
         hosts = strategy.all_gather_object(host_id())
         self._first_of_host = hosts.index(host_id())
-        is_first = self._first_of_host == self._world.rank
+        self._is_first_of_host = self._first_of_host == self._world.rank
         # Rank 0 first, so that it writes wherever the folder is shared with its host.
         self.raise_together(self._lock.acquire() if self._world.is_root else "")
-        self.raise_together(self._lock.acquire() if is_first and not self._world.is_root else "")
+        self.raise_together(self._lock.acquire() if self._is_first_of_host and not self._world.is_root else "")
         self.is_writer = self._lock.is_held
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
         if self.is_writer:
@@ -140,8 +135,7 @@ class Storage:
             ConfigError: it is damaged, or there is none; raised on every rank.
         """
         here, problem = None, ""
-        is_first = self._first_of_host == self._world.rank
-        if is_first:
+        if self._is_first_of_host:
             try:
                 here = load_run(path)
             except TrainerError as error:
@@ -149,7 +143,7 @@ class Storage:
         self.raise_together(problem if self._world.is_root else "", ConfigError)
         chosen: Committed = self._strategy.broadcast_object(here)
         into = None
-        if is_first and (here is None or here.files != chosen.files):
+        if self._is_first_of_host and (here is None or here.files != chosen.files):
             into = self._copy = Path(tempfile.mkdtemp(prefix="trainer-checkpoint-"))
         self._send(here, 0, into)
         places = self._strategy.all_gather_object(into / path.name if into else path)
@@ -173,7 +167,8 @@ class Storage:
         """Send a checkpoint to the ranks that name a folder for it; every rank takes part in each chunk's broadcast."""
         if not any(self._strategy.all_gather_object(into is not None)):
             return
-        chunks = self._chunks(here if self._world.rank == owner else None, owner)
+        sent = send(here.path) if here is not None and self._world.rank == owner else iter(())
+        chunks = iter(lambda: self._strategy.broadcast_object(next(sent, b""), root=owner), b"")
         problem = ""
         if into is not None:
             try:
@@ -183,11 +178,6 @@ class Storage:
         for _ in chunks:  # all of them on a rank that only takes part, the rest on one that could not write
             pass
         self.raise_together(problem)
-
-    def _chunks(self, sent: Committed | None, owner: int) -> Iterator[bytes]:
-        source = iter(send(sent.path)) if sent else iter(())
-        while chunk := self._strategy.broadcast_object(next(source, b""), root=owner):
-            yield chunk
 
     def raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
         """Raise the first rank's problem on every rank, if one has any."""
