@@ -14,8 +14,9 @@ import pytest
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, hub_of, listener, make, run, spoke_of, waiting
 from trainer.ops.watcher import hub as hub_module
 from trainer.ops.watcher import limits as limits_module
-from trainer.ops.watcher import report, wire
 from trainer.ops.watcher import spoke as spoke_module
+from trainer.ops.watcher import watcher as watcher_module
+from trainer.ops.watcher import wire
 from trainer.ops.watcher.job import WORKS, Host, View
 from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
 from trainer.watch.heartbeat import State
@@ -49,8 +50,8 @@ def test_the_hub_hears_the_other_host_and_names_the_rank_that_does_not_wait(
 def test_a_disk_that_does_not_answer_keeps_no_verdict_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "_WRITTEN_S", 0.1)
-    monkeypatch.setattr(report, "_write", lambda *_: time.sleep(1.0))
+    monkeypatch.setattr(watcher_module, "_WRITTEN_S", 0.1)
+    monkeypatch.setattr(watcher_module, "_write", lambda *_: time.sleep(1.0))
     ranks = Ranks(waiting(0), View(rank=1, steps=9))
     hub = hub_of([Host("a", (0, 1))], ranks, None, 0.1)
     run(hub)
@@ -273,7 +274,7 @@ def test_more_than_a_thousand_connections_can_be_waited_for(listener: socket.soc
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with socket.create_connection(listener.getsockname()):
         started = time.monotonic()
-        wire.wait([late], [], 5.0)
+        wire.wait([late], 5.0)
         assert time.monotonic() - started < 4.0
     os.close(late)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.ops.watcher.job import Host, View
-from trainer.ops.watcher.mismatch import explain, has_failed
+from trainer.ops.watcher.judge import explain, has_failed
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import BATCH_NORM, State
 

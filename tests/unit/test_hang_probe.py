@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-import trainer.ops.watcher.probe
+import trainer
 from trainer.cluster.processes import children_cpu_s, look
 from trainer.ops.watcher.job import WORKS, View
-from trainer.ops.watcher.probe import excuse_of, main_frames, place_of, read_stacks, takes_signal, wait_for_stacks
-from trainer.ops.watcher.ranks import LocalRank, LocalRanks
+from trainer.ops.watcher.ranks import LocalRank, LocalRanks, excuse_of, read_stacks, takes_signal, wait_for_stacks
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import SIGNAL, State
 from trainer.watch.job_folder import JobVerdict, parse_verdict
-from trainer.watch.stack import Frame, collective_of
+from trainer.watch.stack import Frame, collective_of, main_frames, place_of
 
 # Computes in C and never lets go of the interpreter's lock.
 SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
@@ -175,7 +174,7 @@ def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.ops.watcher.probe.__file__
+    library = trainer.__file__
     theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
     assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
         "model.py:31"

@@ -9,7 +9,7 @@ import pytest
 from trainer.cluster.output import say
 from trainer.ops.watcher.job import Host, View
 from trainer.ops.watcher.judge import Verdict
-from trainer.ops.watcher.report import write_stacks
+from trainer.ops.watcher.watcher import write_stacks
 
 VERDICT = Verdict(("no progress for 31 s: rank 1 on b did not come", "what to do: look"), (1,))
 

@@ -35,7 +35,7 @@ sys.stdin.read()
 class Watched:
     """A watcher that notes what it is told."""
 
-    readers = writers = ()
+    sources = ()
 
     def __init__(self, verdict: object = None) -> None:
         self.verdict = verdict
@@ -131,7 +131,7 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_blames_nobody() -> None:
             return {1: waiting(1, 10)}
 
     spoke = spoke_of(both(), 1, Going(waiting(1, 9)), "127.0.0.1:1", 0.2)
-    spoke._note(spoke._here, spoke._ranks.views(), time.monotonic())
+    spoke._note(spoke._here, spoke._ranks.views())
     spoke._judge(time.monotonic() + 60.0)
     assert spoke.verdict is None
 

@@ -85,7 +85,7 @@ def test_a_watcher_does_not_wait_for_a_hub_that_does_not_answer() -> None:
         started = time.monotonic()
         spoke.tick()
         spoke.tick()
-        assert spoke.readers, "it still connects"
+        assert spoke.sources, "it still connects"
         spoke.leave()
         assert time.monotonic() - started < 1.0
         for one in waits:

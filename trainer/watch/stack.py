@@ -1,10 +1,11 @@
-"""What a rank's Python stack tells: the collective that the rank waits in."""
+"""What a rank's Python stack tells: the collective that the rank waits in, and where the user's own code is."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -19,6 +20,10 @@ class Frame(NamedTuple):
         return f'File "{self.path}", line {self.line}, in {self.name}'
 
 
+_WRITTEN = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
+"""A frame, as faulthandler writes it."""
+_LIBRARY = f"{Path(__file__).resolve().parents[1]}/"
+_NOT_THE_USERS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", _LIBRARY)
 _BACKWARD = re.compile(r"/torch/autograd/graph\.py$")
 _DDP = re.compile(r"/torch/nn/parallel/distributed\.py$")
 _FULLY_SHARD = re.compile(r"/torch/distributed/fsdp/")
@@ -32,6 +37,34 @@ _WAITS = re.compile(
 )
 # A differentiable collective calls itself through autograd.
 _LIBRARIES = re.compile(rf"{_DDP.pattern}|/torch/distributed/|{_HOROVOD.pattern}|/torch/autograd/function\.py$")
+
+
+def frames_of(stacks: str) -> list[Frame]:
+    """Return the frames of all threads, as faulthandler writes them."""
+    return [Frame(line["path"], int(line["line"]), line["name"]) for line in _WRITTEN.finditer(stacks)]
+
+
+def main_frames(stacks: str, thread: int) -> list[Frame]:
+    """Return the frames of one thread, the innermost first, without those of the heartbeat.
+
+    Args:
+        stacks: as faulthandler writes them.
+        thread: its ident.
+    """
+    for part in re.split(r"\n\s*\n", stacks):
+        if re.match(rf"\s*(?:Current thread|Thread) 0x0*{thread:x} ", part):
+            return [frame for frame in frames_of(part) if not frame.path.endswith("/trainer/watch/heartbeat.py")]
+    return []
+
+
+def is_users(frame: str) -> bool:
+    """Return whether a frame, as it is printed, is of the user's own files."""
+    return not any(part in frame for part in _NOT_THE_USERS)
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """Return where the user's own code is, such as "train.py:31"; "" where none is known."""
+    return next((f"{Path(frame.path).name}:{frame.line}" for frame in frames if is_users(str(frame))), "")
 
 
 def is_in_backward(stack: Sequence[Frame]) -> bool:
@@ -50,16 +83,17 @@ def collective_of(stack: Sequence[Frame]) -> str:
     for frame in stack[: len(inner) + 1]:
         if _SYNC_BATCH_NORM.search(frame.path):
             return f"SyncBatchNorm's {frame.name} pass"
-    if _any(_DDP, inner):
+    if has_called(_DDP, inner):
         is_forward = any(frame.name in ("forward", "_pre_forward") for frame in inner)
         return "DDP's forward pass" if is_forward else "gradients"
-    if _any(_FULLY_SHARD, inner):
-        return "gradients" if _any(_BACKWARD, stack) else "fully_shard's forward pass"
+    if has_called(_FULLY_SHARD, inner):
+        return "gradients" if has_called(_BACKWARD, stack) else "fully_shard's forward pass"
     for library, pattern in (("horovod.torch", _HOROVOD), ("torch.distributed", _TORCH)):
         if names := [frame.name for frame in inner if pattern.search(frame.path)]:
             return f"{library}.{names[-1]}"
     return "gradients"
 
 
-def _any(pattern: re.Pattern[str], stack: Sequence[Frame]) -> bool:
-    return any(pattern.search(frame.path) for frame in stack)
+def has_called(files: re.Pattern[str], stack: Sequence[Frame]) -> bool:
+    """Return whether a function of one of these files is in a stack."""
+    return any(files.search(frame.path) for frame in stack)

@@ -154,11 +154,10 @@ def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socke
         address = address_toward([entry.host.rpartition(" ")[0] for entry in entries])
         listener = socket.create_server((address, 0), backlog=max(128, len(entries)))
         return listener, {**plan, "endpoint": f"{address}:{listener.getsockname()[1]}"}
-    except ConfigError as error:
-        warn(f"hangs are not watched for: {error}")
     except Exception as error:
-        warn(f"hangs are not watched for: {type(error).__name__}: {error}")
-    return None, None
+        reason = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        warn(f"hangs are not watched for: {reason}")
+        return None, None
 
 
 def _settings(entries: Sequence[Entry], here: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def main() -> int:
 def _watch(watcher: Hub | Spoke, ranks: LocalRanks) -> None:
     before = _clock()
     while not ranks.are_gone:
-        wait([*ranks.running, *watcher.readers], watcher.writers, _TICK_S)
+        wait([*ranks.running, *watcher.sources], _TICK_S)
         now = _clock()
         if now - before > _SLEPT_S:
             watcher.postpone()

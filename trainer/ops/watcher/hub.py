@@ -10,12 +10,10 @@ from typing import Any
 
 from trainer.cluster.output import say, warn
 from trainer.ops.watcher.job import UNREACHABLE, UNWATCHED, Host, Job, View, views_of
-from trainer.ops.watcher.judge import Verdict, is_paused, judge, notice
-from trainer.ops.watcher.mismatch import explain, has_failed
+from trainer.ops.watcher.judge import Verdict, explain, has_failed, is_paused, judge, notice
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.ops.watcher.report import WHY
 from trainer.ops.watcher.watcher import SILENT_S, Watcher
-from trainer.ops.watcher.wire import TIMEOUT_S, Link, RefusedError, is_timeout
+from trainer.ops.watcher.wire import BROKEN, TIMEOUT_S, Link, RefusedError, is_timeout
 from trainer.watch.job_folder import DIFFERENT, write_verdict
 
 _BEAT_S = 2.0
@@ -29,6 +27,7 @@ _NOTICE_S = 30.0
 _MOST_UNPROVEN = 64
 _SENT_S = 2.0
 _TICK_S = 0.05
+_WHY = "trainer: why it failed: "
 _SETTLED_S, _LAST_WORDS_S = 0.5, 1.0
 """How long after a failure it may be explained, and how long the other hosts are heard for that."""
 
@@ -49,19 +48,17 @@ class Hub(Watcher):
         self._listener = listener
         # Once in each wait it is said what is waited for, and each time after twice as long.
         self._notice_after_s = self._next_notice_s = _NOTICE_S
-        self._started = self._beat_at = now
-        self._has_warned = self._has_explained = self._is_paused = False
+        self._beat_at, self._warn_at = now, now + SILENT_S
+        self._has_explained = self._is_paused = False
         self._failed_at = self._next_look = 0.0
         self._look_until = 0.0
         """When the others have to have answered the look that goes on; 0 where none does."""
-        self._looked: set[int] = set()
-        """Hosts that have answered it."""
         self._here.problem, self._here.heard_at = "", now
         if listener is not None:
             listener.setblocking(False)
 
     @property
-    def readers(self) -> list[Any]:
+    def sources(self) -> list[Any]:
         return [*self._links, *([self._listener] if self._listener else [])]
 
     def postpone(self) -> None:
@@ -74,7 +71,7 @@ class Hub(Watcher):
         self._accept()
         for link in list(self._links):
             self._serve(link, now)
-        self._take_views(self._here, self._ranks.views(), now)
+        self._take_views(self._here, self._ranks.views())
         self._note_progress(now)
         self._keep_in_touch(now)
         self._explain(now)
@@ -120,17 +117,17 @@ class Hub(Watcher):
             self._failed_at = now
             self._tell({"do": "report"})
         # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
-        is_known = all(self._hosts[number].heard_at > self._failed_at for number in self._connected - {0})
+        is_known = all(host.heard_at > self._failed_at for host in self._hosts[1:] if host.can_be_asked)
         is_due = now - self._failed_at > (_SETTLED_S if is_known else _LAST_WORDS_S)
         if (is_due or is_last) and (lines := explain(self._hosts)):
             self._has_explained = True
-            say(lines, WHY)
+            say(lines, _WHY)
             write_verdict(DIFFERENT, "; ".join(lines))
 
     def _judge(self, now: float) -> None:
         idle_s = self._idle_s(now)
         if self._look_until:
-            unanswered = [self._hosts[number] for number in self._connected - self._looked]
+            unanswered = [host for host in self._hosts if host.can_be_asked and not host.has_looked]
             if unanswered and now < self._look_until:
                 return
             self._look_until = 0.0
@@ -139,14 +136,11 @@ class Hub(Watcher):
                     host.problem = UNREACHABLE
             self._conclude(now, idle_s)
         elif self._is_look_due(now, idle_s):
-            self._look_until, self._looked = now + _LOOK_S, {0}
+            self._look_until = now + _LOOK_S
+            for host in self._hosts:
+                host.has_looked = host is self._here
             self._tell({"do": "look"})
-            self._take_views(self._here, self._ranks.views_with_stacks(), time.monotonic())
-
-    @property
-    def _connected(self) -> set[int]:
-        """Numbers of the hosts whose ranks can be asked, this one included."""
-        return {number for number, host in enumerate(self._hosts) if not (host.problem or host.has_left)}
+            self._take_views(self._here, self._ranks.views_with_stacks())
 
     def _is_look_due(self, now: float, idle_s: float) -> bool:
         if idle_s > self._limit.seconds:
@@ -171,14 +165,14 @@ class Hub(Watcher):
         else:
             self._next_notice_s = 2 * idle_s
 
-    def _take_views(self, host: Host, views: dict[int, View], now: float) -> None:
+    def _take_views(self, host: Host, views: dict[int, View]) -> None:
         if self._look_until:
             # What was seen of its stack holds until it goes on.
             for rank, view in views.items():
                 before = host.views.get(rank)
                 if before is not None and not view.stacks and not view.changed_since(before):
                     views[rank] = before.replaced(process=view.process, cpu=view.cpu)
-        if self._note(host, views, now):
+        if self._note(host, views):
             self._next_notice_s = self._notice_after_s
             self._look_until = 0.0
 
@@ -200,7 +194,7 @@ class Hub(Watcher):
                 self._take(link, message, now)
             if not link.is_proven and now - link.opened_at > TIMEOUT_S:
                 raise RefusedError("it has not proven anything in time")
-        except (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError) as error:
+        except BROKEN as error:
             self._drop(link, is_lost=is_timeout(error))
 
     def _take(self, link: Link, message: dict[str, Any], now: float) -> None:
@@ -214,9 +208,8 @@ class Hub(Watcher):
         host = self._hosts[link.host]
         host.problem, host.has_left, host.heard_at = "", bool(message.get("bye")), now
         views = map(View.from_dict, message.get("views", ()))
-        self._take_views(host, {view.rank: view for view in views}, now)
-        if message.get("looked"):
-            self._looked.add(link.host)
+        host.has_looked |= bool(message.get("looked"))
+        self._take_views(host, {view.rank: view for view in views})
 
     def _drop(self, link: Link, *, is_lost: bool = False) -> None:
         if link in self._links:
@@ -238,8 +231,7 @@ class Hub(Watcher):
         for link in list(self._links):
             if link.host >= 0 and now - link.heard_at > SILENT_S:
                 self._drop(link, is_lost=True)
-        if now - self._started > SILENT_S and not self._has_warned:
-            self._has_warned = True
-            silent = [host.name for host in self._hosts if not host.heard_at]
-            if silent:
+        if now > self._warn_at:
+            self._warn_at = math.inf
+            if silent := [host.name for host in self._hosts if not host.heard_at]:
                 warn(f"the watcher of {', '.join(silent)} has not connected: hangs there are not watched for")

@@ -17,6 +17,10 @@ UNREACHABLE = "unreachable"
 """Problem of a host whose connection has timed out, or whose watcher does not answer a question."""
 UNWATCHED = "unwatched"
 """Problem of a host whose watcher has not connected, or has ended by itself."""
+STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
+"""States of a process, beside `trainer.cluster.processes.GONE`."""
+_SEEN = ("process", "cpu", "frames", "at", "stacks", "excuse", "is_recorded")
+"""What a look from outside adds to a heartbeat."""
 
 
 class View(Heartbeat):
@@ -46,7 +50,7 @@ class View(Heartbeat):
 
     @property
     def counters(self) -> tuple[int, ...]:
-        """Numbers that grow while it goes on."""
+        """Numbers of which one grows whenever it goes on."""
         return (self.events, self.steps, self.updates, self.pieces, self.enqueued, self.completed)
 
     @property
@@ -87,9 +91,6 @@ class View(Heartbeat):
         return cls.from_buffer_copy(record).replaced(**{**seen, "frames": tuple(map(str, seen["frames"]))})
 
 
-_SEEN = ("process", "cpu", "frames", "at", "stacks", "excuse", "is_recorded")
-
-
 @dataclass
 class Host:
     """A host of the job, as the hub sees it."""
@@ -103,6 +104,12 @@ class Host:
     """Why its ranks cannot be asked: `UNREACHABLE` or `UNWATCHED`; empty where they can, or its watcher has left."""
     has_left: bool = False
     """Its watcher has said goodbye: its ranks have ended."""
+    has_looked: bool = False
+    """Its watcher has answered the hub's latest look."""
+
+    @property
+    def can_be_asked(self) -> bool:
+        return not (self.problem or self.has_left)
 
 
 @dataclass

@@ -1,9 +1,15 @@
-"""The ranks of one host, as its watcher sees them: their heartbeats, their processes, their stacks, and their end."""
+"""The ranks of one host, as its watcher sees them: their heartbeats, their processes, their stacks, and their end.
+
+The stacks come from `faulthandler`, which is in the standard library: its handler writes them without asking for the
+interpreter's lock, so that a rank which holds it in C code is seen too, and no permission to trace is needed. The rank
+has registered it for `SIGNAL`, with a file in memory. A process that is stopped, or has the signal blocked, has none.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import select
 import signal
 import time
@@ -12,21 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.cluster.processes import GONE, Process, children_cpu_s, look
-from trainer.ops.watcher.job import WORKS, View
-from trainer.ops.watcher.probe import (
-    STOPPED,
-    UNINTERRUPTIBLE,
-    excuse_of,
-    frames_of,
-    main_frames,
-    place_of,
-    read_stacks,
-    takes_signal,
-    wait_for_stacks,
-)
+from trainer.ops.watcher.job import STOPPED, UNINTERRUPTIBLE, WORKS, View
 from trainer.watch.heartbeat import SAVING, SIGNAL, SIZE, State
 from trainer.watch.job_folder import HANG, write_verdict
-from trainer.watch.stack import Frame, collective_of, is_in_backward
+from trainer.watch.stack import Frame, collective_of, frames_of, has_called, is_in_backward, main_frames, place_of
 
 _LOOK_S = 1.0
 _WORKS = 0.1
@@ -35,7 +30,16 @@ _WAITS = 0.2
 """In a backward pass, a rank that takes more than this share of a processor computes, and does not wait for others."""
 _FRESH_S = 2.0
 """How long a reading of the flight recorder counts; there are four a second."""
+_WRITTEN_S, _SETTLED_S = 3.0, 0.15
+_MOST_BYTES = 256 * 1024
 _TERMINATED_S = 3.0
+# Those of a compiler at work; other files of torch._dynamo are in the stack of every compiled model that runs.
+_COMPILER = re.compile(
+    r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile))\.py$|/triton/(compiler|backends)/"
+)
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)(/|\.py$)")
+# It writes or reads a file, which a slow disk keeps from computing.
+_SAVES = re.compile(r"/torch/(serialization\.py$|distributed/checkpoint/)")
 
 
 class LocalRank:
@@ -130,6 +134,50 @@ class LocalRank:
             signal.pidfd_send_signal(self.process, number)
 
 
+def takes_signal(pid: int) -> bool:
+    """Return whether a process has a handler for `SIGNAL`, without which the signal would end it."""
+    with suppress(OSError, ValueError, KeyError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        masks = dict(line.split(":\t") for line in status.splitlines() if line.startswith(("SigBlk", "SigCgt")))
+        bit = 1 << (SIGNAL - 1)
+        return bool(int(masks["SigCgt"], 16) & bit and not int(masks["SigBlk"], 16) & bit)
+    return False
+
+
+def wait_for_stacks(files: Mapping[int, int]) -> None:
+    """Return once something was written to each file and no more comes, after 3 s in any case.
+
+    Args:
+        files: descriptors, and how many bytes each had before.
+    """
+    deadline, sizes = time.monotonic() + _WRITTEN_S, dict(files)
+    while files and time.monotonic() < deadline:
+        time.sleep(_SETTLED_S)
+        now = {file: os.fstat(file).st_size for file in files}
+        if now == sizes and all(now[file] > before for file, before in files.items()):
+            return
+        sizes = now
+
+
+def read_stacks(file: int, before: int) -> str:
+    """Return what was written to the file since it had `before` bytes."""
+    return os.pread(file, _MOST_BYTES, before).decode(errors="replace")
+
+
+def excuse_of(frames: Sequence[Frame], all_frames: Sequence[Frame]) -> str:
+    """Return why a rank may be without progress, by its stacks: "debugger", "compiles", `WORKS`; "" if none tells.
+
+    Args:
+        frames: of the main thread.
+        all_frames: of all threads: of a backward pass on a GPU, it is autograd's thread that compiles.
+    """
+    if has_called(_DEBUGGER, frames):
+        return "debugger"
+    if has_called(_COMPILER, all_frames):
+        return "compiles"
+    return WORKS if has_called(_SAVES, frames) or is_in_backward(frames) else ""
+
+
 def _note_wait(view: View, frames: Sequence[Frame]) -> None:
     """Note what a rank waits in that it has not noted itself: by the flight recorder, else by its stack."""
     is_recorded = view.enqueued > 0 and time.monotonic() - view.read_at < _FRESH_S
@@ -163,7 +211,7 @@ class LocalRanks:
 
     @property
     def are_gone(self) -> bool:
-        return all(rank.is_gone for rank in self.by_rank.values())
+        return not self.running
 
     @property
     def running(self) -> list[int]:

@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 from trainer.ops.watcher.job import Job, View
-from trainer.ops.watcher.judge import Verdict, is_paused
-from trainer.ops.watcher.mismatch import has_failed
+from trainer.ops.watcher.judge import Verdict, has_failed, is_paused
 from trainer.ops.watcher.ranks import LocalRanks
 from trainer.ops.watcher.watcher import SILENT_S, Watcher
-from trainer.ops.watcher.wire import Link, RefusedError, connect, is_timeout
+from trainer.ops.watcher.wire import BROKEN, Link, connect, is_timeout
 
 _REPORT_S = 1.0
 _AGAIN_S, _TRIES = 5.0, 6
@@ -31,11 +30,11 @@ class Spoke(Watcher):
         """Report to the hub, and do what it says."""
         now = time.monotonic()
         views = self._ranks.views()
-        self._note(self._here, views, now)
+        self._note(self._here, views)
         self._note_progress(now)
         try:
             self._talk(views, now)
-        except (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError) as error:
+        except BROKEN as error:
             self._lose(error)
         if is_paused([self._here]):
             self._limit.progress_at = now
@@ -53,7 +52,7 @@ class Spoke(Watcher):
     def _judge(self, now: float) -> None:
         """Blame the host of rank 0 where ranks of this one wait, and none of them has an excuse."""
         views = self._ranks.views_with_stacks()
-        self._note(self._here, views, now)
+        self._note(self._here, views)
         self._note_progress(now)
         if self._idle_s(now) <= self._limit.seconds:  # one has gone on while it was looked at
             return

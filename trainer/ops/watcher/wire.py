@@ -34,6 +34,10 @@ class RefusedError(Exception):
     """The other side is no watcher of this job, or its connection is broken."""
 
 
+BROKEN = (RefusedError, OSError, ValueError, TypeError, LookupError, OverflowError)
+"""What a connection, or a message with other fields than a watcher's, may raise."""
+
+
 class Link:
     """One side of a connection. Nothing here blocks.
 
@@ -96,7 +100,7 @@ class Link:
         """Wait up to this long until everything is sent."""
         deadline = time.monotonic() + seconds
         while self._out and not self._broken and (left := deadline - time.monotonic()) > 0:
-            wait([], [self], left)
+            wait([self], left)
             self.flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -105,6 +109,7 @@ class Link:
         Raises:
             RefusedError: the other side has ended the connection, proves nothing, or takes no more messages.
             OSError: the connection is broken; ETIMEDOUT where the other side does not answer.
+            ValueError: a message is no JSON.
         """
         self.flush()
         try:
@@ -124,15 +129,16 @@ class Link:
             raise self._broken
 
     def _read_hello(self) -> None:
-        if len(self._in) < (_HELLO if self._is_hub else _NONCE):
+        size = _HELLO if self._is_hub else _NONCE
+        if len(self._in) < size:
             return
-        other = bytes(self._in[:_NONCE])
+        other, proof = bytes(self._in[:_NONCE]), bytes(self._in[_NONCE:size])
+        del self._in[:size]
         hub, spoke = (self._nonce, other) if self._is_hub else (other, self._nonce)
-        if self._is_hub and not is_proof(bytes(self._in[_NONCE:_HELLO]), self._token, "watcher", hub, spoke):
-            raise RefusedError("it does not know the job's token")
         if not self._is_hub:
             self._out += self._nonce + prove(self._token, "watcher", hub, spoke)
-        del self._in[: _HELLO if self._is_hub else _NONCE]
+        elif not is_proof(proof, self._token, "watcher", hub, spoke):
+            raise RefusedError("it does not know the job's token")
         self._key = prove(self._token, "messages", hub, spoke)
         self.flush()
 
@@ -141,19 +147,17 @@ class Link:
             (length,) = _HEAD.unpack_from(self._in)
             if length > _MOST_BYTES - _HEAD.size:
                 raise RefusedError(f"a message of {length} bytes")
-            if len(self._in) < _HEAD.size + length:
+            end = _HEAD.size + length
+            if len(self._in) < end:
                 return
-            sealed = bytes(self._in[_HEAD.size : _HEAD.size + length])
-            del self._in[: _HEAD.size + length]
+            sealed = bytes(self._in[_HEAD.size : end])
+            del self._in[:end]
             data = unseal(self._key, sealed, "message", not self._is_hub, self._received)
             if data is None:
                 raise RefusedError("a message that no watcher of this job has sent")
             self._received += 1
             self.heard_at = time.monotonic()
-            try:
-                message = parse_json(data)
-            except ValueError as error:
-                raise RefusedError(f"a message that is no JSON: {error}") from None
+            message = parse_json(data)
             if isinstance(message, dict):
                 yield message
 
@@ -173,13 +177,12 @@ def connect(endpoint: str, token: str) -> Link:
     return link
 
 
-def wait(readers: Iterable[Any], writers: Iterable[Link], seconds: float) -> None:
-    """Wait until something can be read or written. `select.select` takes no descriptor above 1,023."""
-    poll = select.poll()
-    for readable in readers:
-        poll.register(readable, select.POLLIN)
-    for link in writers:
-        poll.register(link, select.POLLIN | select.POLLOUT)
+def wait(sources: Iterable[Any], seconds: float) -> None:
+    """Wait until something can be read from a link, a socket or a descriptor, or a link can send what it holds."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1,023
+    for source in sources:
+        writes = isinstance(source, Link) and source.wants_to_write
+        poll.register(source, select.POLLIN | (select.POLLOUT if writes else 0))
     poll.poll(seconds * 1000)
 
 
