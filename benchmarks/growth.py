@@ -50,7 +50,7 @@ from trainer.ops.supervise.hosts import Host as RemoteHost
 from trainer.ops.supervise.remote import on_all_hosts
 from trainer.ops.watcher.job import Host, Job, View
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.watcher import Spoke
 from trainer.watch import start as watch
 from trainer.watch.failure import report_failures
 from trainer.watch.heartbeat import State

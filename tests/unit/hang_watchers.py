@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from trainer.ops.watcher.hub import Hub
 from trainer.ops.watcher.job import Host, Job, View
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.watcher import Hub, Spoke
 from trainer.watch.heartbeat import State
 
 TOKEN = "ab" * 32

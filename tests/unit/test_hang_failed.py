@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.hang_watchers import Ranks, both, endpoint, listener, make, spoke_of, waiting
-from trainer.ops.watcher import hub as hub_module
-from trainer.ops.watcher.hub import Hub
+from trainer.ops.watcher import watcher as watcher_module
 from trainer.ops.watcher.job import Host, View
-from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.watcher import Hub, Spoke
 from trainer.watch import failure
 from trainer.watch.heartbeat import State
 
@@ -44,7 +43,7 @@ def test_a_failed_collective_is_explained_once_with_what_the_other_host_says(
     listener: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = list[str]()
-    monkeypatch.setattr(hub_module, "write_verdict", lambda kind, text: noted.append(f"{kind}: {text}"))
+    monkeypatch.setattr(watcher_module, "write_verdict", lambda kind, text: noted.append(f"{kind}: {text}"))
     here, there = Ranks(waiting(0)), Ranks(waiting(1))
     hub, spoke = connected(listener, here, there)
     there.seen[1] = failed(1, 11)
@@ -83,7 +82,7 @@ def test_what_a_host_said_before_the_failure_is_not_taken_for_the_last(
     while "why it failed" not in (printed := capfd.readouterr().err) and time.monotonic() < began + 3:
         hub.tick()
         spoke.tick()
-    assert time.monotonic() - began < hub_module._LAST_WORDS_S, "the other host was asked"
+    assert time.monotonic() - began < watcher_module._LAST_WORDS_S, "the other host was asked"
     assert "rank 1 on a called all_reduce of 11 elements" in printed.splitlines()[0]
     assert "ranks 0, 2, 3 called all_reduce of 10 elements" in printed.splitlines()[1]
 

@@ -12,9 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.hang_watchers import TOKEN, Ranks, both, endpoint, hub_of, listener, make, run, spoke_of, waiting
-from trainer.ops.watcher import hub as hub_module
 from trainer.ops.watcher import limits as limits_module
-from trainer.ops.watcher import spoke as spoke_module
 from trainer.ops.watcher import watcher as watcher_module
 from trainer.ops.watcher import wire
 from trainer.ops.watcher.job import WORKS, Host, View
@@ -103,7 +101,7 @@ def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever
     monkeypatch: pytest.MonkeyPatch, excuse: str, is_judged: bool
 ) -> None:
     monkeypatch.setattr(limits_module, "LONGEST_S", 0.2)
-    monkeypatch.setattr(hub_module, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(watcher_module, "_LOOK_AGAIN_S", 0.05)
     hub = hub_of([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), None, 0.1)
     run(hub, seconds=0.6)
     assert (hub.verdict is not None) is is_judged
@@ -113,7 +111,7 @@ def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever
 def test_what_is_waited_for_is_said_once_in_a_wait_and_nothing_is_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], excuse: str, count: int
 ) -> None:
-    monkeypatch.setattr(hub_module, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.1)
     ranks = Ranks(waiting(0, 1), View(rank=1, steps=1, excuse=excuse, at="train.py:31"))  # whose limit is 540 s
     hub = hub_of([Host("a", (0, 1))], ranks, None, None)
     run(hub, seconds=0.6)
@@ -130,7 +128,7 @@ def test_what_is_waited_for_is_said_once_in_a_wait_and_nothing_is_ended(
 def test_where_a_verdict_is_near_no_notice_comes_before(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub_module, "_NOTICE_S", 0.2)
+    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.2)
     hub = hub_of([Host("a", (0, 1))], Ranks(waiting(0), View(rank=1, steps=9)), None, 0.3)
     run(hub)
     assert hub.verdict is not None
@@ -157,8 +155,8 @@ def test_a_host_that_slept_counts_anew() -> None:
 
 
 def test_a_host_that_does_not_answer_is_unreachable(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_LOOK_S", 0.5)
-    monkeypatch.setattr(hub_module, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(watcher_module, "_LOOK_S", 0.5)
+    monkeypatch.setattr(watcher_module, "_ANSWER_S", 0.3)
     hub = make(listener, Ranks(waiting(0)))
     spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), None)
     deadline = time.monotonic() + 2
@@ -185,7 +183,7 @@ def test_a_host_that_has_said_goodbye_is_not_lost(listener: socket.socket) -> No
 def test_a_watcher_that_never_connects_is_said_once(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(watcher_module, "SILENT_S", 0.1)
     run(make(listener, Ranks(View(rank=0))), seconds=0.4)
     assert capfd.readouterr().err.count("the watcher of b has not connected") == 1
 
@@ -235,10 +233,10 @@ def test_connections_that_prove_nothing_are_few_and_short(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = make(listener, Ranks(waiting(0)))
-    strangers = [socket.create_connection(listener.getsockname()) for _ in range(hub_module._MOST_UNPROVEN + 9)]
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(watcher_module._MOST_UNPROVEN + 9)]
     hub.tick()
-    assert len(hub._links) == hub_module._MOST_UNPROVEN + 2, "and one for each host"
-    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.0)
+    assert len(hub._links) == watcher_module._MOST_UNPROVEN + 2, "and one for each host"
+    monkeypatch.setattr(watcher_module, "TIMEOUT_S", 0.0)
     hub.tick()
     assert hub._links == []
     for one in strangers:
@@ -251,7 +249,7 @@ def test_all_hosts_may_connect_at_once_and_their_reports_are_judged_together(
     hosts, same = ([Host(f"host-{rank}", (rank,)) for rank in range(121)] for _ in range(2))
     hub = make(listener, Ranks(waiting(0)), 60.0, hosts)
     spokes = [spoke_of(same, rank, Ranks(waiting(rank)), endpoint(listener), 60.0) for rank in range(1, 121)]
-    monkeypatch.setattr(spoke_module, "_AGAIN_S", 60.0)
+    monkeypatch.setattr(watcher_module, "_CONNECT_AGAIN_S", 60.0)
     for _ in range(4):
         for spoke in spokes:
             spoke.tick()

@@ -42,9 +42,9 @@ class Told:
     def __init__(self) -> None:
         self.trace, self.asked = sample(), list[bool]()
 
-    def __call__(self, includeCollectives: bool) -> bytes:  # noqa: N803 (PyTorch's)
-        self.asked.append(includeCollectives)
-        trace = self.trace if includeCollectives else {**self.trace, "entries": []}
+    def __call__(self, with_entries: bool) -> bytes:
+        self.asked.append(with_entries)
+        trace = self.trace if with_entries else {**self.trace, "entries": []}
         return json.dumps(trace).encode()
 
     def complete(self) -> None:

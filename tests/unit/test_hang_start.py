@@ -155,7 +155,7 @@ def test_a_recorder_is_followed_where_hangs_are_watched_for(
     known = entries(ranks)
     start(ranks, known, None)
     assert seen == []
-    ranks.flight_recorder = lambda includeCollectives: b"{}"  # noqa: N803 (PyTorch's)
+    ranks.flight_recorder = lambda with_entries: b"{}"
     start(ranks, known, None)
     assert seen == [(ranks.flight_recorder, True)] * followed
 

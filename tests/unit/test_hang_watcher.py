@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests.unit.hang_watchers import Ranks, both, endpoint, job_of, listener, make, run, spoke_of, waiting
-from trainer.ops.watcher import __main__ as watcher_module
-from trainer.ops.watcher import spoke as spoke_module
-from trainer.ops.watcher.hub import Hub
+from trainer.ops.watcher import __main__ as program
+from trainer.ops.watcher import watcher as watcher_module
 from trainer.ops.watcher.job import WORKS, Host, View
-from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.watcher import Hub, Spoke
 
 __all__ = ["listener"]
 
@@ -47,14 +46,14 @@ class Watched:
 
 def watch(watched: Watched, monkeypatch: pytest.MonkeyPatch, *clock: float) -> list[str]:
     """Have one tick watched, at these times; return the calls."""
-    monkeypatch.setattr(watcher_module, "_TICK_S", 0.0)
-    monkeypatch.setattr(watcher_module, "_clock", iter(clock).__next__)
+    monkeypatch.setattr(program, "_TICK_S", 0.0)
+    monkeypatch.setattr(program, "_clock", iter(clock).__next__)
     ended = iter((False, True))
 
     class Ended(SimpleNamespace):
         are_gone = property(lambda _: next(ended))
 
-    watcher_module._watch(watched, Ended(running=[]))  # type: ignore[arg-type]
+    program._watch(watched, Ended(running=[]))  # type: ignore[arg-type]
     return watched.calls
 
 
@@ -81,7 +80,7 @@ def test_the_watcher_survives_the_signals_of_its_job_and_ends_with_its_rank() ->
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         watcher = subprocess.Popen([sys.executable, "-S", "-m", "trainer.ops.watcher"], stdin=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
-        for number in watcher_module._IGNORED:
+        for number in program._IGNORED:
             watcher.send_signal(number)
         assert watcher.stdin is not None
         watcher.stdin.write(json.dumps(settings).encode())
@@ -114,10 +113,10 @@ def cut_off(spoke: Spoke, listener: socket.socket) -> Hub:
 def test_the_hosts_without_rank_0_say_that_its_host_is_unreachable(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, views: list[View], is_judged: bool
 ) -> None:
-    monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
     hosts = [Host("a", (0,)), Host("b", tuple(view.rank for view in views))]
     spoke = spoke_of(hosts, 1, Ranks(*views), endpoint(listener), 0.2)
     hub = cut_off(spoke, listener)
+    monkeypatch.setattr(watcher_module, "SILENT_S", 0.3)
     run(spoke, seconds=3.0 if is_judged else 1.0)
     assert (spoke.verdict is not None) is is_judged
     if spoke.verdict is not None:
@@ -139,10 +138,10 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_blames_nobody() -> None:
 def test_a_host_that_refuses_a_connection_can_be_reached(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(spoke_module, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(watcher_module, "_CONNECT_AGAIN_S", 0.1)
     spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.2)
     hub = cut_off(spoke, listener)
+    monkeypatch.setattr(watcher_module, "SILENT_S", 0.3)
     run(spoke, seconds=1.0)
     assert spoke.verdict is None
     hub.leave()
@@ -150,9 +149,9 @@ def test_a_host_that_refuses_a_connection_can_be_reached(
 
 @pytest.mark.distributed
 def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spoke_module, "SILENT_S", 0.3)
     spoke = spoke_of(both(), 1, Ranks(waiting(1)), endpoint(listener), 0.5)
     hub = cut_off(spoke, listener)
+    monkeypatch.setattr(watcher_module, "SILENT_S", 0.3)
     run(spoke, seconds=0.4)  # which finds that the hub is silent
     time.sleep(0.6)
     spoke.postpone()
@@ -164,7 +163,7 @@ def test_a_host_without_rank_0_that_slept_counts_anew(listener: socket.socket, m
 
 
 def test_a_hub_that_has_ended_leaves_the_job_alone(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spoke_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(watcher_module, "SILENT_S", 0.1)
     hub = make(listener, Ranks(waiting(0)), 60.0)
     there = Ranks(waiting(1))
     spoke = spoke_of(both(), 1, there, endpoint(listener), 0.1)
@@ -185,7 +184,7 @@ def test_a_hub_that_was_never_there_is_looked_for_six_times(monkeypatch: pytest.
         tries.append(None)
         raise ConnectionRefusedError(111, "refused")
 
-    monkeypatch.setattr(spoke_module, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(spoke_module, "connect", refuse)
+    monkeypatch.setattr(watcher_module, "_CONNECT_AGAIN_S", 0.0)
+    monkeypatch.setattr(watcher_module, "connect", refuse)
     run(spoke_of(both(), 1, Ranks(waiting(1)), "127.0.0.1:1", None), seconds=0.3)
     assert len(tries) == 6

@@ -157,7 +157,7 @@ class Heartbeat(ctypes.Structure):
     @classmethod
     def from_bytes(cls, record: bytes) -> Self | None:
         """Return a copy of a record; None for other bytes, such as a record that is still being made."""
-        copy = cls.from_buffer_copy(record) if len(record) == SIZE and record.startswith(_MAGIC) else None
+        copy = cls.from_buffer_copy(record) if len(record) == SIZE else None
         return copy if copy and _HEAD.fullmatch(copy._head) else None
 
     @classmethod

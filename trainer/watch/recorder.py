@@ -14,9 +14,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.cluster.environment import FLIGHT_RECORDER
 from trainer.cluster.output import warn
@@ -43,10 +43,8 @@ _BACKWARD_THREADS = "pt_autograd_"
 """Names of autograd's threads, one for each GPU, begin with this. What they send belongs to a backward pass."""
 
 
-class Recorder(Protocol):
-    """Returns the recorder's JSON: counts of each process group, and the latest collectives where they are wanted."""
-
-    def __call__(self, includeCollectives: bool) -> bytes: ...  # noqa: N803 (PyTorch's)
+Recorder = Callable[[bool], bytes]
+"""Returns the recorder's JSON: counts of each process group, and the latest collectives if its argument says so."""
 
 
 def find_recorder(*, is_over_nccl: bool, environ: Mapping[str, str] = os.environ) -> Recorder | None:
@@ -131,13 +129,13 @@ class Reader(threading.Thread):
 
     def read(self, now: float) -> None:
         """Write what the recorder says now."""
-        counts = counts_of(json.loads(self._recorder(includeCollectives=False)))
+        counts = counts_of(json.loads(self._recorder(False)))
         if counts != self._counts:
             self._counts, self._since, self._first = counts, now, None
         # Also where all that is counted is completed: a collective is counted when its call has returned, and recorded
         # when it begins.
         if counts and self._first is None and now - self._since >= _SETTLED_S:
-            self._first = first_that_waits(json.loads(self._recorder(includeCollectives=True)))
+            self._first = first_that_waits(json.loads(self._recorder(True)))
         enqueued, completed = (sum(numbers) for numbers in zip(*counts.values(), strict=True)) if counts else (0, 0)
         # With the time before the reading: what was read is at least as new.
         note_recorded(Recorded(read_at=now, enqueued=enqueued, completed=completed, **(self._first or {})))

@@ -166,7 +166,7 @@ def _settings(entries: Sequence[Entry], here: str) -> dict[str, Any]:
     for rank, entry in enumerate(entries):
         ranks.setdefault(entry.host, []).append(rank)
     return {
-        "hosts": [(host.split()[0], some) for host, some in ranks.items()],
+        "hosts": [(host.split()[0], numbers) for host, numbers in ranks.items()],
         "number": list(ranks).index(here),
         "records": {rank: entries[rank].record for rank in ranks[here] if entries[rank].record},
         "token": token_of(["watch", *(entry.part for entry in entries)]),

@@ -10,10 +10,9 @@ import sys
 import time
 
 from trainer.cluster.output import warn
-from trainer.ops.watcher.hub import Hub
 from trainer.ops.watcher.job import Host, Job
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.ops.watcher.spoke import Spoke
+from trainer.ops.watcher.watcher import Hub, Spoke
 from trainer.ops.watcher.wire import wait
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)

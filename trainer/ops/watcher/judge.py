@@ -109,15 +109,15 @@ def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
     if not waiting or (not absent and len(places) == 1):
         return ""
     views, names = _views_of_all(hosts), names_of(hosts)
-    told = [
+    parts = [
         f"{_list_of(ranks)} {'have' if len(ranks) > 1 else 'has'} waited {idle_s:.0f} s for {what}"
         for what, ranks in list(places.items())[:_MOST_PLACES]
     ]
     for rank, why in list(absent.items())[:_MOST_PLACES]:
-        told.append(f"{names[rank]} {_where_it_is(views[rank], why)}")
+        parts.append(f"{names[rank]} {_where_it_is(views[rank], why)}")
     if len(absent) > _MOST_PLACES:
-        told.append(f"and {len(absent) - _MOST_PLACES} more ranks do not wait")
-    return f"{'; '.join(told)}; the limit without progress is {limit_s:.0f} s"
+        parts.append(f"and {len(absent) - _MOST_PLACES} more ranks do not wait")
+    return f"{'; '.join(parts)}; the limit without progress is {limit_s:.0f} s"
 
 
 def is_paused(hosts: Sequence[Host]) -> bool:
@@ -236,10 +236,10 @@ def _summary(
         what = f"all ranks wait for {which}, and none of them is missing"
     else:
         what = f"{who} did not come to {collectives[0]}" if others else f"{who} wait in different collectives"
-    told = _grouped(_name_and_line, {rank: view for rank, view in waiting.items() if rank in blamed or not blamed})
-    if len(told) < (1 if blamed and others else 2):
+    shown = _grouped(_name_and_line, {rank: view for rank, view in waiting.items() if rank in blamed or not blamed})
+    if len(shown) < (1 if blamed and others else 2):
         return what
-    places = [f"{_list_of(ranks)} in {where}" for where, ranks in told.items()]
+    places = [f"{_list_of(ranks)} in {where}" for where, ranks in shown.items()]
     return f"{what}: {', '.join(places[:_MOST_PLACES])}{', …' * (len(places) > _MOST_PLACES)}"
 
 
