@@ -47,7 +47,7 @@ class LoopReport:
         """Whether the script has named the record's folder, in which a later start is to go on."""
         self._functions: list[LogFunction] = []
         self._display: Display | None = None
-        self._has_use, self._began, self._before = False, 0.0, 0
+        self._began, self._before = 0.0, 0
         self._shown: list[str] = []
 
     def open(
@@ -72,13 +72,11 @@ class LoopReport:
             "checkpoints": checkpoints,
         }
         self._folder = RunFolder(self._world, broadcast_object, folder, facts, tensorboard=tensorboard)
-        self._has_use = True
         return self._folder.path
 
     def log_to(self, function: LogFunction) -> None:
         """See `Run.log_to`."""
         self._functions.append(function)
-        self._has_use = True
 
     def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """See `Run.log`.
@@ -92,7 +90,7 @@ class LoopReport:
                 raise ConfigError(f"run.log writes {name!r} itself; call the value something else")
         if not self._world.is_root:
             return
-        if not self._has_use:
+        if self._folder is None and self._display is None and not self._functions:
             raise ConfigError(
                 "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
                 "go over the loader with run.progress(loader), which shows the values"
@@ -113,16 +111,17 @@ class LoopReport:
 
     def watch(self, loader: Loader) -> Iterator[Any]:
         """See `Run.progress`."""
-        self._has_use = True
-        return self._watch(loader) if self._world.is_root else iter(loader)
+        if not self._world.is_root:
+            return iter(loader)
+        self._display = self._display or Display(_LINE_EVERY_S)
+        return self._watch(loader, self._display)
 
     def close(self) -> None:
         """Write what is left."""
         if self._folder is not None:
             self._folder.close()
 
-    def _watch(self, loader: Loader) -> Iterator[Any]:
-        display = self._display = self._display or Display(_LINE_EVERY_S)
+    def _watch(self, loader: Loader, display: Display) -> Iterator[Any]:
         started = time.monotonic()
         samples, before = loader.epoch_samples, loader.start
         if loader.training and not self._began:
