@@ -183,12 +183,10 @@ def test_gradients_stay_here_while_they_are_local_and_are_sent_with_the_next_one
     sent: list[Tensor] = []
     (held,) = parameters(1)
     synchronizer = start([held], lambda flat: sent.append(flat.clone()))
-    synchronizer.keep_local(True)
-    synchronizer.before_backward()
+    synchronizer.before_backward(is_local=True)
     backward((held, 2.0))
     synchronizer.after_backward()
     assert (sent, synchronizer.has_local_gradients, values(held)) == ([], True, [2.0])
-    synchronizer.keep_local(False)
     with one_pass(synchronizer):
         backward((held, 4.0))
     assert [flat.tolist() for flat in sent] == [[3.0]]

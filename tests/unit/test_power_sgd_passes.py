@@ -67,14 +67,12 @@ def test_a_parameter_without_elements_is_sent_whole() -> None:
 def test_gradients_may_be_changed_between_the_passes_of_an_update() -> None:
     def job(rank: int, strategy: Strategy) -> dict[str, Tensor]:
         replica = Rank(strategy, rank=100)
-        replica.synchronizer.keep_local(True)
-        replica.synchronizer.before_backward()
+        replica.synchronizer.before_backward(is_local=True)
         for name, parameter in replica.model.named_parameters():
             (parameter * gradients(rank, 0)[name]).sum().backward()
             assert parameter.grad is not None
             parameter.grad.mul_(2)
         replica.synchronizer.after_backward()
-        replica.synchronizer.keep_local(False)
         replica.synchronizer.complete()
         return {
             name: parameter.grad for name, parameter in replica.model.named_parameters() if parameter.grad is not None

@@ -42,15 +42,14 @@ class Updates:
         self.batches = Batches(strategy.world.size, is_watching=is_watching, on_step=self._on_step)
         self._weighing = Weighing(strategy, config.accumulate, self.prepared, self.batches)
         self.exchange = Exchange(strategy, config, self.prepared, self._weighing)
-        self._is_local = self._is_padding = self._is_in_pass = self._has_warned = False
+        self._is_padding = self._is_in_pass = self._has_warned = False
         self._in_no_sync = 0
         self._kept: weakref.ref[nn.Parameter] | None = None
         """A parameter with a gradient from this update's earlier batches. If it is gone, zero_grad came too early."""
 
     def add_model(self, model: nn.Module) -> nn.Module:
         """Prepare a model, and return the module to call for it. Collective; see `Prepared.add_model`."""
-        synchronizer = self.prepared.add_model(model)
-        synchronizer.keep_local(self._is_local)
+        self.prepared.add_model(model)
         forward = self._strategy.wrap(model)
         self.batches.watch(forward)
         return forward
@@ -64,29 +63,18 @@ class Updates:
 
     def _on_step(self, step: Step) -> None:
         """Prepare for a step's forward and backward pass."""
-        self._keep_local()
         if self._is_padding is not (step.count == 0):
             self._is_padding = step.count == 0
             leave_out(self.prepared.norms, self._is_padding)
-
-    def _keep_local(self) -> None:
-        """Have gradients stay on this rank within `no_sync`, and in batches that do not close an update."""
-        local = self._in_no_sync > 0 or not self.batches.current.closes_update
-        if local is not self._is_local:
-            self._is_local = local
-            for synchronizer in self.prepared.synchronizers:
-                synchronizer.keep_local(local)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Run.no_sync`."""
         self._in_no_sync += 1
-        self._keep_local()
         try:
             yield
         finally:
             self._in_no_sync -= 1
-            self._keep_local()
 
     def backward(self, loss: Tensor, samples: float | None, **options: Any) -> None:
         """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
@@ -94,11 +82,10 @@ class Updates:
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
-        self._weighing.before_pass()
-        weight = self._weighing.begin_pass(samples, self._is_local)
+        self._weighing.begin_pass(samples, is_in_no_sync=self._in_no_sync > 0)
+        weight, is_local = self._weighing.weight, self._weighing.is_local
         for synchronizer in prepared.synchronizers:
-            synchronizer.is_weightless = weight == 0.0
-            synchronizer.before_backward()
+            synchronizer.before_backward(is_local=is_local, is_weightless=weight == 0.0)
         if scaler is not None:
             scaler.before_backward(prepared.optimizers)
         self._run_pass(loss, weight, options)
@@ -106,7 +93,7 @@ class Updates:
             scaler.after_backward()
         prepared.backwards += 1
         self.exchange.had_no_sync |= self._in_no_sync > 0
-        if not self._is_local:
+        if not is_local:
             self.exchange.run(self._reached())
         elif not self.batches.current.closes_update:
             kept = next((parameter for parameter in prepared.trained() if parameter.grad is not None), None)
@@ -143,7 +130,7 @@ class Updates:
     def _finish_failed_pass(self) -> None:
         """Take part in the all-reduces of a pass that has raised an error on this rank: the others wait in them."""
         self._end_pass()
-        if self.prepared.active and not self._is_local:
+        if self.prepared.active and not self._weighing.is_local:
             self.exchange.run(self._reached(), failed=True)
 
     def _warn_of_others(self) -> None:

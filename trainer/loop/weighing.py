@@ -43,47 +43,46 @@ class Weighing:
         self._before: Marks | None = None
         """The gradients before the first of these passes; None if this is the first."""
         self.weight = 1.0
-        """The weight of the last backward pass."""
+        """The weight of the last backward pass: the factor on its loss."""
+        self.is_local = False
+        """Whether another pass of the same update follows it, which will send its gradients."""
 
-    def before_pass(self) -> None:
-        """Count a backward pass if there is no loader: every `accumulate` passes form an update.
-
-        Raises:
-            TrainerError: several models were prepared, so it is unclear which passes form an update.
-        """
-        if not self.batches.has_loader and self._accumulate > 1:
-            if (models := len(self._prepared.models)) > 1:
-                raise TrainerError(
-                    f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader, so "
-                    "it is unclear which backward passes form an update; use run.no_sync and run.backward's samples"
-                )
-            self._passes += 1
-            closes = self._passes % self._accumulate == 0
-            self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
-
-    def begin_pass(self, samples: float | None, is_local: bool) -> float:
-        """Return the factor on the loss of the backward pass that begins now. Collective if `samples` is given.
+    def begin_pass(self, samples: float | None, *, is_in_no_sync: bool) -> None:
+        """Weigh the backward pass that begins now. Collective if `samples` is given.
 
         Args:
             samples: how many samples this rank's loss is a mean over; None takes the loader's weight.
-            is_local: whether another pass of the same update follows.
 
         Raises:
-            TrainerError: the loss combines batches with different weights.
+            TrainerError: the loss combines batches with different weights, or several models were prepared, so that it
+                is unclear which passes form an update.
             ConfigError: `samples` is not a number that is at least 0.
         """
         batches = self.batches
+        if not batches.has_loader and self._accumulate > 1:
+            self._count_pass()
+        self.is_local = is_in_no_sync or not batches.current.closes_update
         if samples is None and batches.has_loader and not batches.is_watching:
             self.weight = batches.current.weight
-            return self.weight
+            return
         seen = batches.take_seen()
         if samples is not None:
-            self.weight = self._weight_of_samples(samples, is_local)
+            self.weight = self._weight_of_samples(samples)
         elif batches.has_loader:
             self.weight = self._weight_of_batches(seen)
         else:
             self.weight = 1 / self._accumulate
-        return self.weight
+
+    def _count_pass(self) -> None:
+        """Count a pass where there is no loader: every `accumulate` passes form an update."""
+        if (models := len(self._prepared.models)) > 1:
+            raise TrainerError(
+                f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader, so "
+                "it is unclear which backward passes form an update; use run.no_sync and run.backward's samples"
+            )
+        self._passes += 1
+        closes = self._passes % self._accumulate == 0
+        self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
 
     def _weight_of_batches(self, seen: list[Batch]) -> float:
         # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
@@ -98,12 +97,12 @@ class Weighing:
             print_line(_AHEAD, sys.stderr)
         return weights.pop() if weights else self.batches.current.weight
 
-    def _weight_of_samples(self, samples: float, is_local: bool) -> float:
+    def _weight_of_samples(self, samples: float) -> float:
         if not 0 <= samples < float("inf"):
             raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
         self._samples += samples
         # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
-        if is_local:
+        if self.is_local:
             if self._before is None:
                 self._before = mark(self._prepared.trained())
             return samples

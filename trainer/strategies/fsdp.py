@@ -218,7 +218,7 @@ class EvaluationPasses:
 class FSDPSynchronizer(Synchronizer):
     """`fully_shard`, whose backward pass leaves on each rank its part of the mean gradient.
 
-    A backward pass within `keep_local` leaves whole gradients of this rank, which nobody can read, and which the next
+    A local backward pass leaves whole gradients of this rank, which nobody can read, and which the next
     one adds to. One parameter then has a gradient of zeros, so that it is seen whether somebody drops them.
 
     Args:
@@ -245,7 +245,7 @@ class FSDPSynchronizer(Synchronizer):
         each: path in the model, module, and name in the module."""
         passes.known = list(self._gathered)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._is_local = self._is_running = self._is_in_pass = False
+        self._is_local = self._is_weightless = self._is_running = self._is_in_pass = False
         # Names of parameters that a backward pass has reached since the last step.
         self._reached: set[str] = set()
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
@@ -260,16 +260,14 @@ class FSDPSynchronizer(Synchronizer):
         # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
         self._root.set_reduce_scatter_unused_params(True)
 
-    def keep_local(self, local: bool) -> None:
-        self._is_local = local
-        self._root.set_requires_gradient_sync(not local)
-
     def retire(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def before_backward(self) -> None:
-        self._is_in_pass = True
+    def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
+        if is_local is not self._is_local:
+            self._root.set_requires_gradient_sync(not is_local)
+        self._is_local, self._is_weightless, self._is_in_pass = is_local, is_weightless, True
         if self._mark_is_gone():
             raise TrainerError(
                 "gradients of passes within no_sync were dropped between a forward and its backward pass; call "
@@ -340,7 +338,7 @@ class FSDPSynchronizer(Synchronizer):
             raise foreign_pass()
         self._is_running = True
         self._reached.add(path)
-        return torch.zeros_like(gradient) if self.is_weightless else None
+        return torch.zeros_like(gradient) if self._is_weightless else None
 
 
 def _calls(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

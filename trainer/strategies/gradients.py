@@ -27,15 +27,13 @@ class Synchronizer:
     """
 
     def __init__(self) -> None:
-        self.is_weightless = False
-        """Whether the next backward pass has weight 0, so that nothing of it, not even a NaN, may enter the mean."""
         self.is_reached = False
         """Whether the last backward pass has reached a parameter of this model."""
         self.sends_early = True
         """Whether a gradient may be sent before the backward pass is over. False with several models, because ranks may
         reach them in different orders."""
         self.has_local_gradients = False
-        """Whether there are gradients that `keep_local` has kept on this rank."""
+        """Whether local passes have left gradients on this rank."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -45,11 +43,13 @@ class Synchronizer:
             counts=False,
         )
 
-    def keep_local(self, local: bool) -> None:
-        """Set whether the gradients of the next passes stay on this rank, or are all-reduced."""
+    def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
+        """Prepare for a backward pass, which may add to the mean gradients of an earlier one.
 
-    def before_backward(self) -> None:
-        """Prepare for a backward pass, which may add to the mean gradients of an earlier one."""
+        Args:
+            is_local: whether its gradients stay on this rank, to be sent by a later pass.
+            is_weightless: whether it has weight 0, so that nothing of it, not even a NaN, may enter the mean.
+        """
 
     def after_backward(self) -> None:
         """Note which gradients the backward pass has produced, before `complete`."""
@@ -146,12 +146,9 @@ class GradientSynchronizer(Synchronizer):
         has = [float(parameter is not None and parameter.grad is not None) for parameter in self.parameters]
         return torch.tensor(has, dtype=self._shapes[0].dtype, device=self._device)
 
-    def keep_local(self, local: bool) -> None:
-        self._is_local = local
-
-    def before_backward(self) -> None:
+    def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         self._reached.clear()
-        self._is_in_pass = True
+        self._is_local, self._is_in_pass = is_local, True
         self._move_hooks_last()
 
     def discard(self) -> None:
