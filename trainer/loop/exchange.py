@@ -66,9 +66,11 @@ class Exchange:
         reached = synchronizers = [held() for held in prepared.active]
         if len(synchronizers) > 1 and not self._strategy.shards:
             is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
-            mask = torch.tensor(is_wanted, device=self._strategy.world.device)
-            counts = self._strategy.send_gradients(mask, f"reached.{len(synchronizers)}").tolist()
-            reached = [synchronizer for synchronizer, count in zip(synchronizers, counts, strict=True) if count > 0]
+            counts = torch.tensor(is_wanted, device=self._strategy.world.device)
+            self._strategy.start_gradients(counts, f"reached.{len(synchronizers)}")()
+            reached = [
+                synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
+            ]
         for synchronizer in reached:
             if synchronizer is not None:
                 synchronizer.discard() if failed else synchronizer.complete()

@@ -87,10 +87,6 @@ class Prepared:
         """The models that have something to synchronize, by numbers that are the same on all ranks."""
         return {known.number: model for model, known in self._models.items() if known.number is not None}
 
-    def has_trained(self) -> bool:
-        """Return whether there was a backward pass."""
-        return self.backwards > 0
-
     def is_between_updates(self) -> bool:
         """Return whether an optimizer has stepped on what the last backward pass has left, as far as is known."""
         steps = [known.backwards_at_step for known in self._optimizers.values()]

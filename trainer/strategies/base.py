@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from trainer.cluster.world import World
 from trainer.config import RunConfig
@@ -119,20 +118,10 @@ def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     have a state to send, which lets weight decay shrink the weights and counts as Adam's first step.
     """
     here = optimizer.state_dict()
-    state = strategy.broadcast_object(_on_cpu(here["state"]))
+    state = strategy.broadcast_object(tree_map_only(Tensor, Tensor.cpu, here["state"]))
     if strategy.world.is_root:
         return
     if state:  # each rank keeps its groups: they were compared, and may hold what cannot be sent
         optimizer.load_state_dict({**here, "state": state})
     else:
         optimizer.state.clear()
-
-
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_on_cpu(value) for value in state)
-    return copy.copy(state)

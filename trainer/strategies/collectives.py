@@ -53,11 +53,6 @@ class Collectives(ABC):
             self.all_reduce(flat)
         return lambda: None
 
-    def send_gradients(self, flat: Tensor, name: str) -> Tensor:
-        """Do what `start_gradients` does, and wait for the sum; return it."""
-        self.start_gradients(flat, name)()
-        return flat
-
     def sum_statistics(self, tensor: Tensor) -> Tensor:
         """Do what `all_reduce` does, for BatchNorm over the global batch, so that the verdict on a hang can name it."""
         with waits(BATCH_NORM, tensor.numel(), counts=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -232,14 +232,14 @@ class FSDPSynchronizer(Synchronizer):
         self._passes = passes
         self._sums_elsewhere = sums_elsewhere
         self._root = cast(FSDPModule, model)
+        parts: dict[Any, str] = {part: path for path, part in model.named_modules() if isinstance(part, FSDPModule)}
         self._gathered = {
             part: [
-                (_joined(path, name), module, name)
-                for path, module in _outside(cast(nn.Module, part), lambda child: isinstance(child, FSDPModule), prefix)
-                for name, _ in module.named_parameters(recurse=False)
+                (path, module, path.rpartition(".")[2])
+                for prefix, module in part.named_modules(parts.keys() - {part}, root)
+                for path, _ in module.named_parameters(prefix, recurse=False)
             ]
-            for prefix, part in model.named_modules()
-            if isinstance(part, FSDPModule)
+            for part, root in parts.items()
         }
         """The parts that are gathered one at a time, in the model's order, and the parameters that are gathered with
         each: path in the model, module, and name in the module."""
@@ -421,7 +421,8 @@ def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     owner: dict[nn.Parameter, str] = {}
     names = {module: name for name, module in model.named_modules()}
     groups = {names[block]: block.modules() for block in blocks}
-    groups["the rest of the model"] = (module for _, module in _outside(model, lambda child: child in blocks))
+    # Also what is a part of a block, if it is reached without one elsewhere.
+    groups["the rest of the model"] = (module for _, module in model.named_modules(memo=set(blocks)))
     for group, modules in groups.items():
         kinds = set()
         for module in modules:
@@ -434,17 +435,3 @@ def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 kinds.add(str(parameter.dtype).removeprefix("torch."))
         if len(kinds) > 1:
             raise ConfigError(f"parameters of {group} are {' and '.join(sorted(kinds))}; a block's have one type")
-
-
-def _outside(
-    module: nn.Module, is_block: Callable[[nn.Module], bool], path: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is reached without a block, also what is part of one elsewhere: paths and modules."""
-    yield path, module
-    for name, child in module.named_children():
-        if not is_block(child):
-            yield from _outside(child, is_block, _joined(path, name))
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -216,7 +216,7 @@ class Checkpoints:
         """Return whether this pass belongs to the training, and is not nested in another one."""
         if self._positions.has_begun:
             return loader is self._positions.first
-        if self._contents.prepared.has_trained():
+        if self._contents.prepared.backwards:
             raise TrainerError("run.checkpoints needs the epochs to be counted: for epoch in run.epochs(n)")
         return False  # a pass before the training, for statistics of the data say
 
