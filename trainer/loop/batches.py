@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.data.base import NO_STEP, Step
 from trainer.loop.prepared import at_end
-
-_REMEMBERED = 64
 
 
 class Batch(NamedTuple):
@@ -58,10 +57,8 @@ class Batches:
         """Whether a loader of the run has yielded a batch."""
         self.first_inputs: object = None
         """Digest of the first tensor in the first forward pass; None where there is none that can be read."""
-        self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Batch]] = {}
-        """The remembered batches, by the id of each tensor in them."""
-        self._most = _REMEMBERED
-        """How many tensors are remembered before those that nobody holds any more are forgotten."""
+        self._by_tensor: Any = WeakIdKeyDictionary()
+        """The batches by each tensor in them, as long as somebody holds it."""
         self._seen: list[Batch] = []
         """The batches of the forward passes since the last backward pass."""
         self._thread = threading.get_ident()
@@ -90,18 +87,12 @@ class Batches:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
-        self._remember(batch, step.batch)
+        for tensor in _tensors(step.batch):
+            self._by_tensor[tensor] = batch
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
             if self._seen:  # of which those of this loader have had no backward pass
                 self._seen = [seen for seen in self._seen if seen.loader != loader]
             self.activate(batch.step, batch.position)
-
-    def _remember(self, batch: Batch, tensors: Any) -> None:
-        if len(self._by_tensor) > self._most:
-            self._by_tensor = {key: known for key, known in self._by_tensor.items() if known[0]() is not None}
-            self._most = max(_REMEMBERED, 2 * len(self._by_tensor))
-        for tensor in _tensors(tensors):
-            self._by_tensor[id(tensor)] = (weakref.ref(tensor), batch)
 
     def watch(self, model: nn.Module) -> None:
         """Look at the inputs of a model's forward passes."""
@@ -125,11 +116,10 @@ class Batches:
                 return
 
     def _batch_of(self, tensor: Tensor) -> Batch | None:
-        for known_by in (tensor, tensor._base):
-            known = self._by_tensor.get(id(known_by)) if known_by is not None else None
-            if known is not None and known[0]() is known_by:
-                return known[1]
-        return None
+        batch: Batch | None = self._by_tensor.get(tensor)
+        if batch is None and tensor._base is not None:  # a view of a batch's tensor
+            batch = self._by_tensor.get(tensor._base)
+        return batch
 
     def activate(self, step: Step, position: tuple[int, int, int] | None = None) -> None:
         """Make a step the current one."""

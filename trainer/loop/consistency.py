@@ -50,9 +50,8 @@ class PeriodicCheck:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._due = 0 if strategy.world.size > 1 else -1
-        self._passes = 0
         self._strategy = strategy
+        self._passes = 0
 
     @property
     def is_first(self) -> bool:
@@ -61,13 +60,10 @@ class PeriodicCheck:
 
     def is_due(self) -> bool:
         """Count a backward pass of all ranks; return whether it is one of these."""
-        if self._due < 0:
-            return False
-        self._passes += 1
-        if self._passes - 1 != self._due:
-            return False
-        self._due = max(1, self._due + min(self._due, _AT_LEAST_EVERY))
-        return True
+        number, self._passes = self._passes, self._passes + 1
+        is_power_of_two = number & (number - 1) == 0  # or 0
+        is_due = is_power_of_two if number < _AT_LEAST_EVERY else number % _AT_LEAST_EVERY == 0
+        return self._strategy.world.size > 1 and is_due
 
     def compare(
         self,

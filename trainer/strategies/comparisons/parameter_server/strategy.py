@@ -131,15 +131,6 @@ class Certificates:
     certificate: str
     key: str
 
-    def channel(self, grpc: Any, endpoint: str, options: tuple[tuple[str, Any], ...]) -> Any:
-        """Return a channel over which nobody else reads."""
-        credentials = grpc.ssl_channel_credentials(
-            self.authority.encode(), self.key.encode(), self.certificate.encode()
-        )
-        return grpc.secure_channel(
-            endpoint, credentials, options=(*options, ("grpc.ssl_target_name_override", TLS_NAME))
-        )
-
 
 def read_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | None:
     """Return what is in the folder that TRAINER_TLS names; None without it.
@@ -186,7 +177,10 @@ class Stream:
         if certificates is None:
             self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
         else:
-            self._connection = certificates.channel(grpc, endpoint, OPTIONS)
+            texts = certificates.authority, certificates.key, certificates.certificate
+            credentials = grpc.ssl_channel_credentials(*(text.encode() for text in texts))
+            options = (*OPTIONS, ("grpc.ssl_target_name_override", TLS_NAME))
+            self._connection = grpc.secure_channel(endpoint, credentials, options=options)
         # Without serializers, gRPC hands bytes over as they are.
         self._answers = self._connection.stream_stream(METHOD)(self._messages(), metadata=metadata)
 
