@@ -315,11 +315,7 @@ class Run:
         self._evaluated, self._parts_ranks = samples, not is_even
 
     def _check_all_ranks_call(self, name: str) -> None:
-        """Check that this is not within a loop that other ranks leave earlier: their next call would take its place.
-
-        Raises:
-            TrainerError: it is.
-        """
+        """Refuse a call within a loop that other ranks leave earlier: their next call would take its place."""
         if self._parts_ranks:
             raise TrainerError(
                 f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "

@@ -155,22 +155,37 @@ def check_a_loop_that_is_left_early(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("out of memory, say")
+
+
 def check_an_error_in_a_backward_pass_may_be_caught(strategy: Strategy) -> None:
     run, model, forward, optimizer, batch = one_batch(strategy)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Tensor) -> Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            raise ArithmeticError("out of memory, say")
-
     with pytest.raises(ArithmeticError):
         run.backward(Fails.apply(forward(Fails.apply(batch[0].requires_grad_()))).sum())
     optimizer.zero_grad()
     run.backward(F.cross_entropy(forward(batch[0].detach()), batch[1]))
+    optimizer.step()
+    assert_same_on_all_ranks(strategy, model)
+
+
+def check_an_error_in_one_ranks_pass_within_no_sync_may_be_caught(strategy: Strategy) -> None:
+    """Nobody waits for the gradients of such a pass, so the rank takes part in no all-reduce for it."""
+    run, model, forward, optimizer, batch = one_batch(strategy)
+    with run.no_sync():
+        if run.is_root or strategy.shards:  # there, every rank's pass is a part of the others'
+            with pytest.raises(ArithmeticError):
+                run.backward(Fails.apply(forward(batch[0])).sum())
+        else:
+            run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    optimizer.zero_grad()
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
     optimizer.step()
     assert_same_on_all_ranks(strategy, model)
 

@@ -129,11 +129,7 @@ class Exchange:
         return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
 
     def _complete(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Check that a step has complete gradients, and all-reduce those that are still local to this rank.
-
-        Returns:
-            The synchronizers of the models whose parameters the optimizer holds.
-        """
+        """Check that a step has complete gradients, all-reduce local ones, and return its models' synchronizers."""
         prepared = self._prepared
         prepared.check_groups(known, optimizer)
         is_repeated = prepared.backwards == known.backwards_at_step

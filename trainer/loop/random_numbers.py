@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,26 +50,24 @@ def warn_of_twins(strategy: Strategy, inputs: object) -> None:
     by_rank = strategy.all_gather_object((_digests(strategy.world.device)["torch"], inputs))
     if not strategy.world.is_root:
         return
-    if twins := _first_twins([state for state, _ in by_rank]):
-        print_line(
-            f"trainer: WARNING: ranks {twins[0]} and {twins[1]} draw the same random numbers, for dropout and noise as "
-            "well; call torch.manual_seed before run.prepare, which has each rank go on with its own, or add run.rank "
-            "to the seed",
-            sys.stderr,
-        )
-    if twins := _first_twins([inputs for _, inputs in by_rank]):
-        print_line(
-            f"trainer: WARNING: ranks {twins[0]} and {twins[1]} have trained on the same batch, so that two ranks do "
-            "the work of one; take run.loader, or give each rank other samples",
-            sys.stderr,
-        )
+    states, batches = zip(*by_rank, strict=True)
+    _warn_of_first_twins(
+        states,
+        "draw the same random numbers, for dropout and noise as well; call torch.manual_seed before run.prepare, which "
+        "has each rank go on with its own, or add run.rank to the seed",
+    )
+    _warn_of_first_twins(
+        batches,
+        "have trained on the same batch, so that two ranks do the work of one; take run.loader, or give each rank "
+        "other samples",
+    )
 
 
-def _first_twins(values: list[object]) -> tuple[int, int] | None:
+def _warn_of_first_twins(values: Sequence[object], what_they_do: str) -> None:
     for rank, value in enumerate(values):
         if value is not None and value in values[:rank]:
-            return values.index(value), rank
-    return None
+            print_line(f"trainer: WARNING: ranks {values.index(value)} and {rank} {what_they_do}", sys.stderr)
+            return
 
 
 def _digests(device: torch.device) -> dict[str, str]:

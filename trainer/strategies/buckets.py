@@ -110,8 +110,6 @@ class BucketSynchronizer(GradientSynchronizer):
     """Collects gradients in buckets as they become ready, and replaces them by their mean over all ranks.
 
     Args:
-        parameters: those whose gradients are all-reduced.
-        ranks: which the buckets are sent among.
         wire_type: see `Bucket`.
     """
 

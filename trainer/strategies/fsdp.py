@@ -130,11 +130,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self._meshes[over]
 
     def _shard_size(self, over: str | int) -> int:
-        """Return how many ranks share one copy of the model.
-
-        Raises:
-            ConfigError: the ranks cannot be divided like that.
-        """
+        """Return how many ranks share one copy of the model."""
         if over == "all":
             return self.world.size
         if over == "host":

@@ -198,7 +198,6 @@ class HorovodSynchronizer(GradientSynchronizer):
     complete: so it keeps no parameter, and sends after all of the user's hooks.
 
     Args:
-        parameters: those whose gradients are all-reduced.
         groups: places of parameters whose gradients are sent together; None sends in each cycle what is ready.
         sparse: parameters whose gradients are sparse.
     """

@@ -20,11 +20,7 @@ _NUMBERS = itertools.count()
 
 
 class WholeSynchronizer(GradientSynchronizer):
-    """Makes the gradients the mean over all ranks in one message for each type of number.
-
-    Args:
-        parameters: those whose gradients are all-reduced.
-    """
+    """Makes the gradients the mean over all ranks in one message for each type of number."""
 
     def __init__(self, parameters: NamedParameters, ranks: Collectives) -> None:
         super().__init__(parameters)
