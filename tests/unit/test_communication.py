@@ -13,7 +13,7 @@ from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies.buckets import BucketSynchronizer
 from trainer.strategies.comparisons.summing import SummingStrategy
-from trainer.strategies.compress.local_sgd import CompressedLocalSynchronizer, LocalSynchronizer
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.gradients import NamedParameters, Synchronizer
 
@@ -50,7 +50,7 @@ def make(strategy: TwoAlike, model: nn.Module, **settings: Any) -> Synchronizer:
         ({"compression": "powersgd"}, PowerSGDSynchronizer),
         ({"sync_every": 2}, LocalSynchronizer),
         ({"outer_lr": 0.7}, LocalSynchronizer),
-        ({"sync_every": 2, "compression": "bf16"}, CompressedLocalSynchronizer),
+        ({"sync_every": 2, "compression": "bf16"}, LocalSynchronizer),
     ],
 )
 def test_settings_choose_the_mechanism_where_there_are_several_ranks(settings: dict[str, Any], kind: type) -> None:

@@ -156,11 +156,14 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-    if not path.exists():
-        return
-    with open_own(path, "r") as file:  # else others could have any file of this user's copied to where they read
-        lines = file.readall().splitlines(keepends=True)
-    write_atomically(path, b"".join(line for line in lines if line.endswith(b"\n") and _stays(line, is_kept)))
+    if path.exists():
+        with open_own(path, "r") as file:  # else others could have any file of this user's copied to where they read
+            write_atomically(path, _kept(file.readall(), is_kept))
+
+
+def _kept(lines: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
+    whole = (line for line in lines.splitlines(keepends=True) if line.endswith(b"\n"))
+    return b"".join(line for line in whole if _stays(line, is_kept))
 
 
 def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
