@@ -157,7 +157,7 @@ def test_the_accounting_is_read_once_it_is_whole(folder: Path, monkeypatch: pyte
     stand_in(folder, "qstat", "echo 'Following jobs do not exist: 7' >&2; exit 1")
     stand_in(folder, "qacct", f"echo '{RECORD.format(host='b', task='undefined', failed=0, code=0)}'")
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 60.0)
-    scheduler = GridEngine(name="gridengine", summary="", suffix=".sge")
+    scheduler = GridEngine()
     assert scheduler.state("7", {}).code is None
     monkeypatch.setattr("trainer.ops.submit.schedulers.gridengine._ACCOUNTED_S", 0.0)
     assert scheduler.state("7", {}).code == 0

@@ -88,63 +88,51 @@ def follow(options: Options, job_id: str) -> int:
 
     It is 130 after Ctrl-C.
     """
-    scheduler, jobs, codes = options.scheduler, [job_id], list[int]()
+    scheduler, job_ids, codes = options.scheduler, [job_id], list[int]()
     try:
-        for job_id in jobs:  # which get more
-            follower = _Follower(options, job_id)
-            while (code := follower.look()) is None:
-                time.sleep(_POLL_S)
-            codes.append(code)
+        for job_id in job_ids:  # which get more
+            codes.append(_follow_one(options, job_id))
             for successor in scheduler.successors(options.job, job_id):
                 _say(f"job {job_id} goes on as job {successor}; {scheduler.cancel_line(successor)} ends it")
-                jobs.append(successor)
+                job_ids.append(successor)
     except KeyboardInterrupt:
         _say(f"job {job_id} goes on; {scheduler.cancel_line(job_id)} ends it")
         return 130
     return max(codes)
 
 
-class _Follower:
-    """Prints what is new in a job's state and its logs."""
-
-    def __init__(self, options: Options, job_id: str) -> None:
-        self._options, self._job_id = options, job_id
-        self._states: dict[str, State] = {}
-        self._seen: dict[str, int] = {}
-        self._state = ""
-        self._unanswered = 0
-        self._why: list[str] = []
-
-    def look(self) -> int | None:
-        """Print what is new; return the exit code once the job has ended, else None."""
+def _follow_one(options: Options, job_id: str) -> int:
+    """Print what is new in a job's state and its logs until it has ended; return its exit code."""
+    scheduler, job = options.scheduler, options.job
+    states: dict[str, State] = {}
+    read: dict[str, int] = {}
+    reasons: list[str] = []
+    told, unanswered = "", 0
+    while True:
         try:
-            state = self._options.scheduler.state(self._job_id, self._states)
-            output = self._options.scheduler.new_output(self._options.job, self._job_id, self._seen)
+            state = scheduler.state(job_id, states)
+            output = scheduler.new_output(job, job_id, read)
         except TrainerError:
-            self._unanswered += 1
-            if self._unanswered >= _UNANSWERED:
+            unanswered += 1
+            if unanswered >= _UNANSWERED:
                 raise
-            return None
-        self._unanswered = 0
+            time.sleep(_POLL_S)
+            continue
+        unanswered = 0
         sys.stdout.write(output)
         sys.stdout.flush()
-        self._why.extend(_WHY.findall(output))
-        if str(state) != self._state:
-            self._state = str(state)
-            self._tell(state)
-        return state.code
-
-    def _tell(self, state: State) -> None:
-        """Print a new state; if the job has failed, print what its ranks have said of it first."""
-        if state.waits:
-            self._why.clear()  # what there is belongs to an earlier start
-        if not state.code:
-            _say(f"job {self._job_id}: {state}")
-            return
-        for line in list(dict.fromkeys(self._why))[:_WHY_LINES]:
-            _say(f"job {self._job_id} said: {line}")
-        logs = self._options.scheduler.logs(self._options.job, self._job_id)
-        _say(f"job {self._job_id}: {state}; its output: {logs}")
+        reasons.extend(_WHY.findall(output))
+        if str(state) != told:
+            told = str(state)
+            if state.waits:
+                reasons.clear()  # what there is belongs to an earlier start
+            has_failed = bool(state.code)
+            for line in list(dict.fromkeys(reasons))[:_WHY_LINES] if has_failed else ():
+                _say(f"job {job_id} said: {line}")
+            _say(f"job {job_id}: {state}" + (f"; its output: {scheduler.logs(job, job_id)}" if has_failed else ""))
+        if state.code is not None:
+            return state.code
+        time.sleep(_POLL_S)
 
 
 def _say(text: str) -> None:

@@ -1,13 +1,12 @@
 """The schedulers that `trainer submit` knows."""
 
 from trainer.ops.submit.schedulers.base import Scheduler, State
-from trainer.ops.submit.schedulers.gridengine import GRID_ENGINE
-from trainer.ops.submit.schedulers.kubernetes import JOB_SET, MPI_JOB, TRAIN_JOB
-from trainer.ops.submit.schedulers.slurm import SLURM
-from trainer.ops.submit.schedulers.untried import LSF, PBS, TI_ONE
+from trainer.ops.submit.schedulers.gridengine import GridEngine
+from trainer.ops.submit.schedulers.kubernetes import JobSet, MpiJob, TrainJob
+from trainer.ops.submit.schedulers.slurm import Slurm
+from trainer.ops.submit.schedulers.untried import Lsf, Pbs, TiOne
 
-SCHEDULERS: dict[str, Scheduler] = {
-    scheduler.name: scheduler for scheduler in (SLURM, MPI_JOB, TRAIN_JOB, JOB_SET, GRID_ENGINE, PBS, LSF, TI_ONE)
-}
+_KINDS = (Slurm, MpiJob, TrainJob, JobSet, GridEngine, Pbs, Lsf, TiOne)
+SCHEDULERS: dict[str, Scheduler] = {kind.name: kind() for kind in _KINDS}
 
 __all__ = ["SCHEDULERS", "Scheduler", "State"]

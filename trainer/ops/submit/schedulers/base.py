@@ -8,12 +8,12 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cluster.exit_codes import PREEMPTED
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops.submit.job import Job, duration, shell_command
+from trainer.ops.submit.job import Job, shell_command
 from trainer.ops.submit.schedulers.template import fill, read, read_requeue
 
 KUBERNETES_ONLY: Mapping[str, str] = {
@@ -44,7 +44,6 @@ class State:
         return f"{self.name} ({self.detail})" if self.detail else self.name
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scheduler:
     """Fills in job files, and talks to a scheduler through its own commands."""
 
@@ -61,7 +60,7 @@ class Scheduler:
     """The command that ends the job whose id is named behind it."""
     launchers: tuple[str, ...] = ("mpirun",)
     """Programs that can start the ranks; the first is the default."""
-    lacks: Mapping[str, str] = field(default_factory=lambda: KUBERNETES_ONLY)
+    lacks: Mapping[str, str] = KUBERNETES_ONLY
     """Fields of `Job` that this scheduler cannot serve, each with what to do instead."""
     index: str = ""
     """Shell variable with the number of a job of an array."""
@@ -90,7 +89,7 @@ class Scheduler:
             "command": shell_command(job.command, f"${self.index}"),
             "index_in_name": f"-${self.index}" if job.array else "",
             "array_in_brackets": f"[{job.array}]" if job.array else "",
-            "time": duration(job.time_s) if job.time_s else None,
+            "time": _clock(job.time_s) if job.time_s else None,
             "hours_and_minutes": f"{minutes // 60}:{minutes % 60:02}" if minutes else None,
             "told_after_s": job.time_s - job.grace_s if job.time_s else None,
             "not_run_with": f" Not run with {' and '.join(unproven)}." if unproven else "",
@@ -100,8 +99,8 @@ class Scheduler:
 
     def render(self, job: Job) -> str:
         """Return the job file."""
-        kind = ".yaml" if self.suffix == ".yaml" else ".sh"
-        return fill(read(f"templates/{self.name}{kind}"), self.values(job))
+        template = f"{self.name}.yaml" if self.suffix == ".yaml" else f"{self.name}.sh"
+        return fill(read(f"templates/{template}"), self.values(job))
 
     def problems(self, job: Job) -> list[str]:
         """Return what this scheduler cannot do for a job, a line each."""
@@ -155,8 +154,8 @@ class Scheduler:
             TrainerError: the scheduler does not answer, or does not know the job.
         """
         now = self.states(job_id)
-        for unfinished in [each for each, state in known.items() if state.code is None]:
-            del known[unfinished]
+        for each in [each for each, state in known.items() if state.code is None]:
+            del known[each]
         known.update(now)
         if not known:
             raise TrainerError(f"{self.name} says nothing of job {job_id}")
@@ -184,6 +183,11 @@ class Scheduler:
         raise NotImplementedError
 
 
+def _clock(seconds: int) -> str:
+    """Return a time as H:MM:SS, which Slurm, Grid Engine and PBS all take."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
 def call(*command: str) -> str:
     """Run a scheduler's command; return what it prints.
 
@@ -209,11 +213,12 @@ def read_new(paths: Mapping[Path, str], seen: dict[str, int]) -> str:
     output = ""
     for path, prefix in paths.items():
         if path.exists():
+            begin = seen.get(str(path), 0)
             with path.open("rb") as file:
-                file.seek(seen.get(str(path), 0))
+                file.seek(begin)
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
-            seen[str(path)] = seen.get(str(path), 0) + len(whole)
+            seen[str(path)] = begin + len(whole)
             output += with_prefix(prefix, whole.decode(errors="replace"))
     return output
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
@@ -17,12 +16,24 @@ _ACCOUNTED_S = 16.0
 """Grid Engine writes its accounting every 15 s by default, that of other hosts before that of the script."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GridEngine(Scheduler):
     """Son of Grid Engine, Open Grid Scheduler and others of the family."""
 
-    _ended_at: dict[str, float] = field(default_factory=dict)
-    """When qstat first did not know a job any more."""
+    name = "gridengine"
+    summary = "Grid Engine: qsub and mpirun"
+    suffix = ".sge"
+    submit_command = ("qsub", "-terse")
+    cancel = ("qdel",)
+    index = "SGE_TASK_ID"
+    lacks: Mapping[str, str] = {
+        **BATCH_LACKS,
+        "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
+        "cpus_per_rank": "name the site's resource with --directive",
+    }
+
+    def __init__(self) -> None:
+        self._ended_at: dict[str, float] = {}
+        """When qstat first did not know a job any more."""
 
     def values(self, job: Job) -> dict[str, object]:
         """Return what the template may name."""
@@ -67,21 +78,6 @@ class GridEngine(Scheduler):
     def new_output(self, job: Job, job_id: str, seen: dict[str, int]) -> str:
         """Read what the script has written; what the ranks print comes through mpirun."""
         return read_new(dict.fromkeys(sorted(Path().glob(f"{self.stem(job, job_id)}.log")), ""), seen)
-
-
-GRID_ENGINE = GridEngine(
-    name="gridengine",
-    summary="Grid Engine: qsub and mpirun",
-    suffix=".sge",
-    submit_command=("qsub", "-terse"),
-    cancel=("qdel",),
-    index="SGE_TASK_ID",
-    lacks={
-        **BATCH_LACKS,
-        "gpus_per_node": "name the site's resource: --directive='-l gpu=1'",
-        "cpus_per_rank": "name the site's resource with --directive",
-    },
-)
 
 
 def _state(record: Mapping[str, str]) -> State:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.ops.submit.job import Job
@@ -33,19 +32,16 @@ _VALID = {
 """Fields of `Job` that become names and labels: what Kubernetes takes, and how that is said."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kubernetes(Scheduler):
     """Job files are manifests, for one of Kubernetes' operators."""
 
-    suffix: str = ".yaml"
-    submit_command: tuple[str, ...] = ("kubectl", "create", "-f")
-    cancel: tuple[str, ...] = ("kubectl", "delete")
+    suffix = ".yaml"
+    submit_command = ("kubectl", "create", "-f")
+    cancel = ("kubectl", "delete")
     launchers: tuple[str, ...] = ("torchrun",)
-    lacks: Mapping[str, str] = field(
-        default_factory=lambda: {"array": ONE_JOB, "directives": "edit what --dry-run prints"}
-    )
-    longest_name: int = 40
-    runs_in_image: bool = True
+    lacks: Mapping[str, str] = {"array": ONE_JOB, "directives": "edit what --dry-run prints"}
+    longest_name = 40
+    runs_in_image = True
     pods: str
     """Label selector of the pods whose logs are shown, with {} for the job's name."""
 
@@ -133,23 +129,28 @@ class Kubernetes(Scheduler):
         return shlex.join((*self.cancel, *job_id.split(), *runtime))
 
 
-MPI_JOB = Kubernetes(
-    name="mpijob",
-    summary="Kubernetes with Kubeflow's MPI Operator (v2beta1): Horovod or torchrun over ssh",
-    launchers=("mpi", "gloo", "torchrun"),
-    # The launcher prints what the ranks print.
-    pods="training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher",
-)
-TRAIN_JOB = Kubernetes(
-    name="trainjob",
-    summary="Kubernetes with Kubeflow Trainer v2 (v1alpha1): torchrun in each pod",
-    pods="jobset.sigs.k8s.io/jobset-name={}",  # its JobSet has the name of the TrainJob
-)
-JOB_SET = Kubernetes(
-    name="jobset",
-    summary="Kubernetes with JobSet (v1alpha2): torchrun in each pod",
-    pods="jobset.sigs.k8s.io/jobset-name={}",
-)
+class MpiJob(Kubernetes):
+    """A launcher's pod starts the ranks in the workers' pods."""
+
+    name = "mpijob"
+    summary = "Kubernetes with Kubeflow's MPI Operator (v2beta1): Horovod or torchrun over ssh"
+    launchers = ("mpi", "gloo", "torchrun")
+    pods = "training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher"  # prints what the ranks print
+
+
+class JobSet(Kubernetes):
+    """torchrun in each pod."""
+
+    name = "jobset"
+    summary = "Kubernetes with JobSet (v1alpha2): torchrun in each pod"
+    pods = "jobset.sigs.k8s.io/jobset-name={}"
+
+
+class TrainJob(JobSet):
+    """Becomes a JobSet of the same name."""
+
+    name = "trainjob"
+    summary = "Kubernetes with Kubeflow Trainer v2 (v1alpha1): torchrun in each pod"
 
 
 def _json(value: object) -> str | None:

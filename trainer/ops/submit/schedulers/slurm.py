@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cluster.exit_codes import MISTAKE
@@ -22,9 +21,17 @@ _CHARLIECLOUD = "charliecloud:"
 """What stands before the image's folder that Charliecloud is to run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Slurm(Scheduler):
     """Slurm, from 22.05 on."""
+
+    name = "slurm"
+    summary = "Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer, Charliecloud)"
+    suffix = ".sbatch"
+    submit_command = ("sbatch", "--parsable")
+    cancel = ("scancel",)
+    launchers = ("srun", "torchrun")
+    index = "SLURM_ARRAY_TASK_ID"
+    early_s = 60
 
     def values(self, job: Job) -> dict[str, object]:
         """Return what the template may name."""
@@ -72,18 +79,6 @@ class Slurm(Scheduler):
     def stem(self, job: Job, job_id: str) -> str:
         """Return what the names of a job's logs begin with; each job of an array has an id of its own."""
         return f"runs/{job.name}-{'*' if job.array else job_id}"
-
-
-SLURM = Slurm(
-    name="slurm",
-    summary="Slurm: sbatch and srun, without or with containers (Pyxis, Apptainer, Charliecloud)",
-    suffix=".sbatch",
-    submit_command=("sbatch", "--parsable"),
-    cancel=("scancel",),
-    launchers=("srun", "torchrun"),
-    index="SLURM_ARRAY_TASK_ID",
-    early_s=60,
-)
 
 
 def _container(job: Job) -> tuple[str, str]:

@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 
 from trainer.ops.submit.job import Job, shell_command
 from trainer.ops.submit.schedulers.base import BATCH_LACKS, KUBERNETES_ONLY, ONE_JOB, Scheduler
 from trainer.ops.submit.schedulers.template import read
 
-PBS = Scheduler(
-    name="pbs", summary="PBS: qsub and mpirun (not run)", suffix=".pbs", lacks={**BATCH_LACKS, "array": ONE_JOB}
-)
-LSF = Scheduler(
-    name="lsf",
-    summary="LSF: bsub and mpirun (not run)",
-    suffix=".lsf",
-    index="LSB_JOBINDEX",
-    lacks={**BATCH_LACKS, "memory_gib": "its unit is the site's: --directive='-M 16GB'"},
-)
+
+class Pbs(Scheduler):
+    """A batch script with `mpirun`."""
+
+    name = "pbs"
+    summary = "PBS: qsub and mpirun (not run)"
+    suffix = ".pbs"
+    lacks: Mapping[str, str] = {**BATCH_LACKS, "array": ONE_JOB}
+
+
+class Lsf(Scheduler):
+    """A batch script with `mpirun`."""
+
+    name = "lsf"
+    summary = "LSF: bsub and mpirun (not run)"
+    suffix = ".lsf"
+    index = "LSB_JOBINDEX"
+    lacks: Mapping[str, str] = {**BATCH_LACKS, "memory_gib": "its unit is the site's: --directive='-M 16GB'"}
 
 
 class TiOne(Scheduler):
     """The job file is a script that calls the API. Directives set its fields."""
+
+    name = "tione"
+    summary = "Tencent's TI-ONE: torchrun on each node (not run)"
+    suffix = ".sh"
+    launchers = ("torchrun",)
+    longest_name = 60
+    runs_in_image = True
+    lacks: Mapping[str, str] = {
+        **KUBERNETES_ONLY,
+        "array": ONE_JOB,
+        "time_s": "its API has no limit; end the task with `tccli tione StopTrainingTask`",
+        "claim": "runs/ comes from a file system, as in --directive=CFSSource.Id=cfs-…",
+    }
 
     def values(self, job: Job) -> dict[str, object]:
         """Return what the template may name: the fields of the request, too."""
@@ -62,22 +84,6 @@ class TiOne(Scheduler):
         if len(job.name) > self.longest_name:
             problems.append(f"--name is {job.name!r}; {self.name} takes up to {self.longest_name} characters")
         return problems
-
-
-TI_ONE = TiOne(
-    name="tione",
-    summary="Tencent's TI-ONE: torchrun on each node (not run)",
-    suffix=".sh",
-    launchers=("torchrun",),
-    longest_name=60,
-    runs_in_image=True,
-    lacks={
-        **KUBERNETES_ONLY,
-        "array": ONE_JOB,
-        "time_s": "its API has no limit; end the task with `tccli tione StopTrainingTask`",
-        "claim": "runs/ comes from a file system, as in --directive=CFSSource.Id=cfs-…",
-    },
-)
 
 
 @cache
