@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
@@ -45,22 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.subcommand == "trace":  # the script's errors are its own
         return trace.trace(parsed)
+    starts: dict[str, Callable[[], int]] = {
+        "run": lambda: supervise(parse(arguments[1:], of_run)),
+        "doctor": lambda: doctor.examine(parsed),
+        "submit": lambda: submit(parsed.arguments),
+        "test": lambda: self_test.self_test(parsed),
+        "env": environment.print_environment,
+        "merge": lambda: merge(parsed.checkpoint, parsed.file),
+    }
     try:
-        if parsed.subcommand == "run":
-            return supervise(parse(arguments[1:], of_run))
-        return _run(parsed)
+        return starts[parsed.subcommand]()
     except TrainerError as error:
         print(f"trainer {parsed.subcommand}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-
-
-def _run(parsed: argparse.Namespace) -> int:
-    if parsed.subcommand == "doctor":
-        return doctor.examine(parsed)
-    if parsed.subcommand == "submit":
-        return submit(parsed.arguments)
-    if parsed.subcommand == "test":
-        return self_test.self_test(parsed)
-    if parsed.subcommand == "env":
-        return environment.print_environment()
-    return merge(parsed.checkpoint, parsed.file)

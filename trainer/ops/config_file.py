@@ -90,18 +90,17 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
             made = _words(keys[-1], value, action)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
-        # argparse takes an optional positional argument, the scheduler, from the beginning only.
-        words = [*words, *made] if action.option_strings else [*made, *words]
-        places[action.option_strings[0] if action.option_strings else keys[-1]] = place
+        if action.option_strings:
+            words = [*words, *made]
+            places[action.option_strings[0]] = place
+        else:  # the scheduler: argparse takes an optional positional argument from the beginning only
+            words = [*made, *words]
+            places[keys[-1]] = place
     return ConfigFile(tuple(words), tuple(command), places)
 
 
 def _read(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a file, and what it says.
-
-    Raises:
-        ConfigError: it cannot be read, or is not valid.
-    """
+    """Return the text of a file, and what it says."""
     try:
         with Path(path).open("rb") as file:  # which may be a pipe
             data = file.read(_MOST_BYTES + 1)
@@ -122,11 +121,7 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_numbers(value: Any, depth: int = 0) -> None:
-    """Check that a message can show every value.
-
-    Raises:
-        RecursionError, ValueError: it cannot.
-    """
+    """Raise `RecursionError` or `ValueError` for a value that no message can show."""
     if depth > _MOST_DEPTH:
         raise RecursionError
     if isinstance(value, int) and not -_MOST_NUMBER <= value < _MOST_NUMBER:
@@ -166,11 +161,7 @@ def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _action(keys: tuple[str, ...], actions: Mapping[str, argparse.Action], value: Any) -> argparse.Action:
-    """Return what a key sets.
-
-    Raises:
-        ConfigError: there is no such setting.
-    """
+    """Return what a key sets."""
     if keys[0] not in _TABLES:
         raise ConfigError(f"{keys[0]!r} is not known; valid are command, [run] and [submit]")
     if len(keys) == 1:
@@ -181,20 +172,15 @@ def _action(keys: tuple[str, ...], actions: Mapping[str, argparse.Action], value
 
 
 def _words(key: str, value: Any, action: argparse.Action) -> list[str]:
-    """Return a setting as words of a command line.
-
-    Raises:
-        ConfigError: the option takes no such value.
-    """
+    """Return a setting as words of a command line."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{key} is {value!r}; valid is true or false")
         return [action.option_strings[0]] if value else []
-    is_repeated = isinstance(value, list) and isinstance(action, argparse._AppendAction)
-    values = value if is_repeated else [value]
+    may_repeat = isinstance(action, argparse._AppendAction)
+    values = value if isinstance(value, list) and may_repeat else [value]
     if any(isinstance(entry, bool | dict | list) for entry in values):
-        lists = ", or a list of these" if isinstance(action, argparse._AppendAction) else ""
-        raise ConfigError(f"{key} is {value!r}; valid is a number or a text{lists}")
+        raise ConfigError(f"{key} is {value!r}; valid is a number or a text{', or a list of these' * may_repeat}")
     if callable(action.type):
         for entry in values:
             try:
@@ -204,10 +190,9 @@ def _words(key: str, value: Any, action: argparse.Action) -> list[str]:
     if not action.option_strings:
         return [str(value)]
     option = action.option_strings[0]
-    # With "=", because a value may begin with a dash; options with a single one do not take it so.
-    return [
-        word for entry in values for word in ([f"{option}={entry}"] if option[:2] == "--" else [option, str(entry)])
-    ]
+    if option.startswith("--"):
+        return [f"{option}={entry}" for entry in values]  # a value may begin with a dash
+    return [option, str(value)]  # options with a single dash take no "=", and none of them may be repeated
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
 
 from trainer.errors import TrainerError
 
@@ -17,16 +16,6 @@ examples:
 
 exit codes: 0 all right, 1 something is wrong, 2 these options are not valid. `trainer doctor` looks for the cause.
 """
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one rank has seen."""
-
-    transport: str
-    """What sums, as in "Horovod over MPI"."""
-    first_loss: float
-    last_loss: float
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,17 +47,18 @@ def self_test(parsed: argparse.Namespace) -> int:
 
     began = time.monotonic()
     ranks, hosts = parsed.ranks, parsed.hosts
-    seen = launch(_check, np=ranks, hosts=hosts, launcher=parsed.launcher, timeout_s=parsed.timeout_s)[0]
+    results = launch(_check, np=ranks, hosts=hosts, launcher=parsed.launcher, timeout_s=parsed.timeout_s)
+    transport, first_loss, last_loss = results[0]
     print(
-        f"trainer test: all right: {ranks} ranks on {hosts or 'localhost'}, {seen.transport}: the sum is exact, "
-        f"{_STEPS} steps took the loss from {seen.first_loss:.3f} to {seen.last_loss:.3f}, and the weights are the "
-        f"same on all ranks; {time.monotonic() - began:.1f} s"
+        f"trainer test: all right: {ranks} ranks on {hosts or 'localhost'}, {transport}: the sum is exact, "
+        f"{_STEPS} steps took the loss from {first_loss:.3f} to {last_loss:.3f}, and the weights are the same on all "
+        f"ranks; {time.monotonic() - began:.1f} s"
     )
     return 0
 
 
-def _check() -> Seen:
-    """Run on each rank.
+def _check() -> tuple[str, float, float]:
+    """Run on each rank; return what sums, as in "Horovod over MPI", and the first and the last loss.
 
     Raises:
         TrainerError: a sum is wrong, the loss does not fall, or weights differ.
@@ -103,4 +93,4 @@ def _check() -> Seen:
         raise TrainerError(f"{_STEPS} steps took the loss from {first:.3f} to {last:.3f}; it should be below half")
     if any(not torch.equal(other, weights[0]) for other in weights):
         raise TrainerError(f"the weights differ between ranks after {_STEPS} steps")
-    return Seen(run.strategy.description.partition(", rank")[0], first, last)
+    return run.strategy.description.partition(", rank")[0], first, last

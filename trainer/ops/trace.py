@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,42 +50,77 @@ bytes, 0 if none were sent. A plain tuple, because the garbage collector lets go
 
 
 class Timeline:
-    """What one rank does, as it does it."""
+    """What this rank does, as it does it, and the file that gets the timelines of all ranks.
 
-    def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+    Args:
+        file: gets them, on rank 0; of a rank that fails, a file beside it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._strategy: Strategy | None = None
+        self._ahead_ns = 0
+        """What this rank's clock lacks of rank 0's."""
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._wait: tuple[str, int] | None = None
         self._phase: tuple[str, int] | None = None
         self._steps: list[int] = []
         self._free_ns = _now()
         """When the loop's last span has ended. What it does from then to a backward pass is the forward pass."""
-        self._sent: dict[Any, tuple[int, int]] = {}
 
-    def on_state(self, state: int, what: str) -> None:
-        """Note what the heartbeat notes: that this rank waits, or does so no longer."""
-        now = _now()
-        if self._wait is not None:
-            self._add(*self._wait, now)
-        self._wait = (what, now) if state == State.WAITING else None
+    def follow(self, strategy: Strategy) -> Strategy:
+        """Record what a strategy does from now on. Collective.
 
-    def on_phase(self, phase: str) -> None:
-        """Note that another phase begins, such as a checkpoint."""
-        if self._phase is not None and phase == self._phase[0]:
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self._strategy is not None:
+            return strategy
+        if strategy.world.is_root:
+            check_writable(self._file)
+        self._strategy = strategy
+        self._ahead_ns = _clock_difference_ns(strategy)
+        observe(strategy.world.rank, self._on_state, self._on_phase)
+        _follow_pytorch(self)
+        follow_loader, start, close = strategy.follow_loader, strategy.start_gradients, strategy.close
+
+        def follow_loader_traced(loader: Loader) -> None:
+            follow_loader(loader)
+            through = loader.through
+            loader.through = lambda steps: self._loading(through(steps))
+
+        def start_traced(flat: Any, name: str) -> Callable[[], object]:
+            began, wait = _now(), start(flat, name)
+
+            def wait_traced() -> object:
+                result = wait()
+                self.add_message(began, flat.nbytes)
+                return result
+
+            return wait_traced
+
+        def close_traced() -> None:
+            self.write()
+            close()
+
+        vars(strategy).update(follow_loader=follow_loader_traced, start_gradients=start_traced, close=close_traced)
+        _follow_horovod(self)
+        return strategy
+
+    def write(self) -> None:
+        """Write the timelines of all ranks. Collective; a second call does nothing."""
+        strategy, self._strategy = self._strategy, None
+        if strategy is None:
             return
-        now = _now()
-        if self._phase is not None:
-            self.spans.append((_PHASE, *self._phase, now, 0))
-        self._phase = (phase, now)
+        parts = strategy.all_gather_object(self._events(strategy))
+        if strategy.world.is_root:
+            _save(self._file, [event for events in parts for event in events])
 
-    def loading(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Yield a loader's steps, and note how long each takes to draw."""
-        while True:
-            began = _now()
-            step = next(steps, None)
-            self._add("data", began, _now())
-            if step is None:
-                return
-            yield step
+    def write_alone(self) -> None:
+        """Write the timeline of this rank, whose script has failed."""
+        if self._strategy is not None:
+            rank = self._strategy.world.rank
+            _save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), self._events(self._strategy))
 
     def backward(self, run: Callable[..., None], *args: Any, **options: Any) -> None:
         """Run a backward pass. What came before it, since the loop's last span, is the forward pass."""
@@ -100,104 +135,50 @@ class Timeline:
     def after_step(self, *_: object) -> None:
         self._add("step", self._steps.pop(), _now())
 
-    def on_sent(self, message: Any, size: int, began_ns: int) -> None:
-        """Note that a message has begun to be summed."""
-        self._sent[message] = (began_ns, size)
+    def add_message(self, began_ns: int, size: int) -> None:
+        """Note that this rank has the sum of a message, which may have been there earlier."""
+        self._spans.append((_MESSAGE, "gradients", began_ns, _now(), size))
 
-    def on_received(self, message: Any) -> None:
-        """Note that this rank has the message's sum, which may have been there earlier."""
-        if message in self._sent:
-            began, size = self._sent.pop(message)
-            self.spans.append((_MESSAGE, "gradients", began, _now(), size))
+    def _on_state(self, state: int, what: str) -> None:
+        """Note what the heartbeat notes: that this rank waits, or does so no longer."""
+        now = _now()
+        if self._wait is not None:
+            self._add(*self._wait, now)
+        self._wait = (what, now) if state == State.WAITING else None
 
-    def end(self) -> None:
-        """Close what is still open."""
-        self.on_state(State.BETWEEN, "")
-        self.on_phase("")
+    def _on_phase(self, phase: str) -> None:
+        """Note that another phase begins, such as a checkpoint."""
+        if self._phase is not None and phase == self._phase[0]:
+            return
+        now = _now()
+        if self._phase is not None:
+            self._spans.append((_PHASE, *self._phase, now, 0))
+        self._phase = (phase, now)
+
+    def _loading(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Yield a loader's steps, and note how long each takes to draw."""
+        while True:
+            began = _now()
+            step = next(steps, None)
+            self._add("data", began, _now())
+            if step is None:
+                return
+            yield step
 
     def _add(self, name: str, began_ns: int, ended_ns: int) -> None:
-        self.spans.append((_LOOP, name, began_ns, ended_ns, 0))
+        self._spans.append((_LOOP, name, began_ns, ended_ns, 0))
         self._free_ns = ended_ns
 
-
-class Trace:
-    """The timelines of all ranks that run a script.
-
-    Args:
-        file: gets them, on rank 0; of a rank that fails, a file beside it.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._timeline = Timeline()
-        self._strategy: Strategy | None = None
-        self._ahead_ns = 0
-        """What this rank's clock lacks of rank 0's."""
-
-    def follow(self, strategy: Strategy) -> Strategy:
-        """Record what a strategy does from now on. Collective.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        if self._strategy is not None:
-            return strategy
-        if strategy.world.is_root:
-            check_writable(self._file)
-        self._strategy, timeline = strategy, self._timeline
-        self._ahead_ns = _clock_difference_ns(strategy)
-        observe(strategy.world.rank, timeline.on_state, timeline.on_phase)
-        _follow_pytorch(timeline)
-        follow_loader, start, close = strategy.follow_loader, strategy.start_gradients, strategy.close
-
-        def follow_loader_traced(loader: Loader) -> None:
-            follow_loader(loader)
-            through = loader.through
-            loader.through = lambda steps: timeline.loading(through(steps))
-
-        def start_traced(flat: Any, name: str) -> Callable[[], object]:
-            timeline.on_sent(name, flat.numel() * flat.element_size(), _now())
-            return _then(start(flat, name), partial(timeline.on_received, name))
-
-        def close_traced() -> None:
-            self.write()
-            close()
-
-        vars(strategy).update(follow_loader=follow_loader_traced, start_gradients=start_traced, close=close_traced)
-        _follow_horovod(timeline)
-        return strategy
-
-    def write(self) -> None:
-        """Write the timelines of all ranks. Collective; a second call does nothing."""
-        strategy, self._strategy = self._strategy, None
-        if strategy is None:
-            return
-        parts = strategy.all_gather_object(self._events(strategy))
-        if strategy.world.is_root:
-            self._save(self._file, [event for events in parts for event in events])
-
-    def write_alone(self) -> None:
-        """Write the timeline of this rank, whose script has failed."""
-        if self._strategy is not None:
-            rank = self._strategy.world.rank
-            self._save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), self._events(self._strategy))
-
     def _events(self, strategy: Strategy) -> list[dict[str, Any]]:
-        self._timeline.end()
-        return list(_events(self._timeline.spans, strategy.world.rank, self._ahead_ns))
-
-    def _save(self, file: Path, events: list[dict[str, Any]]) -> None:
-        write_atomically(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
-        print_line(f"trainer trace: wrote {file}; https://ui.perfetto.dev shows it", sys.stderr)
+        # Close what is still open.
+        self._on_state(State.BETWEEN, "")
+        self._on_phase("")
+        return list(_events(self._spans, strategy.world.rank, self._ahead_ns))
 
 
-def _then(wait: Callable[[], object], received: Callable[[], object]) -> Callable[[], object]:
-    def wait_and_note() -> object:
-        result = wait()
-        received()
-        return result
-
-    return wait_and_note
+def _save(file: Path, events: list[dict[str, Any]]) -> None:
+    write_atomically(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+    print_line(f"trainer trace: wrote {file}; https://ui.perfetto.dev shows it", sys.stderr)
 
 
 def _follow_pytorch(timeline: Timeline) -> None:
@@ -220,22 +201,24 @@ def _follow_horovod(timeline: Timeline) -> None:
     if horovod is None:
         return
 
+    sent: dict[Any, tuple[int, int]] = {}
+    wait = horovod.synchronize
+
     def sends(send: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(send)
         def call(tensors: Any, *args: Any, **options: Any) -> Any:
             began = _now()  # not afterwards: another rank may have the sum by then
             handle = send(tensors, *args, **options)
-            some = tensors if isinstance(tensors, Sequence) else [tensors]
-            timeline.on_sent(handle, sum(tensor.numel() * tensor.element_size() for tensor in some), began)
+            group = tensors if isinstance(tensors, Sequence) else [tensors]
+            sent[handle] = (began, sum(tensor.nbytes for tensor in group))
             return handle
 
         return call
 
-    wait = horovod.synchronize
-
     def synchronize(handle: Any) -> Any:
         result = wait(handle)
-        timeline.on_received(handle)
+        if handle in sent:
+            timeline.add_message(*sent.pop(handle))
         return result
 
     vars(horovod).update(
@@ -259,7 +242,7 @@ def _clock_difference_ns(strategy: Strategy) -> int:
         left.append(_now())
     by_rank = strategy.all_gather_object(left)
     here = by_rank[machines.index(machine_id())]
-    return int(sorted(root - own for root, own in zip(by_rank[0], here, strict=True))[_ROUNDS // 2])
+    return int(sorted(root - local for root, local in zip(by_rank[0], here, strict=True))[_ROUNDS // 2])
 
 
 def _events(spans: Iterable[Span], rank: int, ahead_ns: int) -> Iterator[dict[str, Any]]:
@@ -312,14 +295,14 @@ def trace(parsed: argparse.Namespace) -> int:
     """Run the script; return 0. What ends the script, such as an exception, ends this as it would end the script."""
     from trainer import strategies  # which imports PyTorch
 
-    recorded = Trace(parsed.file)
-    strategies.wrapper = recorded.follow
+    timeline = Timeline(parsed.file)
+    strategies.wrapper = timeline.follow
     sys.path[0], sys.argv = str(parsed.script.resolve().parent), [str(parsed.script), *parsed.arguments]
     try:
         runpy.run_path(str(parsed.script), run_name="__main__")
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            recorded.write_alone()
+            timeline.write_alone()
             raise
-    recorded.write()
+    timeline.write()
     return 0
