@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,7 @@ class Timeline:
         strategy, self._strategy = self._strategy, None
         if strategy is None:
             return
-        parts = strategy.all_gather_object(self._events(strategy))
+        parts = strategy.all_gather_object(list(self._events(strategy.world.rank)))
         if strategy.world.is_root:
             _save(self._file, [event for events in parts for event in events])
 
@@ -120,7 +120,7 @@ class Timeline:
         """Write the timeline of this rank, whose script has failed."""
         if self._strategy is not None:
             rank = self._strategy.world.rank
-            _save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), self._events(self._strategy))
+            _save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), list(self._events(rank)))
 
     def backward(self, run: Callable[..., None], *args: Any, **options: Any) -> None:
         """Run a backward pass. What came before it, since the loop's last span, is the forward pass."""
@@ -169,11 +169,28 @@ class Timeline:
         self._spans.append((_LOOP, name, began_ns, ended_ns, 0))
         self._free_ns = ended_ns
 
-    def _events(self, strategy: Strategy) -> list[dict[str, Any]]:
+    def _events(self, rank: int) -> Iterator[dict[str, Any]]:
+        """Yield this rank's spans as events of the Trace Event Format, whose times are microseconds."""
         # Close what is still open.
         self._on_state(State.BETWEEN, "")
         self._on_phase("")
-        return list(_events(self._spans, strategy.world.rank, self._ahead_ns))
+        yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
+        yield _metadata(rank, "process_sort_index", sort_index=rank)
+        # To Perfetto, the thread with the process's number is its first, and thread 0 is process 0's alone.
+        threads = {_LOOP: rank, _PHASE: _PHASES + rank}
+        for track, thread in threads.items():
+            yield {**_metadata(rank, "thread_name", name=track), "tid": thread}
+        for number, (track, name, began_ns, ended_ns, size) in enumerate(self._spans):
+            # Whole nanoseconds: with differences of fractions, bars overlap by one, which Perfetto reports as an error.
+            began, ended = began_ns + self._ahead_ns, ended_ns + self._ahead_ns
+            event = {"name": name, "pid": rank, "ts": began / 1e3}
+            if track != _MESSAGE:
+                yield {**event, "ph": "X", "tid": threads[track], "dur": (ended - began) / 1e3}
+                continue
+            # Messages overlap, which only asynchronous events may.
+            message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
+            yield {**message, "ph": "b", "args": {"bytes": size}}
+            yield {**message, "ph": "e", "ts": ended / 1e3}
 
 
 def _save(file: Path, events: list[dict[str, Any]]) -> None:
@@ -243,27 +260,6 @@ def _clock_difference_ns(strategy: Strategy) -> int:
     by_rank = strategy.all_gather_object(left)
     here = by_rank[machines.index(machine_id())]
     return int(sorted(root - local for root, local in zip(by_rank[0], here, strict=True))[_ROUNDS // 2])
-
-
-def _events(spans: Iterable[Span], rank: int, ahead_ns: int) -> Iterator[dict[str, Any]]:
-    """Yield the spans of one rank as events of the Trace Event Format, whose times are microseconds."""
-    yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
-    yield _metadata(rank, "process_sort_index", sort_index=rank)
-    # To Perfetto, the thread with the process's number is its first, and thread 0 is process 0's alone.
-    threads = {_LOOP: rank, _PHASE: _PHASES + rank}
-    for track, thread in threads.items():
-        yield {**_metadata(rank, "thread_name", name=track), "tid": thread}
-    for number, (track, name, began_ns, ended_ns, size) in enumerate(spans):
-        # Whole nanoseconds: with differences of fractions, bars overlap by one, which Perfetto reports as an error.
-        began, ended = began_ns + ahead_ns, ended_ns + ahead_ns
-        event = {"name": name, "pid": rank, "ts": began / 1e3}
-        if track != _MESSAGE:
-            yield {**event, "ph": "X", "tid": threads[track], "dur": (ended - began) / 1e3}
-            continue
-        # Messages overlap, which only asynchronous events may.
-        message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
-        yield {**message, "ph": "b", "args": {"bytes": size}}
-        yield {**message, "ph": "e", "ts": ended / 1e3}
 
 
 def _metadata(rank: int, kind: str, **args: Any) -> dict[str, Any]:
