@@ -7,7 +7,7 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -97,7 +97,7 @@ def _add_fields(
         alternatives = _alternatives(hints[name], name)
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if bool not in alternatives:
-            metavar = _metavar(alternatives, _choices(annotated[name]), name)
+            metavar = _metavar(alternatives, annotated[name], name)
             how = {"type": partial(_read, alternatives, default), "metavar": metavar}
         action = group.add_argument(option, dest=prefix + name, default=None if default is MISSING else default, **how)
         # Given to add_argument, the text would get the default of a flag once more, by Python 3.11 and 3.12.
@@ -145,14 +145,10 @@ def _spelled(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _choices(hint: Any) -> Sequence[Any]:
-    """Return the values that an `Annotated` lists, if it is one."""
-    return next((rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, tuple | list)), ())
-
-
-def _metavar(alternatives: list[Any], choices: Sequence[Any], name: str) -> str:
+def _metavar(alternatives: list[Any], annotated: Any, name: str) -> str:
     """Return what stands for an option's value: the valid ones, a letter for a number, or the field's name."""
-    choices = choices or [value for value in alternatives if isinstance(value, str | int)]
+    listed = next((rule for rule in getattr(annotated, "__metadata__", ()) if isinstance(rule, tuple | list)), ())
+    choices = listed or [value for value in alternatives if isinstance(value, str | int)]
     if choices:
         return "|".join(map(_spelled, choices))
     numbers = [] if str in alternatives else [_METAVARS[part] for part in alternatives if part in _METAVARS]

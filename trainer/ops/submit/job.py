@@ -26,10 +26,6 @@ def _amount(text: str, units: dict[str, int]) -> int | None:
     return int(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
-def _gib(text: str) -> int | None:
-    return _amount(text, _UNITS_GIB)
-
-
 def _seconds(text: str) -> int | None:
     match = _CLOCK.fullmatch(text)
     if match is None:
@@ -47,7 +43,7 @@ class Number(NamedTuple):
 
 
 _COUNT = Number(_count, "a number of at least 1")
-_MEMORY = Number(_gib, f"a number with {', '.join(_UNITS_GIB)}, as in 16GB")
+_MEMORY = Number(partial(_amount, units=_UNITS_GIB), f"a number with {', '.join(_UNITS_GIB)}, as in 16GB")
 _TIME = Number(_seconds, f"a number with {', '.join(_UNITS_S)}, as in 2h, or H:MM:SS")
 _GRACE = _TIME._replace(valid=_TIME.valid.replace("2h", "120s"))
 

@@ -91,7 +91,7 @@ def follow(options: Options, job_id: str) -> int:
     scheduler, job_ids, codes = options.scheduler, [job_id], list[int]()
     try:
         for job_id in job_ids:  # which get more
-            codes.append(_follow_one(options, job_id))
+            codes.append(_follow_job(options, job_id))
             for successor in scheduler.successors(options.job, job_id):
                 _say(f"job {job_id} goes on as job {successor}; {scheduler.cancel_line(successor)} ends it")
                 job_ids.append(successor)
@@ -101,7 +101,7 @@ def follow(options: Options, job_id: str) -> int:
     return max(codes)
 
 
-def _follow_one(options: Options, job_id: str) -> int:
+def _follow_job(options: Options, job_id: str) -> int:
     """Print what is new in a job's state and its logs until it has ended; return its exit code."""
     scheduler, job = options.scheduler, options.job
     states: dict[str, State] = {}

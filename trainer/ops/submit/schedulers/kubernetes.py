@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.ops.submit.job import Job
+from trainer.ops.submit.job import OPTIONS, Job
 from trainer.ops.submit.schedulers.base import ONE_JOB, Scheduler, State, call, with_prefix
 from trainer.ops.submit.schedulers.template import fill, read
 
@@ -79,9 +79,8 @@ class Kubernetes(Scheduler):
         for name, (pattern, valid) in _VALID.items():
             value = getattr(job, name)
             texts = (value,) if isinstance(value, str) else value
-            option = name.removesuffix("s").replace("_", "-")
             bad = [text for text in texts if text and not re.fullmatch(pattern, text, re.ASCII)]
-            problems += [f"--{option} is {text!r}; {valid.format(self.name)}" for text in bad]
+            problems += [f"{OPTIONS[name].name} is {text!r}; {valid.format(self.name)}" for text in bad]
         return problems
 
     def submit(self, path: Path) -> str:
