@@ -9,11 +9,10 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
-
-import psutil
 
 from trainer.files import what_is_no_folder
 from trainer.untrusted import open_no_link, parse_json, read_file
@@ -76,8 +75,8 @@ class FolderLock:
     def _is_open_in(self, process: object) -> TypeGuard[int]:
         if type(process) is not int or process <= 0:
             return False
-        with suppress(OSError, psutil.Error):
-            return any(self._path.samefile(file.path) for file in psutil.Process(process).open_files())
+        with suppress(OSError):
+            return any(self._path.samefile(entry) for entry in _open_files(process))
         return False
 
     def release(self) -> None:
@@ -103,3 +102,9 @@ class FolderLock:
             holder = parse_json(read_file(self._path))
             return holder if isinstance(holder, dict) else {}
         return {}
+
+
+def _open_files(process: int) -> Iterator[Path]:
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        if path.is_file():  # else it is a socket, or was closed in the meantime
+            yield path
