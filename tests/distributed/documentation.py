@@ -35,7 +35,11 @@ class Run:
 
 # The launchers' table of README.md, where train.py runs every Python block of these pages: launcher's ranks.
 # Those of VARIANTS differ from others in the launcher alone, under which the checks of `jobs` run; they are slow.
-VARIANTS = ("horovodrun --gloo -np 2 python train.py", "mpirun -np 2 --bind-to none python train.py")
+VARIANTS = (
+    "horovodrun --gloo -np 2 python train.py",
+    "mpirun -np 2 --bind-to none python train.py",
+    "torchrun --nproc-per-node 2 train.py",
+)
 LAUNCHED = {
     "python train.py": 1,
     "horovodrun -np 2 python train.py": 2,
@@ -50,13 +54,16 @@ _DIGITS = "--dataset digits --epochs 1"
 _MNIST = Run(append=f"{_DIGITS} --output none", prints="evaluated 297/297")
 # As tests/distributed/test_language_model.py runs them, and asks for the losses.
 _LANGUAGE_MODEL = Run("--epochs 1 --bytes 20000 --length 64", prints="epoch 1/1: test loss", is_slow=True)
+_DOCTOR = Run("|| test $? = 1", prints="trainer doctor: ")
 _FSDP_CHECKPOINTS = "benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto"
 HERE = {
     "source .venv/bin/activate": Run(append="&& command -v horovodrun", prints="/.venv/bin/horovodrun"),
     "make help": Run(prints="check-gpu"),
     'make fuzz ARGS="--only watcher --inputs 1000"': Run(prints="nothing was found"),
-    "python examples/mnist.py --help": Run(prints="--target-accuracy"),
-    "horovodrun -np 2 python scripts/comm_bench.py": Run(append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2"),
+    "python examples/mnist.py --help": Run(prints="--target-accuracy", is_slow=True),
+    "horovodrun -np 2 python scripts/comm_bench.py": Run(
+        append="--sizes 4 --repeats 1 --only mpi", prints="ranks: 2", is_slow=True
+    ),
     "diff -y -W 230 examples/language_model_plain.py examples/language_model.py": Run(
         append="|| test $? = 1", prints="run = trainer.init("
     ),
@@ -69,18 +76,21 @@ HERE = {
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
     "trainer run -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    **dict.fromkeys(("trainer doctor", "trainer doctor --gpu"), Run("|| test $? = 1", prints="trainer doctor: ")),
+    "trainer doctor": replace(_DOCTOR, is_slow=True),
+    "trainer doctor --gpu": _DOCTOR,
     "trainer --version": Run(prints="trainer 0."),
-    "trainer test": Run(prints="trainer test: all right: 2 ranks on localhost, Horovod over MPI: "),
-    "horovodrun -np 2 python examples/mnist.py": _MNIST,
+    "horovodrun -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
+    # As tests/distributed/test_trace.py runs them, and looks at what they have written.
     "horovodrun -np 2 trainer trace trace.json examples/mnist.py --epochs 1": Run(
         replace=("trace.json", "$(mktemp -d)/trace.json"),
         append=f"{_DIGITS} --output none",
         prints="/trace.json; https://ui.perfetto.dev shows it",
+        is_slow=True,
     ),
     "torchrun --nproc-per-node 2 --no-python -- trainer trace trace.json train.py": Run(
         replace=("trace.json train.py", f"$(mktemp -d)/trace.json examples/mnist.py {_DIGITS} --output none"),
         prints="/trace.json; https://ui.perfetto.dev shows it",
+        is_slow=True,
     ),
     "trainer env": Run(prints="Horovod has mpi, gloo"),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
@@ -98,6 +108,7 @@ HERE = {
     f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS}": Run(
         replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
         prints="| auto | 2 | ",
+        is_slow=True,
     ),
     f"torchrun --nproc-per-node 4 {_FSDP_CHECKPOINTS} --resume": Run(
         replace=(f"4 {_FSDP_CHECKPOINTS}", "2 benchmarks/fsdp_checkpoints.py $(mktemp -d) --size 1m"),
@@ -128,7 +139,10 @@ HERE = {
     "--momentum 0.5 --decay none --epochs 2 --output none": replace(_MNIST, is_slow=True),
     "horovodrun -np 2 python scripts/timed.py --steps 40 t.jsonl examples/language_model.py --length 128 "
     "--bytes 400000 --epochs 1": Run(
-        replace=("--steps 40", "--steps 5"), append="--bytes 20000 --length 64", prints="epoch 1/1: test loss"
+        replace=("--steps 40", "--steps 5"),
+        append="--bytes 20000 --length 64",
+        prints="epoch 1/1: test loss",
+        is_slow=True,  # the scaling test runs it under DDP
     ),
     "python scripts/scaling_test.py --batch-size 16 --global-batch examples/image_folder.py --workers 0": Run(
         replace=("examples/", "--scaling weak --steps 2 --repeats 1 --output $(mktemp -d) examples/"),
@@ -213,6 +227,7 @@ BY_DOCKER = (
 
 # Commands that something else in this project runs, with its words there.
 ELSEWHERE = {
+    "trainer test": ("tests/distributed/test_self_test.py", '"-m", "trainer", "test"'),
     "python benchmarks/trackers.py": ("tests/distributed/test_trackers.py", 'measure("TensorBoard", pairs=2'),
     "python scripts/install/peers.py": (".ci/run", ".venv/bin/python scripts/install/peers.py"),
     "torchrun --nproc-per-node 2 -- train.py --log INFO": (

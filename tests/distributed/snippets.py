@@ -42,19 +42,19 @@ for epoch in range(5):
 """
 
 
-def write_snippets(folder: Path, *, with_plain_loop: bool = False, containing: str = "") -> list[str]:
-    """Write train.py and all snippets, the diffs applied to the plain loop, into `folder`; return their names.
+def name_of(unit: Unit) -> str:
+    """Return the name of a snippet's file."""
+    return f"{unit.page.replace('/', '-')}-{unit.line}.py"
 
-    Args:
-        containing: leaves out snippets without these words.
-    """
+
+def write_snippets(folder: Path, *, with_plain_loop: bool = False) -> list[str]:
+    """Write train.py and all snippets, the diffs applied to the plain loop, into `folder`; return their names."""
     (folder / "snippets").mkdir(parents=True)
     (folder / "train.py").write_text(RUN_SNIPPETS)
-    snippets = {f"{unit.page.replace('/', '-')}-{unit.line}.py": unit.text for unit in _scripts("python")}
+    snippets = {name_of(unit): unit.text for unit in _scripts("python")}
     snippets |= {f"diff-{unit.line}.py": apply_diff(unit.text, PLAIN_LOOP) for unit in _scripts("diff")}
     if with_plain_loop:
         snippets["plain.py"] = PLAIN_LOOP
-    snippets = {name: text for name, text in snippets.items() if containing in text}
     for name, text in snippets.items():
         (folder / "snippets" / name).write_text(text)
     return list(snippets)

@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from tests.distributed.documentation import ELSEWHERE, HERE, LAUNCHED, VARIANTS, claimed, claims
-from tests.distributed.harness import ROOT
+from tests.distributed.harness import ROOT, Outcome
 from tests.distributed.pages import IS_COMMAND, PAGES, read_page, units
-from tests.distributed.snippets import check_weights, in_shell, write_snippets
+from tests.distributed.snippets import check_weights, in_shell, name_of, write_snippets
 from trainer import FsdpConfig, ShardedLoader, StreamLoader, TrainerConfig
 from trainer.data.base import OPTIONS, Loader
 from trainer.strategies import NAMES
@@ -60,22 +61,37 @@ def commands(names: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
 
 
+Trained = Callable[[str], tuple[Path, list[str], Outcome]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Runs all snippets under a launcher's command, once; returns the folder, their names and how the job ended."""
+
+    @cache
+    def train(command: str) -> tuple[Path, list[str], Outcome]:
+        folder = tmp_path_factory.mktemp("snippets")
+        names = write_snippets(folder, with_plain_loop=LAUNCHED[command] == 1)
+        return folder, names, in_shell(folder, command)
+
+    return train
+
+
 @pytest.mark.parametrize("command", commands(LAUNCHED, VARIANTS.__contains__))
-def test_snippets_run_under_every_launcher(tmp_path: Path, command: str) -> None:
-    snippets = write_snippets(tmp_path, with_plain_loop=LAUNCHED[command] == 1)
-    outcome = in_shell(tmp_path, command)
+def test_snippets_run_under_every_launcher(trained: Trained, command: str) -> None:
+    folder, names, outcome = trained(command)
     assert outcome.code == 0, outcome.output
     assert "trainer: WARNING" not in outcome.output
-    check_weights(tmp_path, snippets, LAUNCHED[command])
+    check_weights(folder, names, LAUNCHED[command])
 
 
-def test_columns_that_are_cut_by_hand_train_as_one_process_does(tmp_path: Path) -> None:
+def test_columns_that_are_cut_by_hand_train_as_one_process_does(trained: Trained) -> None:
+    (columns,) = [unit for unit in units("python") if "columns[:, run.rank :: run.world_size]" in unit.text]
     weights = []
-    for ranks in (1, 2):
-        (name,) = write_snippets(tmp_path / f"{ranks}", containing="columns[:, run.rank :: run.world_size]")
-        outcome = in_shell(tmp_path / f"{ranks}", f"torchrun --nproc-per-node {ranks} train.py")
+    for command in ("python train.py", "horovodrun -np 2 python train.py"):
+        folder, _, outcome = trained(command)
         assert outcome.code == 0, outcome.output
-        weights.append(json.loads((tmp_path / f"{ranks}/snippets/{name}.0").read_text()))
+        weights.append(json.loads((folder / "snippets" / f"{name_of(columns)}.0").read_text()))
     one, two = (torch.cat([torch.tensor(value).flatten() for value in values]) for values in weights)
     assert (one - two).norm() < 1e-5 * one.norm()
 

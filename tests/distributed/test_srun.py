@@ -116,6 +116,7 @@ def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
     assert "component was not found" not in checks.outcome.output
 
 
+@pytest.mark.slow  # test_documentation.py has them under the other launchers
 @pytest.mark.parametrize("command", UNDER_SLURM)
 def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str], command: str) -> None:
     snippets = write_snippets(tmp_path)
@@ -129,6 +130,7 @@ def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_under_srun(sl
     assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
 
 
+@pytest.mark.slow  # tests/unit/test_config.py refuses what is nested
 def test_srun_of_a_torchrun_of_its_own_for_each_task_is_refused(tmp_path: Path, slurm: dict[str, str]) -> None:
     command = f"srun -n 2 torchrun --standalone {ROOT}/examples/mnist.py --dataset digits --device cpu"
     outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})
