@@ -1,4 +1,4 @@
-"""A running job listens where docs/security.md says, and nowhere else."""
+"""A running job listens where docs/security.md says, and nowhere else, and shows its secrets to nobody."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +27,7 @@ JOBS = {
     "horovodrun-gloo ddp": {"gloo", "ddp"},
     "horovodrun-gloo parameter_server": {"gloo", "parameter server"},
     "horovodrun-mpi horovod": {"mpi"},
+    "horovodrun-mpi parameter_server": {"mpi", "parameter server"},
     "mpirun ddp": {"mpi", "ddp"},
     "mpirun parameter_server": {"mpi", "parameter server"},
     "torchrun ddp": {"torchrun", "torchrun with c10d", "ddp"},
@@ -36,8 +39,16 @@ JOBS = {
 # Others look at each of their rows.
 SLOW = {
     *("horovodrun-gloo parameter_server", "torchrun parameter_server", "horovodrun-gloo ddp", "mpirun ddp"),
-    *("supervised ddp", "supervised-torchrun ddp"),
+    *("horovodrun-mpi horovod", "mpirun parameter_server", "supervised-torchrun ddp"),
 }
+SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
+"""What a job has of its own, and how many hexadecimal digits that are."""
+HAS = {
+    "horovodrun-gloo horovod": ["HOROVOD_JOB_SECRET", "HOROVOD_RENDEZVOUS_KEY"],
+    "horovodrun-mpi parameter_server": ["HOROVOD_JOB_SECRET"],
+    "supervised ddp": ["HOROVOD_JOB_SECRET", "TRAINER_SECRET"],
+}
+RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -122,32 +133,88 @@ def command(name: str) -> list[str]:
     return command_for(launcher, 2, [SCRIPT, strategy])
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a job has shown while all its ranks were there, and by its end."""
+
+    ports: Counter[tuple[str, str]]
+    environments: list[dict[str, str]]
+    lines: list[str]
+    """The command lines of its processes."""
+    said: str
+
+
+Look = Callable[[str], Seen]
+
+
+@pytest.fixture(scope="module")
+def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
+    """Runs a job, once, and looks at it."""
+
+    @cache
+    def run(name: str) -> Seen:
+        folder = tmp_path_factory.mktemp("job")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WAIT_FOR", str(folder / "go"))
+            with running(command(name), folder=folder) as job:
+                deadline = time.monotonic() + 120
+                while job.text().count("ready") < RANKS and job.process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert job.text().count("ready") == RANKS, job.text()
+                processes = processes_of(job.mark)
+                ports, environments = found_in(job), [process.environ() for process in processes]
+                lines = [" ".join(process.cmdline()) for process in processes]
+                (folder / "go").touch()
+                assert job.process.wait(60) == 0, job.text()
+                return Seen(ports, environments, lines, job.text())
+
+    return run
+
+
+def needs(name: str) -> Any:
+    marks = [*[pytest.mark.slow] * (name in SLOW), *[pytest.mark.needs("root")] * (name == "hosts")]
+    return pytest.param(name, marks=marks)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one, marks=[*[pytest.mark.slow] * (one in SLOW), *[pytest.mark.needs("root")] * (one == "hosts")])
-        for one in JOBS
-    ],
-)
-def test_a_job_listens_where_the_table_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WAIT_FOR", str(tmp_path / "go"))
-    with running(command(name), folder=tmp_path) as job:
-        ranks, deadline = 2, time.monotonic() + 120
-        while job.text().count("ready") < ranks and job.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert job.text().count("ready") == ranks, job.text()
-        found = found_in(job)
-        # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
-        # MASTER_ADDR is a loopback address, Gloo chooses by itself.
-        is_chosen = "ddp" in JOBS[name] and "hosts" not in JOBS[name]
-        assert job.text().count("interface of Gloo: lo.") == (ranks if is_chosen else 0), job.text()
-        (tmp_path / "go").touch()
-        assert job.process.wait(60) == 0, job.text()
-    always = expected(JOBS[name], ranks)
-    assert always <= found
+@pytest.mark.parametrize("name", map(needs, JOBS))
+def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
+    seen = look(name)
+    # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
+    # MASTER_ADDR is a loopback address, Gloo chooses by itself.
+    is_chosen = "ddp" in JOBS[name] and "hosts" not in JOBS[name]
+    assert seen.said.count("interface of Gloo: lo.") == (RANKS if is_chosen else 0), seen.said
+    always = expected(JOBS[name], RANKS)
+    assert always <= seen.ports
     # What is open at the start only may be seen or not.
-    assert (found - always).keys() <= expected({f"{job} (start)" for job in JOBS[name]}, ranks).keys()
+    assert (seen.ports - always).keys() <= expected({f"{job} (start)" for job in JOBS[name]}, RANKS).keys()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", HAS)
+def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(name: str, look: Look) -> None:
+    seen = look(name)
+    secrets = {(one, values[one]) for values in seen.environments for one in SECRETS if one in values}
+    assert sorted(one for one, _ in secrets) == HAS[name]
+    for one, secret in secrets:
+        assert len(secret) == SECRETS[one]
+        assert not [line for line in seen.lines if secret in line]
+        assert secret not in seen.said
+
+
+@pytest.mark.distributed
+def test_two_jobs_have_two_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those in the caller's environment are not taken over."""
+    names = HAS["horovodrun-gloo horovod"]
+    seen = ["ab" * 32, "ab" * 16]
+    for name, secret in zip(names, seen, strict=True):
+        monkeypatch.setenv(name, secret)
+    for _ in range(2):
+        code = f"import os; print('secrets', *(os.environ[name] for name in {names}))"
+        with running(command_for("horovodrun-gloo", 1, ["-c", code])) as job:
+            assert job.process.wait(60) == 0, job.text()
+            seen += job.text().split("secrets ")[1].split()[:2]
+    assert len(set(seen)) == len(seen)
 
 
 def test_every_row_is_of_a_job_that_is_looked_at() -> None:
