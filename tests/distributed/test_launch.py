@@ -120,7 +120,7 @@ def train(scale: float, *, offset: float) -> tuple[int, list[int], list[float]]:
     return run.world.rank, run.all_gather(run.world.rank), [float(value) for value in model.parameters()]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@under("mpi")  # torchrun has the two hosts below
 def test_every_rank_s_result_is_returned_in_order(
     launches: Launches, launcher: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,21 +151,26 @@ def _mine(rank: int, code: str) -> Mine:
     return Mine(rank, code=code)
 
 
-def fail_on_rank_1() -> None:
-    """Fail on one rank, for which the other one waits."""
+def fail_on_rank_1(folder: str) -> None:
+    """Count the calls on one rank and fail there, while the other one waits for it."""
     run = trainer.init()
     if run.world.rank == 1:
+        with Path(folder, "calls").open("a") as calls:
+            calls.write("x")
         raise Mine(1, code="E7")
     run.all_gather(run.world.rank)
 
 
 @under("gloo")
-def test_the_failing_rank_s_own_exception_is_raised(launches: Launches, launcher: str) -> None:
+def test_the_failing_rank_s_own_exception_is_raised_and_nothing_started_again(
+    launches: Launches, launcher: str
+) -> None:
     with pytest.raises(Mine) as raised:
-        trainer.launch(fail_on_rank_1, np=2, launcher=launcher)
+        trainer.launch(fail_on_rank_1, str(launches.folder), np=2, launcher=launcher)
     assert (raised.value.args, raised.value.code) == ((1,), "E7")
     assert raised.value.__notes__ == [f"raised by rank 1 of 2 on host {socket.gethostname()}"]
     assert 'raise Mine(1, code="E7")' in str(raised.value.__cause__)
+    assert (launches.folder / "calls").read_text() == "x"
     launches.check_nothing_is_left()
 
 
@@ -206,23 +211,6 @@ def test_a_job_that_fails_is_started_again(launches: Launches, capsys: pytest.Ca
     launches.check_nothing_is_left()
 
 
-def test_without_restarts_it_is_not_started_again(launches: Launches) -> None:
-    with pytest.raises(RuntimeError, match="the first time"):
-        trainer.launch(fail_once, str(launches.folder), np=2, launcher="gloo")
-    assert (launches.folder / "calls-1").read_text() == "1"
-
-
-def test_functions_of_modules_are_imported_from_where_the_caller_has_them(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (launches.folder / "modules").mkdir()
-    (launches.folder / "modules" / "of_the_user.py").write_text("def double(value):\n    return 2 * value\n")
-    monkeypatch.syspath_prepend(launches.folder / "modules")
-    function = importlib.import_module("of_the_user").double
-    assert trainer.launch(function, 4, np=2, launcher="gloo") == [8, 8]
-    monkeypatch.delitem(sys.modules, "of_the_user")
-
-
 # Takes the place of ssh: the command runs on this machine.
 SSH = """#!/bin/sh
 while [ "$1" = -o ]; do shift 2; done
@@ -231,21 +219,38 @@ exec sh -c "$*"
 """
 
 
-def where() -> tuple[str, str]:
-    """Return the rank, and the node that torchrun has numbered."""
-    return os.environ["RANK"], os.environ["GROUP_RANK"]
+# Of a module that lies where the caller alone has it.
+WHERE = """
+import os, sys
+
+def where():
+    print("on node", os.environ["GROUP_RANK"])
+    print("a word", file=sys.stderr)
+    return os.environ["RANK"], os.environ["GROUP_RANK"]  # the node that torchrun has numbered
+"""
 
 
-def test_ranks_of_several_hosts_return_their_results(launches: Launches) -> None:
-    tools = launches.folder / "bin"
+def test_ranks_of_several_hosts_return_the_results_of_a_function_of_the_caller_s_module(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools, modules = launches.folder / "bin", launches.folder / "modules"
     tools.mkdir()
     (tools / "ssh").write_text(SSH)
     (tools / "ssh").chmod(0o755)
+    modules.mkdir()
+    (modules / "of_the_user.py").write_text(WHERE)
+    monkeypatch.syspath_prepend(modules)
+    function = importlib.import_module("of_the_user").where
     os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"  # which the fixture restores
-    results = trainer.launch(where, np=2, hosts="localhost:1,elsewhere:1", launcher="torchrun")
+    results = trainer.launch(function, np=2, hosts="localhost:1,elsewhere:1", launcher="torchrun")
     assert results == [("0", "0"), ("1", "1")]
+    printed = capsys.readouterr()
+    for rank in (0, 1):
+        assert f"[{rank}] on node {rank}\n" in printed.out
+        assert f"[{rank}] a word\n" in printed.err
     launches.check_nothing_is_left()
     assert list(Path("/tmp").glob("trainer-launch-*")) == []  # noqa: S108 (where it lies on several hosts)
+    monkeypatch.delitem(sys.modules, "of_the_user")
 
 
 @under("mpi")
@@ -311,7 +316,10 @@ def test_an_end_of_the_caller_before_the_ranks_start_leaves_nothing(launches: La
     launches.check_nothing_is_left(_ENDED_S)
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "elastic", "accelerate"])
+# All three say who the ranks are as torchrun does.
+@pytest.mark.parametrize(
+    "launcher", ["accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "elastic"))]
+)
 def test_a_function_trains_where_another_library_starts_it(launches: Launches, launcher: str) -> None:
     python = sys.executable
     if launcher == "accelerate" and importlib.util.find_spec("accelerate") is None:
@@ -406,16 +414,18 @@ def wait_for_ever(folder):
     Path(folder, f"started-{os.getpid()}").touch()
     time.sleep(600)
 
-def quick(value):
-    if value < 0:
-        raise Mine("of a cell")
+def fail():
+    if os.environ["HOROVOD_RANK"] == "0":
+        time.sleep(60)  # until the other rank ends the job
     print("from a rank")
-    return value, os.getppid()
+    raise Mine("of a cell")
 """
 
 
 @pytest.mark.needs("notebook")
-def test_an_interrupt_of_the_kernel_ends_the_job_and_the_kernel_goes_on(launches: Launches, kernel: Kernel) -> None:
+def test_an_interrupt_of_the_kernel_ends_the_job_and_the_next_one_raises_the_cell_s_own_exception(
+    launches: Launches, kernel: Kernel
+) -> None:
     kernel.run(_IN_CELL)
     call = f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='gloo')"
     request = kernel.client.execute(call, stop_on_error=False)
@@ -425,24 +435,17 @@ def test_an_interrupt_of_the_kernel_ends_the_job_and_the_kernel_goes_on(launches
         pass
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     launches.check_nothing_is_left(but=kernel.pid)
-    reply, printed = kernel.run("print([value for value, _ in trainer.launch(quick, 3, launcher='gloo')])")
-    assert reply["status"] == "ok"
-    assert "[1] from a rank\n" in printed
-    assert "[3, 3]" in printed
-
-
-@pytest.mark.needs("notebook")
-def test_an_exception_shows_the_cell_and_is_of_the_cell_s_own_class(kernel: Kernel) -> None:
-    kernel.run(_IN_CELL)
-    reply, _ = kernel.run(
-        "try:\n    trainer.launch(quick, -1, launcher='gloo')\nexcept Mine as error:\n    mine = error"
+    again, printed = kernel.run(
+        "try:\n    trainer.launch(fail, launcher='gloo')\nexcept Mine as error:\n    mine = error"
     )
-    assert reply["status"] == "ok"
+    assert again["status"] == "ok"
+    assert "[1] from a rank\n" in printed
     _, printed = kernel.run("print(mine.__cause__, mine.__notes__)")
     assert 'raise Mine("of a cell")' in printed
     assert "raised by rank" in printed
 
 
+@pytest.mark.slow  # as any caller that is killed
 @pytest.mark.needs("notebook")
 def test_a_kernel_that_is_killed_leaves_nothing(launches: Launches, kernel: Kernel) -> None:
     kernel.run(_IN_CELL)
