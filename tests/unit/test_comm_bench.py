@@ -181,7 +181,9 @@ def test_rdma_is_reported_with_its_reason(tmp_path: Path) -> None:
             *("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
             marks=pytest.mark.slow,
         ),
-        ("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}),
+        pytest.param(
+            *("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_available_transport_sums_correctly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import TracebackType
 
 import pytest
 
+from tests.distributed.harness import ROOT
 from trainer.cluster.environment import Launch, read_launch
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
 from trainer.watch import failure, heartbeat
@@ -49,28 +51,24 @@ FAILURES = {
 Results = dict[str, subprocess.CompletedProcess[str]]
 
 
-def run(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    body, closed = FAILURES[kind], kind == "closed output"
-    # Python keeps back what it prints into a pipe, unless the environment says otherwise.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    script = SCRIPT.format(failure=body, log=str(folder / kind))
-    reader, writer = os.pipe()
-    try:
-        if closed:
-            os.close(reader)
-        return subprocess.run(
-            [sys.executable, "-c", script],
-            stdout=writer if closed else subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    finally:
-        os.close(writer)
-        if not closed:
-            os.close(reader)
+# Runs every script in a process that is forked when everything has been imported, which takes seconds.
+EACH = """
+import json, os, sys
+import trainer.errors, trainer.watch.failure
+scripts, children = json.loads(sys.argv[1]), {}
+for kind, script in scripts.items():
+    children[kind] = os.fork()
+    if children[kind] == 0:
+        reader, writer = os.pipe()
+        os.close(reader)
+        out, err = (os.open(f"{kind}.{name}", os.O_WRONLY | os.O_CREAT) for name in ("out", "err"))
+        os.dup2(writer if kind == "closed output" else out, 1)
+        os.dup2(err, 2)
+        exec(script)
+        break
+else:
+    print(json.dumps({kind: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for kind, child in children.items()}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,20 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended(logs: Path) -> Results:
     """Every failure in a process of its own."""
-    return {kind: run(kind, logs) for kind in FAILURES}
+    # Python keeps back what it prints into a file, unless the environment says otherwise.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    scripts = {kind: SCRIPT.format(failure=body, log=str(logs / kind)) for kind, body in FAILURES.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps(scripts)],
+        capture_output=True, text=True, cwd=logs, env=environment, timeout=120, check=True,
+    )  # fmt: skip
+    return {
+        kind: subprocess.CompletedProcess(
+            kind, code, (logs / f"{kind}.out").read_text(), (logs / f"{kind}.err").read_text()
+        )
+        for kind, code in json.loads(done.stdout).items()
+    }
 
 
 @pytest.mark.distributed

@@ -213,8 +213,11 @@ def test_elastic_jobs_are_refused(option: str) -> None:
     name = re.split("[ =]", option)[0]
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"horovodrun: {closed.message(name)}\n")
     assert "`trainer run`" in done.stderr
-    done = launch("-np", "1", "echo", *option.split())
-    assert done.returncode == 0, done.stderr
+
+
+def test_options_behind_the_command_are_its_own() -> None:
+    options = ELASTIC.replace("|", " ")
+    assert launch("-np", "1", "echo", *options.split()).stdout.endswith(f"{options}\n")
 
 
 @pytest.mark.distributed
