@@ -1,7 +1,7 @@
 """Which checks run in which job: every strategy on 2, 3 and 4 ranks, and every launcher at least once.
 
-The default run has a job for each strategy that trains in daily use on 2 and 4 ranks, spread over the launchers, 3
-ranks as well for Horovod, the ring on 2 and 3, and the parameter server on 4. The handle's checks run on 2 ranks, under
+The default run has a job for each strategy on 2 ranks or more, spread over the launchers: Horovod on 2, 3 and 4, DDP on
+2, FSDP on 2 and 4, the ring on 2 and 3, and the parameter server on 4. The handle's checks run on 2 ranks, under
 Horovod also on 3; those of loops run under the parameter server as well. `make test-all` adds the other combinations
 that make a difference: Horovod over both controllers, 3 ranks, the handle on 4 ranks and all of it under the parameter
 server, large networks under every strategy, and each strategy's other means of rendezvous.
@@ -40,6 +40,8 @@ FSDP = (f"{_HERE}.checks_fsdp", f"{_HERE}.checks_fsdp_refusals", f"{_HERE}.check
 # Weights in NHWC order are refused, and each forward pass is every rank's.
 _NOT_SHARDED = (f"{_HERE}.checks_channels_last", f"{_HERE}.checks_handle_drift")
 BIT_FOR_BIT = f"{_HERE}.checks_horovod"
+ENDING = f"{_HERE}.checks_ending"
+"""Comes last. Each strategy has its own end."""
 NO_RING = f"{_HERE}.checks_refusals.check_a_ring_is_refused_without_mpi"
 NO_SINGLE = f"{_HERE}.checks_refusals.check_single_is_refused_among_several_ranks"
 NO_ADASUM = f"{_HERE}.checks_refusals.check_adasum_is_refused_without_mpi"
@@ -87,16 +89,15 @@ JOBS = [
     # The sum of three floats depends on its order, so the hand-written loop is equal bit for bit on 2 and 4 ranks only.
     # Adasum, MPI's alone, needs a power of two ranks. The check of the timing is written for two.
     Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, NETWORKS, TIMING, NO_ADASUM, NO_RING, NO_SINGLE)),
-    Job("horovod", "horovodrun-mpi", 3, (BROADCAST,)),
+    Job("horovod", "horovodrun-mpi", 3, (BROADCAST, ENDING)),
     Job("horovod", "mpirun", 4, (BIT_FOR_BIT, ADASUM)),
-    Job("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD)),
-    Job("ddp", "horovodrun-mpi", 4),
+    Job("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD, ENDING)),
     Job("fsdp", "torchrun", 2, FSDP),
     Job("fsdp", "horovodrun-mpi", 3, FSDP, slow=True),
     Job("fsdp", "horovodrun-gloo", 4, (f"{_HERE}.checks_fsdp_checkpoints",)),
-    Job("ring", "mpirun", 2, (RING, TIMING)),
+    Job("ring", "mpirun", 2, (RING, TIMING, ENDING)),
     Job("ring", "horovodrun-mpi", 3, (RING,)),
-    Job("parameter_server", "horovodrun-gloo", 4, (f"{_HERE}.checks_handle", LOOPS)),
+    Job("parameter_server", "horovodrun-gloo", 4, (f"{_HERE}.checks_handle", LOOPS, ENDING)),
     # The same under other launchers, and on other numbers of ranks.
     Job("horovod", "mpirun", 2, (BIT_FOR_BIT, NETWORKS, TIMING, ADASUM), slow=True),
     Job("horovod", "horovodrun-mpi", 2, (BIT_FOR_BIT, TIMING, ADASUM), slow=True),
@@ -108,6 +109,7 @@ JOBS = [
     Job("ddp", "horovodrun-mpi", 3, slow=True),
     Job("ddp", "torchrun", 3, slow=True),
     Job("ddp", "torchrun", 4, slow=True),
+    Job("ddp", "horovodrun-mpi", 4, slow=True),
     Job("fsdp", "horovodrun-mpi", 2, (NETWORKS,), slow=True),
     Job("fsdp", "mpirun", 2, slow=True),
     Job("fsdp", "torchrun", 3, FSDP, slow=True),

@@ -40,8 +40,9 @@ def main() -> int:
             if outcome != "passed":
                 # The other ranks may wait for this one in a collective: leave, so that the launcher ends them.
                 os._exit(1)
-    strategy.barrier()
-    strategy.close()
+    if not checks[-1].startswith("tests.distributed.checks_ending:"):
+        strategy.barrier()
+        strategy.close()
     return 0
 
 
