@@ -25,40 +25,35 @@ def uninterrupted() -> list[Tensor]:
     return Training(SingleStrategy(World()), depends_on_ranks=False).train()
 
 
-def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    for launcher, ranks, how, after in [
-        ("horovodrun-mpi", 2, "kill", 2),
-        ("mpirun", 3, "kill", 5),
-        ("torchrun", 2, "signal", 6),
-        ("horovodrun-gloo", 1, "no", -1),
+def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch_sharded_or_not(tmp_path: Path) -> None:
+    """A signal saves, and killed ranks leave hidden folders with some parts, which nobody takes for a checkpoint."""
+    for launcher, ranks, how, after, strategy in [
+        ("horovodrun-mpi", 2, "signal", 1, "auto"),
+        ("torchrun", 3, "kill", 5, "fsdp"),
+        ("horovodrun-gloo", 2, "signal", 6, "fsdp"),
+        ("mpirun", 1, "no", -1, "auto"),
     ]:
-        outcome = job(launcher, ranks, tmp_path, how, after)
-        assert (outcome.code == 0) == (how == "no"), outcome.output
+        outcome = job(launcher, ranks, tmp_path, how, after, strategy)
         assert not outcome.timed_out
+        assert (outcome.code == 0) == (how == "no"), outcome.output
+        if how == "signal":
+            check_it_has_saved(outcome, tmp_path, after)
+        if how != "kill":  # which may have come before the first checkpoint
+            parts = [name for name in load(find(tmp_path)[0]).files if name.startswith("part-")]
+            assert len(parts) == (ranks if strategy == "fsdp" else 0)
     assert "world size 1, 9 updates, attempt 4" in outcome.output
     for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
 
 
-def test_any_number_of_ranks_goes_on_from_the_parts_that_others_have_written(tmp_path: Path) -> None:
-    """Killed ranks leave hidden folders with some parts, which nobody takes for a checkpoint."""
-    for launcher, ranks, how, after, strategy in [
-        ("torchrun", 3, "kill", 2, "fsdp"),
-        ("horovodrun-gloo", 2, "signal", 4, "fsdp"),
-        ("torchrun", 2, "kill", 8, "ddp"),
-        ("torchrun", 3, "no", -1, "fsdp"),
-    ]:
-        outcome = job(launcher, ranks, tmp_path, how, after, strategy)
-        assert (outcome.code == 0) == (how == "no"), outcome.output
-        assert not outcome.timed_out
-        if how != "kill":  # which may have come before the first checkpoint
-            parts = [name for name in load(find(tmp_path)[0]).files if name.startswith("part-")]
-            assert len(parts) == (ranks if strategy == "fsdp" else 0)
-    assert "world size 3, 9 updates, attempt 4" in outcome.output
-    for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
-        torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
+def check_it_has_saved(outcome: Outcome, folder: Path, after: int) -> None:
+    """Check that a signal after so many updates has saved, and ended the job with the code that asks for a start."""
+    assert outcome.code == 75, outcome.output
+    assert "SIGTERM: saved" in outcome.output or "a signal on another rank: saved" in outcome.output
+    assert load(find(folder)[0]).facts["updates"] >= after
 
 
+@pytest.mark.slow  # tests/unit/test_learning_rate_going_on.py has it with accumulated passes in place of ranks
 def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path: Path) -> None:
     for launcher, ranks, epochs, rate, said, trained in [
         ("horovodrun-gloo", 2, 1, "0.06", "= 0.12, warmed up from 0.06 over 6 updates, then constant", "0.07, 0.08, "),
@@ -73,20 +68,18 @@ def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path:
         assert ("lr = 0.01 from the script (checkpoint: 0.06)" in outcome.output) == (rate == "0.01")
 
 
-@pytest.mark.parametrize(
-    "launcher", ["horovodrun-mpi", "horovodrun-gloo", pytest.param("mpirun", marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start(launcher: str, tmp_path: Path) -> None:
-    outcome = job(launcher, 2, tmp_path, "signal", 4)
-    assert outcome.code == 75, outcome.output
-    assert "SIGTERM: saved" in outcome.output or "a signal on another rank: saved" in outcome.output
-    (newest,) = find(tmp_path)
-    assert load(newest).facts["updates"] >= 4
+@pytest.mark.slow  # under the other launchers, the first test does it
+def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start_under_mpirun(tmp_path: Path) -> None:
+    check_it_has_saved(job("mpirun", 2, tmp_path, "signal", 4), tmp_path, 4)
 
 
 @pytest.mark.parametrize(
     ("launcher", "ranks", "strategy"),
-    [("python", 1, "auto"), ("horovodrun-mpi", 2, "auto"), ("horovodrun-mpi", 2, "fsdp")],
+    [
+        pytest.param("python", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("horovodrun-mpi", 2, "auto", marks=pytest.mark.slow),
+        ("horovodrun-mpi", 2, "fsdp"),  # of which each rank saves a part
+    ],
 )
 def test_a_signal_in_an_evaluation_saves_the_end_of_the_epoch(
     launcher: str, ranks: int, strategy: str, tmp_path: Path
