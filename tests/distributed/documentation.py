@@ -125,6 +125,7 @@ HERE = {
             "&& trainer merge $folder/all $folder/whole.pt",
         ),
         prints=" bytes, of no parts of attempt-0001-epoch-0001-update-",
+        is_slow=True,  # tests/unit/test_checkpoint_parts.py calls it
     ),
     "python -m benchmarks.busy --data-dir /path/to/data": Run(
         append="--networks transformer --only ours --conditions 1 --rounds 1",
