@@ -40,14 +40,26 @@ def losses_in(output: str) -> dict[int, float]:
     return {int(epoch): float(loss) for epoch, loss, *_ in lines}
 
 
-def test_one_rank_learns(folder: Path) -> None:
-    outcome = job("python", 1, folder)
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("horovodrun-mpi", 2), pytest.param("python", 1, marks=pytest.mark.slow)]
+)
+def test_it_learns_on_any_number_of_ranks(folder: Path, tmp_path: Path, launcher: str, ranks: int) -> None:
+    outcome = job(launcher, ranks, folder, "--precision", "bf16", "--checkpoints", str(tmp_path))
     assert outcome.code == 0, outcome.output
     losses = losses_in(outcome.output)
     assert list(losses) == [1, 2, 3, 4]
     assert losses[4] < losses[1] - 0.1
+    assert best_of(outcome.output) in find(tmp_path)
 
 
+def best_of(output: str) -> Path:
+    """Return the best checkpoint, as the job has printed it."""
+    best = re.search(r"the best checkpoint is (\S+)", output)
+    assert best is not None, output
+    return Path(best[1])
+
+
+@pytest.mark.slow  # test_checkpoints.py has killed jobs that go on
 def test_two_ranks_learn_though_they_are_killed(folder: Path, tmp_path: Path) -> None:
     options = ["--precision", "bf16", "--checkpoints", str(tmp_path)]
     killed = job("horovodrun-mpi", 2, folder, *options, hangs_at="epoch 2/4: loss")
@@ -59,6 +71,4 @@ def test_two_ranks_learn_though_they_are_killed(folder: Path, tmp_path: Path) ->
     losses = losses_in(outcome.output)
     assert 1 not in losses
     assert losses[4] < before[1] - 0.1
-    best = re.search(r"the best checkpoint is (\S+)", outcome.output)
-    assert best is not None
-    assert Path(best[1]) in find(tmp_path)
+    assert best_of(outcome.output) in find(tmp_path)
