@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,13 +25,28 @@ def traced(file: Path, rank: int, name: str, phase: str = "X") -> list[dict[str,
     return sorted(found, key=lambda event: float(event.get("ts", 0.0)))
 
 
+Traces = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    """Traces a job of two ranks under a launcher, once."""
+
+    @cache
+    def trace(launcher: str) -> Path:
+        file = tmp_path_factory.mktemp("traces") / "trace.json"
+        job = [JOB, "auto", str(SLOW_S), str(INPUT_S)]
+        outcome = run_job(launcher, 2, ["-m", "trainer", "trace", str(file), *job])
+        assert outcome.code == 0, outcome.output
+        assert outcome.output.count(f"trainer trace: wrote {file}") == 1
+        return file
+
+    return trace
+
+
 @pytest.mark.parametrize("launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.slow), "torchrun"])
-def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    job = [JOB, "auto", str(SLOW_S), str(INPUT_S)]
-    outcome = run_job(launcher, 2, ["-m", "trainer", "trace", str(file), *job])
-    assert outcome.code == 0, outcome.output
-    assert outcome.output.count(f"trainer trace: wrote {file}") == 1
+def test_it_shows_which_rank_is_waited_for(launcher: str, traces: Traces) -> None:
+    file = traces(launcher)
     for rank in (0, 1):
         for name in ("forward", "backward", "gradients", "step"):
             assert len(traced(file, rank, name)) == UPDATES, (rank, name)
@@ -45,10 +62,8 @@ def test_it_shows_which_rank_is_waited_for(launcher: str, tmp_path: Path) -> Non
         assert all(end["ts"] > begin["ts"] for end, begin in zip(received, sent, strict=True))
 
 
-def test_tracks_are_the_ranks_own(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    outcome = run_job("torchrun", 2, ["-m", "trainer", "trace", str(file), JOB, "auto", "0", "0"])
-    assert outcome.code == 0, outcome.output
+def test_tracks_are_the_ranks_own(traces: Traces) -> None:
+    file = traces("torchrun")
     for rank in (0, 1):
         named = {event["tid"]: event["args"]["name"] for event in traced(file, rank, "thread_name", "M")}
         assert {named[event["tid"]] for event in traced(file, rank, "forward")} == {"loop"}
