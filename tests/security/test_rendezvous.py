@@ -43,13 +43,3 @@ def test_a_rank_without_a_key_says_so() -> None:
     code, output = run_rank(9, None)
     assert code != 0
     assert "HOROVOD_RENDEZVOUS_KEY is not set; horovodrun sets it in every rank" in output
-
-
-@pytest.mark.slow  # the first test asks for the same where the key is another one
-def test_no_log_of_a_rank_shows_the_key() -> None:
-    with started() as store:
-        _, output = run_rank(store.port, store.server.key)
-        names = store.names()
-    assert "Send PUT request for " in output
-    assert store.server.key not in output
-    assert any(name.endswith("/0") for name in names)
