@@ -45,7 +45,8 @@ def make_noise(folder: Path) -> RunSettings:
 @pytest.mark.parametrize(
     "names",
     [
-        ("ours", "ddp", "limit"),
+        ("ours", "limit"),
+        pytest.param(("ours", "ddp"), marks=pytest.mark.slow),
         pytest.param(("ours", "fabric", "accelerate"), marks=[pytest.mark.needs("peers"), pytest.mark.slow]),
         pytest.param(WITH_HOROVOD[TUTORIAL], marks=pytest.mark.slow),
     ],
@@ -91,7 +92,8 @@ def benchmark(module: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_every_way_of_saving_is_measured(tmp_path: Path, ranks: int) -> None:
     result = tmp_path / "result.json"
     options = ["--network", "tutorial", "--ranks", str(ranks), "--updates", "4"]
@@ -104,6 +106,7 @@ def test_every_way_of_saving_is_measured(tmp_path: Path, ranks: int) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
+@pytest.mark.slow
 def test_the_time_to_the_first_step_has_a_row() -> None:
     printed = benchmark("startup", "--only", "horovodrun, first step")
     (row,) = [line.split("|") for line in printed.splitlines() if line.startswith("| h")]

@@ -18,7 +18,7 @@ SCRIPT = ["examples/collectives.py", "--device", "cpu"]
     ("launcher", "ranks", "libraries"),
     [
         ("horovodrun-mpi", 3, {"MPI", "Gloo"}),
-        ("torchrun", 2, {"Gloo"}),
+        pytest.param("torchrun", 2, {"Gloo"}, marks=pytest.mark.slow),
         pytest.param("mpirun", 4, {"MPI", "Gloo"}, marks=pytest.mark.slow),
     ],
 )

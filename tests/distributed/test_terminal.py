@@ -15,8 +15,7 @@ from tests.screen import Screen, run_on_terminal
 SCRIPT = ["-m", "tests.distributed.job_that_is_watched"]
 LAUNCHERS = [
     "horovodrun-mpi",
-    "torchrun",
-    *[pytest.param(name, marks=pytest.mark.slow) for name in ("horovodrun-gloo", "mpirun", "python")],
+    *[pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "horovodrun-gloo", "mpirun", "python")],
 ]
 RANK_MARK = re.compile(r"^(?:\[(?:1,)?\d\]<std(?:out|err)>:)?")
 
@@ -52,7 +51,8 @@ def test_a_bar_on_the_launchers_terminal_and_whole_lines_above_it(launcher: str,
     printed(screen.text(), ranks)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/unit/test_progress.py has the lines
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
 def test_without_a_terminal_there_are_lines(launcher: str) -> None:
     outcome = run_job(launcher, 2, SCRIPT)
     assert outcome.code == 0, outcome.output

@@ -66,11 +66,11 @@ def test_the_environment_has_what_the_wheels_declare(environment: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        ("python train.py", 1),
+        pytest.param("python train.py", 1, marks=pytest.mark.slow),
         ("horovodrun -np 2 python train.py", 2),
         pytest.param("horovodrun --gloo -np 2 python train.py", 2, marks=pytest.mark.slow),
         # torchrun itself: its command lies where PyTorch was installed.
-        ("python -m torch.distributed.run --nproc-per-node 2 train.py", 2),
+        pytest.param("python -m torch.distributed.run --nproc-per-node 2 train.py", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_readmes_script_trains_there(environment: Path, tmp_path: Path, command: str, ranks: int) -> None:
