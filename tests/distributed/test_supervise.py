@@ -119,10 +119,10 @@ def command(*arguments: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("launcher", "kind", "said"),
     [
-        # Most of those that test_faults.py makes of a training with checkpoints are slow here.
-        ("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
+        # Those that test_faults.py makes of a training with checkpoints are slow here.
+        slow("--gloo", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
         slow("--mpi", "SIGTERM", "rank 1 on localhost died without a word in update 21 (SIGTERM)"),
-        ("--torchrun", "segfault", "rank 1 on localhost died without a word in update 21"),
+        slow("--torchrun", "segfault", "rank 1 on localhost died without a word in update 21"),
         slow("--gloo", "memory", "rank 1 on localhost failed in update 21: MemoryError"),
         slow("--mpi", "bug", "rank 1 on localhost failed in update 21: ZeroDivisionError: the user's own bug"),
         slow("--mpi", "SIGKILL", "rank 1 on localhost died without a word in update 21 (SIGKILL)"),
@@ -149,7 +149,8 @@ def test_a_job_that_loses_a_rank_goes_on(supervised: Supervised, launcher: str, 
     assert "in start 2" in ended.output
 
 
-@pytest.mark.parametrize("launcher", ["--mpi", slow("--gloo"), slow("--torchrun")])
+@pytest.mark.slow  # unit/test_supervise_outcome.py has the verdict, and test_hangs.py that the job is started again
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
 def test_a_job_that_hangs_is_ended_and_names_the_rank(supervised: Supervised, launcher: str) -> None:
     ended = supervised.run("-np", "2", launcher, "--timeout", "10", *command("SIGSTOP"))
     assert ended.code == 0, ended.output
@@ -167,6 +168,7 @@ def test_a_users_mistake_is_not_tried_again(supervised: Supervised, launcher: st
     assert "trainer run: attempt 1: rank 0 on localhost: momentum is 2; valid is 0 to 1\n" in ended.output
 
 
+@pytest.mark.slow  # tests/unit/test_supervise_policy.py counts them
 def test_three_failures_at_the_same_update_are_enough(supervised: Supervised) -> None:
     ended = supervised.run("-np", "2", "--gloo", *command("bug", "--times", "9", "--update", "5"))
     assert ended.code == 1, ended.output
@@ -205,7 +207,8 @@ def test_a_preempted_job_saves_and_the_same_command_goes_on(supervised: Supervis
     assert ended.attempts()[0]["updates"] == [saved + 1, saved + 20]
 
 
-@pytest.mark.parametrize("launcher", ["--mpi", slow("--gloo"), slow("--torchrun")])
+@pytest.mark.slow  # the last test sends it from a terminal, and test_faults.py sends the supervisor a signal
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
 def test_ctrl_c_ends_the_job(supervised: Supervised, launcher: str) -> None:
     process = supervised.start("-np", "2", launcher, *command("none", "--updates", "4000"))
     supervised.wait_for(supervised.has_saved)
@@ -254,6 +257,7 @@ def test_what_the_watch_has_found_out_is_in_the_last_line(supervised: Supervised
     assert ended.code == 1, ended.output
     why = re.search(r"trainer: why it failed: (rank 0 on .*)", ended.output)
     assert why is not None, ended.output
+    assert "trainer: why it failed: every rank has to call the same collectives in the same order" in ended.output
     assert f"; the last failure: {why[1]}; rank 1 on " in ended.output.splitlines()[-1]
 
 
