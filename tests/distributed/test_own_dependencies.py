@@ -82,20 +82,23 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder}{os.pathsep}{ROOT}"
 
 
+TORCHRUN = "python -m torch.distributed.run --nproc-per-node 2 train.py {epochs}"
+
+
 @pytest.mark.parametrize(
-    ("command", "ranks"),
+    "commands",
     [
-        pytest.param("python train.py {epochs}", 1, marks=pytest.mark.slow),
-        ("python -m torch.distributed.run --nproc-per-node 2 train.py {epochs}", 2),
-        pytest.param("python -m trainer run -np 2 --torchrun python train.py {epochs}", 2, marks=pytest.mark.slow),
+        ("python train.py {epochs}", TORCHRUN),
+        pytest.param(("python -m trainer run -np 2 --torchrun python train.py {epochs}",) * 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_a_record_and_checkpoints_goes_on(tmp_path: Path, path: str, command: str, ranks: int) -> None:
+def test_a_run_with_a_record_and_checkpoints_goes_on(tmp_path: Path, path: str, commands: tuple[str, str]) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     env = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path, "HOME": str(tmp_path)}
-    for epochs in (1, 2):
+    for epochs, command in enumerate(commands, 1):
         outcome = in_shell(tmp_path, command.format(epochs=epochs), env=env)
         assert outcome.code == 0, outcome.output
+        ranks = 1 if command.startswith("python train.py") else 2
         assert outcome.output.count("nothing else is there") == ranks, outcome.output
     assert "going on from checkpoint" in outcome.output
     (settings,) = tmp_path.glob("runs/record/**/settings.json")
