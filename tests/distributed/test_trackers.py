@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,20 @@ from benchmarks.trackers import measure, of_page
 from tests.distributed.pages import units
 from tests.distributed.snippets import RECIPES, in_shell
 
+# One function for those of all trackers, of which each stands in a file as the page has it.
+ALL_TRACKERS = """
+import json, runpy
+from pathlib import Path
+
+functions = {file.stem: runpy.run_path(str(file))["track"] for file in sorted(Path("trackers").glob("*.py"))}
+
+def track(earlier):
+    ids, logs = json.loads(earlier or "{}"), []
+    for name, function in functions.items():
+        ids[name], log = function(ids.get(name, ""))
+        logs.append(log)
+    return json.dumps(ids), lambda values, step: [log(values, step) for log in logs] and None
+"""
 # The recipe as it stands on the page, in the job's first start with a scheduler's signal to rank 0 after some updates.
 START = """
 import os, runpy, signal
@@ -93,34 +108,50 @@ TRACKERS: dict[str, Callable[[Path], Iterator[tuple[str, str, int]]]] = {
     "import trackio": of_trackio,
     "import SummaryWriter": of_tensorboard,
 }
-# A tracker's function is the same in both scripts.
-PAIRS = [
-    pytest.param(name, script, marks=pytest.mark.slow if script == "own loop" and read is not of_wandb else ())
-    for name, read in TRACKERS.items()
-    for script in SCRIPTS
-]
+
+
+Points = dict[str, list[tuple[str, str, int]]]
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Points, Points]]:
+    """Runs a script with all trackers, once; returns each tracker's points after an interruption and after the end."""
+
+    @cache
+    def track(script: str) -> tuple[Points, Points]:
+        folder = tmp_path_factory.mktemp("tracked")
+        (folder / "trackers").mkdir()
+        for number, tracker in enumerate(TRACKERS):
+            (folder / f"trackers/tracker_{number}.py").write_text(block(tracker))
+        (folder / "recipe.py").write_text(f"{ALL_TRACKERS}\n\n{block(SCRIPTS[script])}\n")
+        (folder / "start.py").write_text(START)
+        environment = {"TRACKIO_DIR": str(folder / "trackio"), "HOME": str(folder), "GIT_PYTHON_REFRESH": "quiet"}
+        first = in_shell(folder, FIRST_START, environment)
+        assert (first.code, "exitcode  : 75" in first.output) == (1, True), first.output  # which torchrun makes a 1
+        before = {name: list(read(folder)) for name, read in TRACKERS.items()}
+        second = in_shell(folder, f"{PYTHON} start.py", environment)
+        assert second.code == 0, second.output
+        return before, {name: list(read(folder)) for name, read in TRACKERS.items()}
+
+    return track
 
 
 @pytest.mark.needs("peers")
-@pytest.mark.parametrize(("tracker", "script"), PAIRS)
-def test_a_run_that_goes_on_is_one_run_of_the_tracker(tmp_path: Path, tracker: str, script: str) -> None:
-    read = TRACKERS[tracker]
-    (tmp_path / "recipe.py").write_text(f"{block(tracker)}\n\n{block(SCRIPTS[script])}\n")
-    (tmp_path / "start.py").write_text(START)
-    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "GIT_PYTHON_REFRESH": "quiet"}
-    first = in_shell(tmp_path, FIRST_START, environment)
-    assert (first.code, "exitcode  : 75" in first.output) == (1, True), first.output  # which torchrun makes a 1
-    before = list(read(tmp_path))
+@pytest.mark.parametrize(
+    "script",
+    ["Trainer", pytest.param("own loop", marks=pytest.mark.slow)],  # tests/unit/test_loop_report.py has run.log_to
+)
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_run_that_goes_on_is_one_run_of_the_tracker(
+    tracked: Callable[[str], tuple[Points, Points]], tracker: str, script: str
+) -> None:
+    before, after = (found[tracker] for found in tracked(script))
     assert min(step for _, _, step in before) == 50
-
-    second = in_shell(tmp_path, f"{PYTHON} start.py", environment)
-    assert second.code == 0, second.output
-    points = list(read(tmp_path))
-    assert {run for run, _, _ in points} == {run for run, _, _ in before}, "it began another run"
-    assert len({run for run, _, _ in points}) == 1
-    assert len(points) == len(set(points))
-    assert {name for _, name, _ in points} == NAMES[script]
-    assert {50, 100, 150, 200} <= {step for _, name, step in points if name == "train/loss"}
+    assert {run for run, _, _ in after} == {run for run, _, _ in before}, "it began another run"
+    assert len({run for run, _, _ in after}) == 1
+    assert len(after) == len(set(after))
+    assert {name for _, name, _ in after} == NAMES[script]
+    assert {50, 100, 150, 200} <= {step for _, name, step in after if name == "train/loss"}
 
 
 @pytest.mark.needs("peers")
@@ -147,6 +178,7 @@ def test_the_benchmark_finds_every_function_and_the_callback_of_the_page() -> No
     assert "class Tracked(trainer.Callback):" in definition
 
 
+@pytest.mark.slow
 @pytest.mark.needs("peers")
 def test_the_benchmark_measures_what_a_tracker_costs() -> None:
     low, median, high = measure("TensorBoard", pairs=2, steps=100)
