@@ -21,8 +21,8 @@ __all__ = ["supervised"]
 
 pytestmark = pytest.mark.timeout(200)
 
-# What a rank waits for is noted above the transport; below, a rank under Horovod over Gloo is stopped.
-QUICK = {("ddp", "backward")}
+# One fault a launcher: what a rank waits for is noted above the transport.
+QUICK = {("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips")}
 # The transport or the strategy ends these by itself, with an error.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
 # `test_supervise` has ("ddp", "shape").
