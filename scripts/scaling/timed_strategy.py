@@ -181,7 +181,6 @@ class StepTimer:
         if self._steps is not None:
             steps = islice(steps, wanted + warm_up - min(self._warm, warm_up))
         seen: list[tuple[Any, ...]] = []
-        taken = 0
         while True:
             self._gradients, self._combined = [], None
             begins = self._now()
@@ -189,7 +188,6 @@ class StepTimer:
             ready = self._now()
             if step is None:
                 break
-            taken = step.taken
             yield step
             combined = self._combined
             if combined is None and step.closes_update:  # alone, or without exchange
@@ -200,7 +198,7 @@ class StepTimer:
                 seen.clear()
                 self.exchange_seconds = 0.0
         if seen:
-            samples = loader.epoch_samples or taken
+            samples = loader.epoch_samples or loader.samples_after(len(seen))
             self._write([_step_times(*moments) for moments in seen], samples, _workers_of(loader))
 
     def _on_gradient(self, parameter: Tensor) -> None:

@@ -132,10 +132,7 @@ class Loader(ABC):
     start = 0
     """Units of the next epoch that an interrupted run has taken."""
     taken = 0
-    """Units of the running epoch that all ranks together have taken, those of the last batch included.
-
-    In the evaluation of a stream, as if all of its steps were full.
-    """
+    """Units of the running epoch that all ranks together have taken, those of the last batch included."""
     skip = 0
     """Passes that yield nothing, because an interrupted run has made them in this epoch."""
     observer: Observer | None = None
@@ -206,6 +203,10 @@ class Loader(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def samples_after(self, steps: int) -> int:
+        """Return the units that all ranks together have taken after this many steps of the epoch."""
+
+    @abstractmethod
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
 
@@ -219,11 +220,9 @@ class Loader(ABC):
     def _evaluation(self) -> Iterator[Any]:
         try:
             for step in self.evaluation_steps():
-                self.taken = step.taken
                 self.on_evaluated(step.count, self.is_even)
                 yield step.batch
         finally:  # also where the evaluation is left early
-            self.taken = 0
             self.on_evaluated(None, True)
 
     def steps(self) -> Iterator[Step]:

@@ -138,6 +138,9 @@ class ShardedLoader(Loader):
     def epoch_samples(self) -> int:
         return self.plan.samples
 
+    def samples_after(self, steps: int) -> int:
+        return min(steps * self.step_size, self.plan.samples)
+
     @property
     def must_agree(self) -> dict[str, Any]:
         return {
@@ -201,15 +204,14 @@ class ShardedLoader(Loader):
 
     def evaluation_steps(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
-        steps = 0
+        left = self.plan.steps
         filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
         for loaded in self._load(epoch, filled):
-            steps += 1
+            left -= 1
             report_phase("evaluation")
             self.on_evaluation_step(True)
-            taken = min(steps * self.step_size, self.plan.samples)
-            yield Step(loaded.batch, self._count_of(loaded), 1.0, True, taken=taken)
-        for _ in range(self.plan.steps - steps):
+            yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
+        for _ in range(left):
             self.on_evaluation_step(False)
 
     def _shards(self, plan: ShardPlan) -> Iterator[slice]:

@@ -88,6 +88,9 @@ class StreamLoader(Loader):
     def epoch_samples(self) -> int | None:
         return self._epoch_samples
 
+    def samples_after(self, steps: int) -> int:
+        return self.samples if self.training else steps * self.step_size
+
     @property
     def must_agree(self) -> dict[str, Any]:
         return {f"{self.unit} per step": self.step_size, "drop_last": self.drop_last}
@@ -103,9 +106,9 @@ class StreamLoader(Loader):
         return self._steps
 
     def evaluation_steps(self) -> Iterator[Step]:
-        for number, (count, batch) in enumerate(self._draw(), 1):
+        for count, batch in self._draw():
             report_phase("evaluation")
-            yield Step(move(batch, self.world.device), count, 1.0, True, taken=number * self.step_size)
+            yield Step(move(batch, self.world.device), count, 1.0, True)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "steps": self._steps_taken if self.taken or self.start else 0}

@@ -128,12 +128,13 @@ class LoopReport:
             self._began, self._before = started, loader.epoch * (samples or 0) + before
         next_show = started + _INTERVAL_S
         try:
-            for batch in loader:
+            for number, batch in enumerate(loader, 1):
                 yield batch
                 now = time.monotonic()
                 if now >= next_show:
                     next_show = now + _INTERVAL_S
-                    done = min(loader.taken, samples or sys.maxsize)
+                    done = loader.taken if loader.training else loader.samples_after(number)
+                    done = min(done, samples or sys.maxsize)
                     rate = (done - before) / (now - started)
                     name, left = self._describe(loader, done, rate, now)
                     display.show(name, done, samples, [*self._shown, f"{rate:,.0f} {loader.unit}/s", *left])
