@@ -214,7 +214,7 @@ def _compress_rounds(run: Measured, known: Known, simpler: Sequence[Advice]) -> 
         options = ("--sync-every", str(steps), *compression[0].options)
         advice.append(Advice(what=what, gain=gain, options=options))
     most = max(item.gain for item in simpler)
-    return [item for item in _fewest_steps(advice) if item.gain >= _LEAST_PREDICTED_GAIN * most]
+    return _fewest_steps(advice, least=_LEAST_PREDICTED_GAIN * most)
 
 
 def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: float) -> float:
@@ -225,9 +225,13 @@ def _exchange_every(steps: int, run: Measured, exchange_s: float, full_load_s: f
     return max(full_load_s, run.input + run.compute) + exchange_s / steps + run.waiting / math.sqrt(steps)
 
 
-def _fewest_steps(advice: Sequence[Advice]) -> list[Advice]:
-    """Return the first with most of the largest gain, because more steps without an exchange can cost accuracy."""
-    enough = 1 + 0.75 * (max(item.gain for item in advice) - 1)
+def _fewest_steps(advice: Sequence[Advice], least: float = 0.0) -> list[Advice]:
+    """Return the first with most of the largest gain, because more steps without an exchange can cost accuracy.
+
+    Args:
+        least: gain that it has to have; without it nothing is returned.
+    """
+    enough = max(least, 1 + 0.75 * (max(item.gain for item in advice) - 1))
     return [item for item in advice if item.gain >= enough][:1]
 
 

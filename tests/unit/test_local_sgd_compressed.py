@@ -134,6 +134,17 @@ def test_a_frozen_parameter_stays_and_one_that_is_gone_is_done_without() -> None
     assert kept == [0.0] * RANKS
 
 
+def test_a_parameter_that_one_rank_frees_before_the_others_is_sent_as_unchanged() -> None:
+    def job(training: Changed) -> None:
+        for step in range(6 * EVERY):
+            if step == EVERY * (1 + training.rank):
+                training.model = nn.ParameterList([*training.model][:2])
+            training.step()
+
+    for compression in ("bf16", "fp16"):
+        run(compression, job, overlap=True)
+
+
 def test_what_powersgd_has_left_is_in_its_state() -> None:
     def train(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
         training, other = (Changed(rank, strategy, "powersgd:2") for _ in range(2))

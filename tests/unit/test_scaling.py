@@ -59,8 +59,10 @@ def test_compressed_rounds_are_advised_where_they_gain_a_fifth_more_than_either(
     assert best.options == ("--sync-every", "4", "--compression", "powersgd:8")
     assert best.gain == pytest.approx(4.1 / (0.1 + 0.2 / 4))
     assert best.gain >= 1.2 * max(advice.gain for advice in others)
+    # Rounds of 2 would have most of the gain, and not a fifth more than powersgd by itself.
+    assert advise(measured(compute=0.1, exchange=0.6), [], Known(low_rank_s=0.03))[0].options[1] == "4"
     # Rounds by themselves then send little enough, or the approximation does.
-    for less in (measured(compute=0.1, exchange=0.4), measured(compute=0.5, exchange=4.0)):
+    for less in (measured(compute=0.1, exchange=0.3), measured(compute=2.0, exchange=4.0)):
         assert all(len(advice.options) == 2 for advice in advise(less, [], known))
     # Where powersgd is not advised because its messages would wait for time slices, its rounds are not.
     shared = measured(compute=0.1, exchange=0.4, threads=4, cores=2)

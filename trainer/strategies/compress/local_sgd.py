@@ -107,8 +107,8 @@ class _Sent:
     """Pieces of the weights that were sent, and whose mean has not been taken yet."""
 
     pieces: Sequence[_Piece]
-    here: Sequence[Tensor]
-    """This rank's weights, as they were sent."""
+    here: Sequence[Tensor | None]
+    """This rank's weights, as they were sent; None for those of a parameter that was freed."""
     means: Callable[[], list[Tensor]]
     """Waits for the exchange; returns the mean over all ranks of each piece, or of its change."""
 
@@ -196,8 +196,8 @@ class LocalSynchronizer(WholeSynchronizer):
         """Take the average of the part that was sent last, and send the one that follows this update of the round."""
         self._take_average()
         named = self._named
-        pieces = [piece for piece in self._parts[update] if piece.name in named]
-        here = [_copy(piece.of(named[piece.name])) for piece in pieces]
+        pieces = [piece for piece in self._parts[update] if piece.name in named or self._sends_changes]
+        here = [_copy(piece.of(named[piece.name])) if piece.name in named else None for piece in pieces]
         sent = self._anchors.to_send(pieces, named)
         self._sent = _Sent(pieces, here, self.start_mean(sent, f"weights.{update}", self._wire_type))
 
@@ -209,7 +209,7 @@ class LocalSynchronizer(WholeSynchronizer):
         named = self._named
         for piece, here, mean in zip(sent.pieces, sent.here, sent.means(), strict=True):
             weights = self._anchors.go_on_from(piece, mean)
-            if piece.name in named:
+            if piece.name in named and here is not None:
                 parameter = piece.of(named[piece.name])
                 parameter.copy_(weights + (parameter - here))
 
