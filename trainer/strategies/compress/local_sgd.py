@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -305,14 +306,12 @@ def _divide(parameters: NamedParameters, every: int) -> dict[int, list[_Piece]]:
     before = 0
     for name, parameter in parameters:
         rows = len(parameter) if parameter.ndim else 1
-        numbers_in_row = parameter.numel() / max(rows, 1)
-        first = 0
-        for number, part in enumerate(parts, 1):
-            end = rows if number == count else round((number * total / count - before) / max(numbers_in_row, 1))
-            end = min(max(end, first), rows)
-            if end > first:
+        numbers_in_row = max(1, parameter.numel() // max(1, rows))
+        cuts = [(number * total / count - before) / numbers_in_row for number in range(1, count)]
+        cut_rows = [0, *(min(max(0, round(cut)), rows) for cut in cuts), rows]
+        for part, (first, end) in zip(parts, pairwise(cut_rows), strict=True):
+            if first < end:
                 part.append(_Piece(name, slice(first, end) if parameter.ndim else None))
-            first = end
         before += parameter.numel()
     return {-(-number * every // count): part for number, part in enumerate(parts, 1)}
 
