@@ -135,7 +135,7 @@ def _peers(about: About, host: HostFacts, gpus: list[Gpu], links: Links) -> Iter
         )
         return
     statuses, redirecting = read_matrix(host.gpus["p2p"]), read_redirecting(host.gpus["acs"])
-    places = {f"GPU{index}": host.gpus["pci"].get(address_of(gpu.bus_id), {}) for index, gpu in enumerate(gpus)}
+    places = {f"GPU{gpu.number}": host.gpus["pci"].get(address_of(gpu.bus_id), {}) for gpu in gpus}
     by_reason: dict[tuple[str, str], list[str]] = {}
     for pair in combinations(places, 2):
         if link := links.get(pair):
