@@ -124,6 +124,14 @@ def test_too_few_gpus_or_none() -> None:
     assert "b has 0 of the 2 GPUs that its ranks need; `nvidia-smi` there has to list a GPU" in the_only(with_gpus(""))
 
 
+def test_a_gpu_whose_row_cannot_be_read_does_not_rename_those_that_follow() -> None:
+    query = "0, GPU requires reset\n" + "".join(LINE.format(index=index, **WELL) for index in (1, 2))
+    head = "\tGPU0\tGPU1\tGPU2\n"
+    links = f"{head}GPU0\tX\tNV18\tNV18\nGPU1\tNV18\tX\tPIX\nGPU2\tNV18\tPIX\tX\n"
+    statuses = f"{head}GPU0\tX\tOK\tOK\nGPU1\tOK\tX\tCNS\nGPU2\tOK\tCNS\tX\n"
+    assert "GPU1, GPU2 of b" in the_only(with_gpus(query, links, p2p=statuses))
+
+
 def test_a_driver_that_is_too_old_and_pytorch_without_cuda() -> None:
     old = "".join(LINE.format(index=index, **{**WELL, "driver": "550.54.15"}) for index in (0, 1))
     assert "the driver of b, 550.54.15, is too old for PyTorch's CUDA 13.0; install driver 580 or newer" in the_only(
