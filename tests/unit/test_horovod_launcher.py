@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,15 @@ def test_open_mpi_may_be_told_to_oversubscribe(
 
 def test_ranks_know_that_horovodrun_has_called_mpirun() -> None:
     assert launch("--mpi", "-np", "1", "printenv", "HOROVOD_LAUNCHER").stdout == "[1,0]<stdout>:horovodrun\n"
+
+
+@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
+def test_a_job_of_one_host_needs_no_ssh(controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sh", "bash", "env", "echo", "uname"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = launch(controller, "-np", "2", "echo", "started")
+    assert (done.returncode, done.stdout.count("started")) == (0, 2), done.stderr
 
 
 def test_a_hostfile_may_have_comments_and_its_mistakes_are_named(tmp_path: Path) -> None:

@@ -244,6 +244,9 @@ def _start(args: argparse.Namespace) -> None:
     env = dict(os.environ)
     env[SECRET_VARIABLE] = secret.make_secret_key().hex()
     config_parser.set_env_from_args(env, args)
+    if not remote_hosts and not (shutil.which("ssh") or shutil.which("rsh")):
+        # As in many containers. Open MPI ends without either, also where it would not call it.
+        env.setdefault("OMPI_MCA_plm", "isolated")
     _launch(args, settings, nics, env)
 
 
