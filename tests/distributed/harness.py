@@ -68,6 +68,7 @@ def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
     if launcher == "mpirun":
         return [
             *[program("mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
+            *["--mca", "plm", "isolated"],  # else it wants ssh, also for this host
             *["-np", str(ranks), python, *script],
         ]
     controller = launcher.removeprefix("horovodrun-")

@@ -79,7 +79,7 @@ def assert_equal(found: nn.Module, expected: nn.Module, tolerance: float) -> Non
     floats = [tensor.double() for tensor in wanted.values() if tensor.is_floating_point()]
     norm = float(torch.cat([tensor.flatten() for tensor in floats]).norm())
     for name, tensor in found.state_dict().items():
-        error = float((gather(tensor).cpu().double() - wanted[name].double()).norm()) / norm
+        error = float((gather(tensor).cpu().double() - wanted[name].cpu().double()).norm()) / norm
         assert error <= tolerance, f"{name} differs by {error:.2e} of all weights' norm, more than {tolerance:.0e}"
 
 
