@@ -1,7 +1,6 @@
 """GPUs that several ranks share, by choice: NCCL's own switch for it, and the version of NCCL that has it.
 
-The ranks' kernels take turns on the GPU and talk through host memory. A job of many GPUs can so be proven, or
-rehearsed, on a machine with one.
+The ranks' kernels take turns on the GPU. A job of many GPUs can so be proven, or rehearsed, on a machine with one.
 """
 
 from __future__ import annotations
