@@ -1,4 +1,4 @@
-"""The proofs of exactness that run on CPUs in tests/distributed, on GPUs: on one rank, and on 2 and 4.
+"""The proofs of exactness that run on CPUs in tests/distributed, on GPUs: on one rank, and on 2, 3 and 4.
 
 Several ranks have a GPU each where there are as many. Else they share those that there are, if NCCL can.
 """
@@ -22,6 +22,7 @@ JOBS = [
     Job("horovod", "horovodrun-mpi", 1, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 1, (NETWORKS,)),
     Job("horovod", "horovodrun-mpi", 2, (NETWORKS, BIT_FOR_BIT, BROADCAST, TIMING)),
+    Job("horovod", "horovodrun-mpi", 3),  # the other numbers' reciprocals are exact in 16 bits
     Job("horovod", "horovodrun-gloo", 4, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 2, (NETWORKS,)),
     Job("ddp", "torchrun", 4, (NETWORKS,)),
