@@ -290,6 +290,16 @@ def test_the_relocated_open_mpi_is_named_only_where_there_is_one(
     assert host.environment.get(OPAL_PREFIX) == (str(tmp_path) if there else None)
 
 
+@pytest.mark.parametrize("name", ["ssh", "rsh", "scp"])
+def test_without_ssh_one_process_starts_no_daemon_of_open_mpi(host: Host, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch(mode=0o755)
+    host.environment["PATH"] = str(tmp_path)
+    tune_all(ranks(1, launcher=""))
+    assert host.environment.get("OMPI_MCA_ess_singleton_isolated") == ("1" if name == "scp" else None)
+    tune_all(ranks(2))
+    assert "OMPI_MCA_plm" not in host.environment
+
+
 @pytest.mark.parametrize(
     ("cpu_max", "cores"),
     [("max 100000", 8), ("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 8)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,10 @@ _VALID = "`horovodrun --mpi`, Open MPI's mpirun or `srun --mpi=pmix`"
 def locate_open_mpi() -> None:
     """Set OPAL_PREFIX for the PyPI wheel of Open MPI, which looks for itself where it was built.
 
-    Only the wheel's own mpirun corrects that, so ranks need it that another launcher has started. A process that none
-    has started makes Open MPI look for ssh or rsh, and end without, though it would never call it.
+    Only the wheel's own mpirun corrects that, so ranks need it that another launcher has started.
     """
     if Path(sys.prefix, "lib", "libmpi.so.40").exists():
         set_default("OPAL_PREFIX", sys.prefix)
-    if not (shutil.which("ssh") or shutil.which("rsh")):
-        set_default("OMPI_MCA_plm", "isolated")
 
 
 def connects_by_mpi(world: World) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def tune_open_mpi(world: World, *, horovod: bool = False) -> dict[str, str]:
     chosen: dict[str, str] = {}
     locate_open_mpi()
     if world.size == 1:
+        if not (shutil.which("ssh") or shutil.which("rsh")):
+            # A process that no launcher has started starts Open MPI's daemon, which ends without ssh or rsh.
+            set_default("OMPI_MCA_ess_singleton_isolated", "1")
         return chosen
     if world.launcher == "srun":
         # Slurm's PMIx asks for munge first, which the wheel of Open MPI lacks, and prints a long warning.

@@ -30,6 +30,7 @@ from horovod.runner.util.network import filter_local_addresses
 SECRET_VARIABLE = "HOROVOD_JOB_SECRET"  # noqa: S105 (the name of a variable)
 """Brings every rank 64 hexadecimal digits that nobody else knows, for the services of whoever wants to have some."""
 
+_RSH_AGENT = "OMPI_MCA_plm_rsh_agent"
 _OVERSUBSCRIBE = "OMPI_MCA_rmaps_base_oversubscribe"
 _SLOTS = "hosts and their slots look like worker-0:2,worker-1:2"
 
@@ -244,13 +245,12 @@ def _start(args: argparse.Namespace) -> None:
     env = dict(os.environ)
     env[SECRET_VARIABLE] = secret.make_secret_key().hex()
     config_parser.set_env_from_args(env, args)
-    if not remote_hosts and not (shutil.which("ssh") or shutil.which("rsh")):
-        # As in many containers. Open MPI ends without either, also where it would not call it.
-        env.setdefault("OMPI_MCA_plm", "isolated")
-    _launch(args, settings, nics, env)
+    _launch(args, settings, nics, env, is_local=not remote_hosts)
 
 
-def _launch(args: argparse.Namespace, settings: Any, nics: set[str] | None, env: dict[str, str]) -> None:
+def _launch(
+    args: argparse.Namespace, settings: Any, nics: set[str] | None, env: dict[str, str], *, is_local: bool
+) -> None:
     def over_gloo() -> None:
         from horovod.runner.gloo_run import gloo_run  # which jobs over MPI need not wait for
 
@@ -258,7 +258,11 @@ def _launch(args: argparse.Namespace, settings: Any, nics: set[str] | None, env:
 
     def over_mpi() -> None:
         # Else mpirun's ranks could not tell that it was not started by hand.
-        mpi_run(settings, nics, {**env, "HOROVOD_LAUNCHER": "horovodrun"}, args.command)
+        environment = {**env, "HOROVOD_LAUNCHER": "horovodrun"}
+        if is_local and not any(shutil.which(name) for name in ("ssh", "rsh")) and not env.get(_RSH_AGENT):
+            # As in many containers. Open MPI ends without either, also where it would not call it.
+            environment["OMPI_MCA_plm"] = env.get("OMPI_MCA_plm") or "isolated"
+        mpi_run(settings, nics, environment, args.command)
 
     def over_jsrun() -> None:
         js_run(settings, nics, env, args.command)
