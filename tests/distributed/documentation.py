@@ -367,6 +367,7 @@ UNTESTED = {
     "make test-security": "attacks 200 jobs; a part of it is in `make test`",
     "make test-all": "is `make test` with more of the same jobs",
     "make check-gpu": "needs GPUs",
+    "make check-gpu ARGS=--skip-tests": "needs GPUs",
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes minutes; tests/distributed/test_benchmarks.py",
     "make bench": "the same",
     'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
