@@ -9,21 +9,17 @@ another. A busy process is a loop that never sleeps, of the same priority as a r
 discarded.
 
 Prints a table in Markdown for each network: medians over the rounds, and how many times a peer's seconds ours are.
-Before them is what it costs to wait: a message that comes after 0.2 ms is waited for by yielding, by polling and by
-sleeping, on a core that a busy process has as well.
 Exits with code 1 when a run failed or trained wrongly.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +33,6 @@ from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 BUSY = [sys.executable, "-S", "-c", "while True: pass"]
-_MESSAGE_S, _NAP_S, _BETWEEN_S = 200e-6, 20e-6, 10e-3
 _NAMES = (OURS, DDP, *ON_DDP)
 
 Beside = dict[int, list[Run]]
@@ -54,33 +49,6 @@ def busy_processes(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def measure_waits(times: int = 100) -> dict[str, float]:
-    """Return after how many milliseconds a wait has seen a message that comes after 0.2, by the way of waiting.
-
-    Each wait begins after a sleep, as those of a thread that exchanges gradients do. Medians.
-    """
-    ways: dict[str, Callable[[], object]] = {
-        "yielding": os.sched_yield,
-        "polling": lambda: None,
-        "sleeping": lambda: time.sleep(_NAP_S),
-    }
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # which the busy process inherits
-    try:
-        with busy_processes(1):
-            return {way: 1e3 * statistics.median(_wait_s(step) for _ in range(times)) for way, step in ways.items()}
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def _wait_s(step: Callable[[], object]) -> float:
-    time.sleep(_BETWEEN_S)
-    began = time.perf_counter()
-    while time.perf_counter() - began < _MESSAGE_S:
-        step()
-    return time.perf_counter() - began
 
 
 def run_rounds(args: argparse.Namespace, network: str, settings: RunSettings) -> Beside:
@@ -135,9 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     interrupt_on(*INTERRUPTS)
     if TUTORIAL in args.networks:
         mnist_folder(args.data_dir.resolve())
-    print(", ".join(f"{name} {fact}" for name, fact in describe_machine().items()), f"load {load():.1f}", sep="; ")
-    waits = ", ".join(f"{way} {ms:.1f} ms" for way, ms in measure_waits().items())
-    print(f"a wait of 0.2 ms beside a busy process: {waits}", flush=True)
+    machine = ", ".join(f"{name} {fact}" for name, fact in describe_machine().items())
+    print(f"{machine}; load {load():.1f}", flush=True)
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="trainer-busy-") as work:
         settings = RunSettings(

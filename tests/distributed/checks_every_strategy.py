@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,14 @@ def check_world_is_the_launchers(strategy: Strategy) -> None:
     world = strategy.world
     assert strategy.all_gather_object(world.rank) == list(range(world.size))
     assert world.local_size == world.size
+
+
+def check_each_rank_gets_a_share_of_the_cores_of_its_own(strategy: Strategy) -> None:
+    """Where Linux divides them among sessions."""
+    autogroup = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    is_divided = autogroup.exists() and autogroup.read_text().strip() == "1"
+    if is_divided and strategy.world.launcher != "srun":
+        assert len(set(strategy.all_gather_object(os.getsid(0)))) == strategy.world.size
 
 
 def check_all_reduce_sums(strategy: Strategy) -> None:

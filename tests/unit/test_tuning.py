@@ -15,7 +15,6 @@ from trainer.tuning.host import host_cores, share_machine, tune_host
 from trainer.tuning.open_mpi import ring_from_bytes, single_copy_allowed, tune_open_mpi
 
 CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
-ASLEEP = "HOROVOD_WAIT_ASLEEP"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
 PMIX_SECURITY = "PMIX_MCA_psec"
 RULES, USE_RULES = "OMPI_MCA_coll_tuned_dynamic_rules_filename", "OMPI_MCA_coll_tuned_use_dynamic_rules"
@@ -35,6 +34,7 @@ class Host:
         monkeypatch.setattr(host_module, "_keep_memory", self._keep_memory)
         monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: True)
         monkeypatch.setattr(open_mpi, "in_container", lambda: False)
+        monkeypatch.setattr(host_module, "take_own_session", lambda: True)
         self.has(cores=8)
 
     def has(self, *, cores: int, bound_to: int | None = None) -> None:
@@ -72,6 +72,14 @@ def test_every_rank_takes_its_share_of_the_cores(
     chosen = tune_host(ranks(local_size))
     assert host.threads == [threads]
     assert chosen["threads"] == f"{threads} per rank ({local_size} ranks on {cores} cores)"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "takes"),
+    [("mpirun", 2, True), ("horovodrun", 4, True), ("mpirun", 1, False), ("torchrun", 2, False), ("srun", 2, False)],
+)
+def test_ranks_of_mpirun_take_a_session_each(host: Host, launcher: str, size: int, takes: bool) -> None:
+    assert ("session" in tune_host(ranks(size, launcher=launcher))) == takes
 
 
 def test_a_world_of_one_keeps_pytorchs_threads(host: Host) -> None:
@@ -164,29 +172,6 @@ def test_ranks_of_several_hosts_yield_only_where_their_threads_outnumber_the_cor
     chosen = tune_all(World(size=2 * local_size, local_size=local_size, launcher="mpirun"))
     assert host.environment.get(IDLE) == ("1" if yields else None)
     assert ("idle" in chosen) == yields
-    assert ASLEEP not in host.environment
-
-
-@pytest.mark.parametrize("cores", [2, 8])
-def test_ranks_of_one_host_wait_asleep_where_the_user_asks_for_it(host: Host, cores: int) -> None:
-    host.has(cores=cores)
-    host.environment[ASLEEP] = "1"
-    assert tune_all(ranks(2))["idle"].startswith("asleep")
-    assert host.environment[IDLE] == "0"
-
-
-@pytest.mark.parametrize(("name", "value"), [(IDLE, "1"), (ASLEEP, "0")])
-def test_others_yield(host: Host, name: str, value: str) -> None:
-    host.has(cores=2)
-    host.environment[name] = value
-    assert "asleep" not in tune_all(ranks(2)).get("idle", "")
-    assert host.environment[IDLE] == "1"
-
-
-def test_what_waits_in_open_mpi_alone_still_yields(host: Host) -> None:
-    host.has(cores=2)
-    host.environment[ASLEEP] = "1"
-    assert tune(ranks(2))["idle"].startswith("yield")
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -6,8 +6,8 @@ Horovod's own defaults lose to DistributedDataParallel on small models. The caus
   the whole cost of a small all-reduce. With patch 0011, a rank that has nothing to exchange sleeps until it has,
   so a short cycle costs something only during an exchange (or where there are process sets).
 * Open MPI spins while it waits. Every rank has Horovod's thread beside the one that computes; where there are
-  more threads than cores, the spinning takes the core from the thread that is waited for. A rank that yields instead
-  loses its turn to other programs. With patch 0032 and HOROVOD_WAIT_ASLEEP=1, ranks of one host wait asleep.
+  more threads than cores, the spinning takes the core from the thread that is waited for. So it yields there. In
+  a session of its own (session.py), a rank that yields doesn't lose its turn to other programs.
 * For large messages Open MPI halves and doubles, and each pair of ranks sends both ways over one connection, which
   its TCP does not do at full speed. A ring uses each connection one way (open_mpi_rules.conf).
 * PyTorch takes every core for every rank, and the ranks of one host push each other off them.
@@ -43,7 +43,7 @@ def tune(world: World, *, horovod: bool = False) -> dict[str, str]:
     """
     chosen = tune_host(world)
     if (horovod or connects_by_mpi(world)) and not is_gloo_controlled():
-        chosen |= tune_open_mpi(world, horovod=horovod)
+        chosen |= tune_open_mpi(world)
     if horovod:
         chosen |= tune_horovod(world)
     return chosen

@@ -1,4 +1,4 @@
-"""Host-specific defaults for PyTorch: threads for each rank, and memory that is kept between steps."""
+"""Host-specific defaults for a rank: its threads, its session, and memory that is kept between steps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from trainer.cluster.environment import user_set
 from trainer.cluster.network import machine_id
 from trainer.cluster.world import World
+from trainer.tuning.session import take_own_session
 
 # From glibc's malloc.h. 32 MiB is the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -28,12 +29,15 @@ _TAKEN: set[int] = set()
 
 
 def tune_host(world: World) -> dict[str, str]:
-    """Set this rank's share of the cores and glibc's thresholds; return what was set, and why."""
+    """Set this rank's share of the cores, its session and glibc's thresholds; return what was set, and why."""
     chosen = {}
     threads = _threads(world)
     if threads is not None:
         _take_threads(threads)
         chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
+    # Not under srun, whose ranks are one process group.
+    if world.size > 1 and world.launcher in ("mpirun", "horovodrun") and take_own_session():
+        chosen["session"] = "its own (Linux divides cores among sessions)"
     if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
         chosen["freed memory"] = "kept (fewer page faults)"
     return chosen

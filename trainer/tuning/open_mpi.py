@@ -17,15 +17,9 @@ RING_CHUNK_BYTES = 256 * 1024
 """The least that a rank passes on in a ring, which sends more and smaller messages than other algorithms."""
 _RULES = Path(__file__).with_name("open_mpi_rules.conf")
 
-_YIELD, _ASLEEP = "OMPI_MCA_mpi_yield_when_idle", "HOROVOD_WAIT_ASLEEP"
 
-
-def tune_open_mpi(world: World, *, horovod: bool = False) -> dict[str, str]:
-    """Set Open MPI's variables for this host; return what was set, and why.
-
-    Args:
-        horovod: whether Horovod waits for the other ranks; our build does so asleep if the user asks for that.
-    """
+def tune_open_mpi(world: World) -> dict[str, str]:
+    """Set Open MPI's variables for this host; return what was set, and why."""
     chosen: dict[str, str] = {}
     locate_open_mpi()
     if world.size == 1:
@@ -39,10 +33,7 @@ def tune_open_mpi(world: World, *, horovod: bool = False) -> dict[str, str]:
     # Whether the other hosts are containers on this very machine is known only once MPI runs, which is too late. To
     # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
     ranks = world.size if in_container() else world.local_size
-    is_in_memory = horovod and world.device.type == "cpu" and world.size == world.local_size
-    if is_in_memory and os.environ.get(_ASLEEP) == "1" and set_default(_YIELD, "0"):
-        chosen["idle"] = f"asleep ({_ASLEEP})"
-    elif 2 * ranks > host_cores() and set_default(_YIELD, "1"):
+    if 2 * ranks > host_cores() and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
         chosen["idle"] = f"yield (2 threads × {ranks} ranks on {host_cores()} cores)"
     if 2 < world.size != world.local_size and _set_rules():
         chosen["MPI's all-reduce"] = f"a ring from {ring_from_bytes(world.size) / 2**20:.0f} MB up"

@@ -1,0 +1,48 @@
+"""A session of its own for each rank that `mpirun` starts, because Linux divides cores among sessions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+def take_own_session() -> bool:
+    """Move this process, which leads its process group, to a session of its own; return whether it did.
+
+    Where autogroup is on (sched(7)), Linux divides a core among the sessions that want it, and only then among their
+    threads. A rank in a session of its own gets as much as all processes of a neighbour together; and where it yields,
+    it yields to its own other thread, and doesn't lose its turn to the neighbour. `torchrun`, and Horovod's launcher
+    over Gloo, start each rank in a session; `mpirun` starts all in its own.
+
+    The process group keeps its number, by which `mpirun` ends the rank. Who reads from a terminal stays in its session,
+    and so does who is nicer than others, which counts only within a session. PBS finds a job's processes by it.
+    """
+    pid = os.getpid()
+    try:
+        is_divided = _AUTOGROUP.read_text().strip() == "1"
+        leads_group_alone = os.getpgrp() == pid != os.getsid(0)
+        if not (is_divided and leads_group_alone) or os.isatty(0) or os.nice(0) != 0 or "PBS_JOBID" in os.environ:
+            return False
+        _join_a_new_group()
+    except OSError:
+        return False
+    try:
+        os.setsid()
+    except OSError:  # the group that it led has other processes, which this one has started
+        os.setpgid(0, pid)
+        return False
+    return True
+
+
+def _join_a_new_group() -> None:
+    """Move this process to another group, because who leads one can't leave its session.
+
+    Not to its parent's: what is sent to the rank's group at this moment would reach `mpirun`.
+    """
+    leader = os.posix_spawn("/bin/sh", ["sh", "-c", ":"], {}, setpgroup=0)
+    try:
+        os.setpgid(0, leader)  # which stays a group's leader after its end, until it is waited for
+    finally:
+        os.waitpid(leader, 0)
