@@ -146,7 +146,7 @@ def test_a_full_disk_is_named_before_anything_is_downloaded(monkeypatch: pytest.
     monkeypatch.setattr(setup, "_missing_packages", list)
     monkeypatch.setattr(setup, "VENV", tmp_path / "none")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3e9))
-    with pytest.raises(SetupError, match=r"has 3\.0 GB free; the environment needs 12 GB"):
+    with pytest.raises(SetupError, match=r"has 3\.0 GB free; the environment needs 8 GB"):
         setup._check_machine()
 
 
