@@ -19,12 +19,13 @@ pytestmark = pytest.mark.skipif(os.nice(0) != 0, reason="nice processes stay in 
 LEADS_ITS_GROUP = "os.setpgid(0, 0)"
 IS_IN_ITS_PARENTS_GROUP = ""
 LEADS_A_SESSION = "os.setsid()"
+IGNORES_ITS_CHILDRENS_ENDS = "os.setpgid(0, 0); signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
 IS_NICE = "os.setpgid(0, 0); os.nice(1)"
 IS_A_JOB_OF_PBS = "os.setpgid(0, 0); os.environ['PBS_JOBID'] = '1'"
 HAS_A_CHILD_IN_ITS_GROUP = "os.setpgid(0, 0); child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL)"
 
 SCRIPT = """
-import importlib.util, json, os, subprocess, sys
+import importlib.util, json, os, signal, subprocess, sys
 from pathlib import Path
 spec = importlib.util.spec_from_file_location("session", sys.argv[1])
 session = importlib.util.module_from_spec(spec); spec.loader.exec_module(session)
@@ -68,6 +69,7 @@ def test_who_leads_its_group_gets_a_session_and_keeps_the_groups_number(autogrou
         (IS_IN_ITS_PARENTS_GROUP, False, False),
         (LEADS_A_SESSION, True, True),
         (HAS_A_CHILD_IN_ITS_GROUP, False, True),
+        (IGNORES_ITS_CHILDRENS_ENDS, False, True),
         (IS_NICE, False, True),
         (IS_A_JOB_OF_PBS, False, True),
     ],

@@ -19,21 +19,25 @@ def take_own_session() -> bool:
     The process group keeps its number, by which `mpirun` ends the rank. Who reads from a terminal stays in its session,
     and so does who is nicer than others, which counts only within a session. PBS finds a job's processes by it.
     """
-    pid = os.getpid()
-    try:
-        is_divided = _AUTOGROUP.read_text().strip() == "1"
-        leads_group_alone = os.getpgrp() == pid != os.getsid(0)
-        if not (is_divided and leads_group_alone) or os.isatty(0) or os.nice(0) != 0 or "PBS_JOBID" in os.environ:
-            return False
-        _join_a_new_group()
-    except OSError:
+    if not _may_leave_its_session():
         return False
     try:
+        _join_a_new_group()
         os.setsid()
-    except OSError:  # the group that it led has other processes, which this one has started
-        os.setpgid(0, pid)
+    except OSError:  # as where its group has other processes, which it has started, or where it ignores SIGCHLD
+        os.setpgid(0, os.getpid())
         return False
     return True
+
+
+def _may_leave_its_session() -> bool:
+    try:
+        is_divided = _AUTOGROUP.read_text().strip() == "1"
+    except OSError:
+        return False
+    leads_only_its_group = os.getpgrp() == os.getpid() != os.getsid(0)
+    is_bound = os.isatty(0) or os.nice(0) != 0 or "PBS_JOBID" in os.environ
+    return is_divided and leads_only_its_group and not is_bound
 
 
 def _join_a_new_group() -> None:
