@@ -5,8 +5,8 @@
 
 Ranks, networks and contestants are those of compare.py. In each round, every contestant trains beside each number of
 busy processes, one contestant after the other, every other round in reverse; so a ratio compares runs that follow one
-another. A busy process is a loop that never sleeps, of the same priority as a rank. The first epoch of each run is
-discarded.
+another. A busy process is a loop that never sleeps, of the same priority as a rank; all are in this program's session.
+The first epoch of each run is discarded.
 
 Prints a table in Markdown for each network: medians over the rounds, and how many times a peer's seconds ours are.
 Exits with code 1 when a run failed or trained wrongly.
