@@ -2,8 +2,10 @@
 
     python scripts/install/peers.py
     python -m benchmarks.busy --data-dir data
+    python -m benchmarks.busy --data-dir data --hosts 2    # as root
 
-Ranks, networks and contestants are those of compare.py. In each round, every contestant trains beside each number of
+Ranks, networks and contestants are those of compare.py. Two hosts are network namespaces of this machine (two_hosts.py)
+with two ranks each. In each round, every contestant trains beside each number of
 busy processes, one contestant after the other, every other round in reverse; so a ratio compares runs that follow one
 another. A busy process is a loop that never sleeps, of the same priority as a rank; all are in this program's session.
 The first epoch of each run is discarded.
@@ -15,12 +17,13 @@ Exits with code 1 when a run failed or trained wrongly.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from benchmarks.contestants import CONTESTANTS, DDP, ON_DDP, OURS, Run, RunSetti
 from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
 from benchmarks.results import epoch_seconds
+from benchmarks.two_hosts import hosts
 from benchmarks.workloads import TUTORIAL, mnist_folder
 from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
@@ -106,13 +110,15 @@ def main(arguments: list[str] | None = None) -> int:
     machine = ", ".join(f"{name} {fact}" for name, fact in describe_machine().items())
     print(f"{machine}; load {load():.1f}", flush=True)
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="trainer-busy-") as work:
+    with tempfile.TemporaryDirectory(prefix="trainer-busy-") as work, _place(args.hosts, Path(work)) as variables:
         settings = RunSettings(
             data_dir=args.data_dir.resolve(),
             plain_data_dir=Path(work),  # which none of these contestants reads
             work_dir=Path(work),
             epochs=args.epochs,
             timeout_s=args.timeout,
+            variables=variables,
+            on_two_hosts=args.hosts == 2,
         )
         for network in args.networks:
             for count, runs in (found := run_rounds(args, network, settings)).items():
@@ -122,6 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in problems:
         print(f"FAILED: {problem}")
     return 1 if problems else 0
+
+
+def _place(number_of_hosts: int, work_dir: Path) -> AbstractContextManager[dict[str, str]]:
+    """Return a context with the hosts, which yields what each run's environment needs."""
+    return hosts(work_dir) if number_of_hosts == 2 else nullcontext({})
 
 
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
@@ -135,13 +146,17 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--networks", nargs="+", default=networks, choices=networks, help="(default: all)")
-    parser.add_argument("--ranks", type=int, default=2, choices=[2, 4, 8], help="(default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=1, choices=[1, 2], help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, choices=[2, 4, 8], help="on all hosts together (default: 2 for each host)")
     parser.add_argument("--epochs", type=int, default=2, metavar="N", help="per run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=list(_NAMES), choices=_NAMES, help="(default: all)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="of one run, seconds (default: %(default)s)"
     )
     args = parser.parse_args(arguments)
+    args.ranks = args.ranks or 2 * args.hosts
+    if args.hosts == 2 and os.geteuid() != 0:
+        parser.error("--hosts is 2, whose network namespaces only root may make")
     for name, least in (("rounds", 1), ("epochs", 2)):
         if getattr(args, name) < least:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least {least}")

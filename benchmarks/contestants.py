@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import REPORT_PREFIX, Report
@@ -128,20 +128,23 @@ class RunSettings:
     """Holds the runs' records."""
     epochs: int
     timeout_s: float
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the environment of each run has beside."""
+    on_two_hosts: bool = False
 
 
 def start(network: str, name: str, ranks: int, round: int, settings: RunSettings) -> Run:
     """Run a contestant once and read its report. A single rank is bound to one core."""
     contestant = CONTESTANTS[network][name]
     data_dir = settings.plain_data_dir if name == "plain" else settings.data_dir
-    command = launch(contestant.script, ranks, contestant.launcher)
+    command = launch(contestant.script, ranks, contestant.launcher, on_two_hosts=settings.on_two_hosts)
     command += [*contestant.options, "--epochs", str(settings.epochs), "--data-dir", str(data_dir)]
     record = settings.work_dir / f"{network}-{name}-{ranks}-{round}"
     if contestant.record:
         command += ["--output", str(record)]
     if ranks == 1:
         command = on_one_core(command)
-    finished = run(command, timeout_s=settings.timeout_s, threads=1)
+    finished = run(command, timeout_s=settings.timeout_s, threads=1, variables=settings.variables)
     report, problem = None, finished.problem
     if problem is None:
         report = read_report(finished, record if contestant.record else None)

@@ -19,7 +19,8 @@ def main() -> None:
     report_failures()
     args = common.loop_parser(__doc__).parse_args()
     strategy = DDPStrategy(broadcast_buffers=False)  # the transformer's are constants
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    world, devices = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=devices, num_nodes=world // devices)
     fabric.launch()
     workload = WORKLOADS[args.network]
     network = workload.make(args.seed)

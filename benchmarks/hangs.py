@@ -106,11 +106,11 @@ def run_trial(
         if fault == "cut-off":
             place = hosts(Path(folder, "hosts"))
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_INHERITED)}
-        environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", MARK: folder, "TMPDIR": folder}
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})}
+        environment |= {MARK: folder, "TMPDIR": folder, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment |= env or {}
         with place as more:
             environment |= more
-            environment["PATH"] = os.pathsep.join(filter(None, (more.get("PATH_FIRST", ""), environment["PATH"])))
+            environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
             commands = [command_for(launcher, 3, arguments)] if not more else _on_two_hosts(launcher, arguments)
             return _watch(commands, environment, folder, timeout_s)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.two_hosts import ADDRESSES, on_host
 from trainer.ops import processes
 from trainer.ops.processes import Finished
 
@@ -18,25 +20,47 @@ PEERS = ROOT / ".venv-peers"
 _USER_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "MALLOC_", "OMP_", "MKL_")
 
 
-def run(command: Sequence[str], *, timeout_s: float, threads: int | None = None) -> Finished:
+def run(
+    command: Sequence[str], *, timeout_s: float, threads: int | None = None, variables: Mapping[str, str] | None = None
+) -> Finished:
     """Run `command` in the project's root, without the tuning that this process's environment may hold.
 
     Args:
         threads: OMP_NUM_THREADS for every rank; None leaves the choice to the contestant.
+        variables: what its environment has beside.
     """
-    return processes.run(command, env=_environment(threads), timeout_s=timeout_s, cwd=ROOT)
+    return processes.run(command, env=_environment(threads) | dict(variables or {}), timeout_s=timeout_s, cwd=ROOT)
 
 
-def launch(script: str, ranks: int, launcher: str = "horovodrun") -> list[str]:
-    """Return the command that starts `script` on so many ranks of this host; one rank of Horovod needs no launcher."""
+def launch(script: str, ranks: int, launcher: str = "horovodrun", *, on_two_hosts: bool = False) -> list[str]:
+    """Return the command that starts `script` on so many ranks; one rank of Horovod needs no launcher.
+
+    Args:
+        on_two_hosts: half of the ranks are on each of the hosts of two_hosts.py, in place of all on this one.
+    """
     if launcher in ("torchrun", "peers"):
         of_peers = [str(PEERS / "bin/python"), "-m", "torch.distributed.run"]
         torchrun = of_peers if launcher == "peers" else ["torchrun"]
+        if on_two_hosts:
+            return _torchrun_on_two_hosts([*torchrun, "--nproc-per-node", str(ranks // 2)], script)
         # Standalone takes a free port; the default port may be taken by another torchrun on this host.
         return [*torchrun, "--standalone", "--nproc-per-node", str(ranks), script]
     if ranks == 1:
         return [sys.executable, script]
-    return ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, script]
+    slots = ",".join(f"{host}:{ranks // 2}" for host in ADDRESSES) if on_two_hosts else f"localhost:{ranks}"
+    command = ["horovodrun", "-np", str(ranks), "-H", slots, sys.executable, script]
+    return on_host(next(iter(ADDRESSES)), command) if on_two_hosts else command
+
+
+def _torchrun_on_two_hosts(torchrun: Sequence[str], script: str) -> list[str]:
+    """Return one command for the two, to whose end a caller adds the script's options."""
+    (first, address), (second, _) = ADDRESSES.items()
+    nodes = [*torchrun, "--nnodes", "2", "--rdzv-backend", "static", "--master-addr", address]
+    here, there = (
+        shlex.join(on_host(host, [*nodes, "--node-rank", str(rank)])) for rank, host in enumerate((first, second))
+    )
+    both = f'{there} "$@" & other=$!; {here} "$@"; code=$?; wait $other && exit $code'
+    return ["sh", "-c", both, "sh", script]
 
 
 def has_peers() -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +34,16 @@ exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' 
 
 @contextmanager
 def hosts(folder: Path) -> Iterator[dict[str, str]]:
-    """Context with both hosts; yields what their environment needs, in which `ssh` leads from one to the other."""
+    """Context with both hosts; yields what their environment needs, in which `ssh` leads from one to the other.
+
+    A machine has them once: another process that wants them waits until they are gone.
+    """
+    with Path(tempfile.gettempdir(), "trainer-two-hosts.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _made(folder)
+
+
+def _made(folder: Path) -> Iterator[dict[str, str]]:
     programs = folder / "bin"
     programs.mkdir(parents=True)
     ssh = programs / "ssh"
@@ -53,7 +65,8 @@ def hosts(folder: Path) -> Iterator[dict[str, str]]:
                 ("link", "set", "lo", "up"),
             ):
                 _ip("-n", name, *words)
-        yield {"CUT_OFF": CUT_OFF, "TRAINER_NETWORK": NETWORK, "PATH_FIRST": str(programs)}
+        path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        yield {"CUT_OFF": CUT_OFF, "TRAINER_NETWORK": NETWORK, "PATH": path}
     finally:
         _remove()
 

@@ -132,6 +132,11 @@ HERE = {
         prints="| one busy process | loop on ",
         is_slow=True,
     ),
+    "python -m benchmarks.busy --data-dir /path/to/data --hosts 2": Run(
+        append="--networks transformer --only ours --conditions 0 --rounds 1 --epochs 2",
+        prints="| nothing | loop on ",
+        is_slow=True,
+    ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::", is_slow=True),
     "OMP_NUM_THREADS=1 python benchmarks/overhead.py": Run(
         append="--pairs 3 --steps 5", prints="benchmark-report: ", is_slow=True

@@ -7,15 +7,18 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import launching
 from benchmarks.checkpoint_savers import SAVERS
 from benchmarks.compare import decompress_mnist
 from benchmarks.contestants import CONTESTANTS, ON_DDP, RunSettings, differing_losses, start
 from benchmarks.time_to import read_result
+from benchmarks.two_hosts import ADDRESSES, hosts
 from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS
 from examples.datasets.mnist import FILES
 from tests.distributed.harness import ROOT, run_job
@@ -81,6 +84,31 @@ def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: t
         assert run.report is not None, run.problem
         assert run.report.samples == [WORKLOADS[TRANSFORMER].samples]
         assert run.report.evaluated == WORKLOADS[TRANSFORMER].test_samples
+    assert differing_losses(runs) == []
+
+
+@pytest.mark.slow
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("launcher", ["horovodrun", "torchrun"])
+def test_half_of_the_ranks_are_on_each_of_two_hosts(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "host.py"
+    script.write_text("import socket, sys\nprint(socket.gethostname(), *sys.argv[1:])\n")
+    with hosts(tmp_path / "hosts") as variables:
+        command = [*launching.launch(str(script), 4, launcher, on_two_hosts=True), "--data-dir", "a folder"]
+        done = launching.run(command, timeout_s=60, variables=variables)
+    assert done.problem is None, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{host} --data-dir a folder" for host in ADDRESSES for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("root", "peers")
+def test_contestants_train_on_two_hosts(tmp_path: Path) -> None:
+    with hosts(tmp_path / "hosts") as variables:
+        settings = replace(make_noise(tmp_path), variables=variables, on_two_hosts=True)
+        runs = [start(TUTORIAL, name, 4, 0, settings) for name in ("ours", "ddp", *ON_DDP)]
+    for one in runs:
+        assert one.report is not None, one.problem
+        assert one.report.samples == [800, 800]
     assert differing_losses(runs) == []
 
 
