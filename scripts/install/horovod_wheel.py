@@ -124,7 +124,7 @@ def _unpack(sdist: Path, work: Path) -> Path:
 
 def changes() -> list[Path]:
     """Return every file that the wheel is made from, besides Horovod's source, in a fixed order."""
-    return sorted(path for path in CHANGES.rglob("*") if path.suffix in (".patch", ".py", ".txt"))
+    return sorted(path for path in CHANGES.rglob("*") if path.suffix in (".h", ".patch", ".py", ".txt"))
 
 
 def patches() -> list[Path]:
