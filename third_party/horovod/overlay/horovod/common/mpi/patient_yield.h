@@ -1,21 +1,23 @@
 // Waits of Open MPI that sleep, where it was told to yield.
 //
 // Open MPI waits by asking again and again, in every call. With mpi_yield_when_idle
-// it calls sched_yield() where nothing has happened, which gives the core only to
-// threads of the same session, and only where there are some: the rank uses up its
-// share of the processor by waiting. Open MPI has no way to sleep, so a function
-// of ours takes the place of sched_yield() in its library's table of imports.
+// it calls sched_yield() in between, which gives the core only to threads of the
+// same session, and only where there are some: the rank uses up its share of the
+// processor by waiting. Open MPI has no way to sleep, so a function of ours takes
+// the place of sched_yield() in its library's table of imports.
 
 #ifndef HOROVOD_PATIENT_YIELD_H
 #define HOROVOD_PATIENT_YIELD_H
 
-#if __linux__
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
-#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
+// Elsewhere the table has another form.
+#if defined(__GLIBC__) && defined(__LP64__)
 #include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -32,8 +34,9 @@ inline int PatientYield() noexcept {
   using std::chrono::steady_clock;
   constexpr microseconds SPIN_TIME(300), LONGEST_NAP(500);
   constexpr int WAITED_PER_NAP = 8;
-  // Nothing has happened between two calls that are closer: it takes a microsecond
-  // to find nothing, and longer to pass on a part of a message.
+  // Two calls that are closer are taken for one wait: it takes a microsecond to find
+  // nothing, and longer to pass on a large part of a message. Small messages may
+  // come within one wait, each up to a nap late.
   constexpr microseconds SAME_WAIT(10);
   thread_local steady_clock::time_point began, ended;
   const auto now = steady_clock::now();
@@ -44,8 +47,10 @@ inline int PatientYield() noexcept {
   if (waited < SPIN_TIME) {
     std::this_thread::yield();
   } else {
+    const int error = errno; // which sched_yield() leaves alone
     std::this_thread::sleep_for(
         std::min<nanoseconds>(LONGEST_NAP, waited / WAITED_PER_NAP));
+    errno = error;
   }
   ended = steady_clock::now();
   return 0;
@@ -94,7 +99,8 @@ inline int ImportPatientYield(struct dl_phdr_info* library, size_t, void*) {
       // Read-only in a library that was linked with -z now.
       if (mprotect(reinterpret_cast<void*>(place & ~(page - 1)), page,
                    PROT_READ | PROT_WRITE) == 0) {
-        *reinterpret_cast<int (**)() noexcept>(place) = PatientYield;
+        __atomic_store_n(reinterpret_cast<int (**)() noexcept>(place),
+                         &PatientYield, __ATOMIC_RELEASE);
       }
     }
   }
@@ -108,6 +114,12 @@ inline void SleepWhereOpenMPIYields() {
 
 } // namespace common
 } // namespace horovod
-#endif // __linux__
+#else
+namespace horovod {
+namespace common {
+inline void SleepWhereOpenMPIYields() {}
+} // namespace common
+} // namespace horovod
+#endif
 
 #endif // HOROVOD_PATIENT_YIELD_H
