@@ -5,10 +5,10 @@
     python -m benchmarks.busy --data-dir data --hosts 2    # as root
 
 Ranks, networks and contestants are those of compare.py. Two hosts are network namespaces of this machine (two_hosts.py)
-with two ranks each. In each round, every contestant trains beside each number of
-busy processes, one contestant after the other, every other round in reverse; so a ratio compares runs that follow one
-another. A busy process is a loop that never sleeps, of the same priority as a rank; all are in this program's session.
-The first epoch of each run is discarded.
+with half of the ranks each. In each round, every contestant trains beside each number of busy processes, one contestant
+after the other, every other round in reverse; so a ratio compares runs that follow one another. A busy process is a
+loop that never sleeps, of the same priority as a rank; all are in this program's session. The first epoch of each run
+is discarded.
 
 Prints a table in Markdown for each network: medians over the rounds, and how many times a peer's seconds ours are.
 Exits with code 1 when a run failed or trained wrongly.
@@ -110,15 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     machine = ", ".join(f"{name} {fact}" for name, fact in describe_machine().items())
     print(f"{machine}; load {load():.1f}", flush=True)
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="trainer-busy-") as work, _place(args.hosts, Path(work)) as variables:
+    with tempfile.TemporaryDirectory(prefix="trainer-busy-") as work, _place(args.hosts, Path(work)) as two_hosts:
         settings = RunSettings(
             data_dir=args.data_dir.resolve(),
             plain_data_dir=Path(work),  # which none of these contestants reads
             work_dir=Path(work),
             epochs=args.epochs,
             timeout_s=args.timeout,
-            variables=variables,
-            on_two_hosts=args.hosts == 2,
+            two_hosts=two_hosts,
         )
         for network in args.networks:
             for count, runs in (found := run_rounds(args, network, settings)).items():
@@ -130,9 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _place(number_of_hosts: int, work_dir: Path) -> AbstractContextManager[dict[str, str]]:
-    """Return a context with the hosts, which yields what each run's environment needs."""
-    return hosts(work_dir) if number_of_hosts == 2 else nullcontext({})
+def _place(number_of_hosts: int, work_dir: Path) -> AbstractContextManager[dict[str, str] | None]:
+    """Return a context that yields what each run's environment needs on two hosts, and None on this one."""
+    return hosts(work_dir) if number_of_hosts == 2 else nullcontext()
 
 
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:

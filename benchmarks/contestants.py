@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import REPORT_PREFIX, Report
@@ -128,23 +128,22 @@ class RunSettings:
     """Holds the runs' records."""
     epochs: int
     timeout_s: float
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """What the environment of each run has beside."""
-    on_two_hosts: bool = False
+    two_hosts: Mapping[str, str] | None = None
+    """What the environment needs for runs on the hosts of two_hosts.py; None for runs on this one."""
 
 
 def start(network: str, name: str, ranks: int, round: int, settings: RunSettings) -> Run:
     """Run a contestant once and read its report. A single rank is bound to one core."""
     contestant = CONTESTANTS[network][name]
     data_dir = settings.plain_data_dir if name == "plain" else settings.data_dir
-    command = launch(contestant.script, ranks, contestant.launcher, on_two_hosts=settings.on_two_hosts)
+    command = launch(contestant.script, ranks, contestant.launcher, on_two_hosts=settings.two_hosts is not None)
     command += [*contestant.options, "--epochs", str(settings.epochs), "--data-dir", str(data_dir)]
     record = settings.work_dir / f"{network}-{name}-{ranks}-{round}"
     if contestant.record:
         command += ["--output", str(record)]
     if ranks == 1:
         command = on_one_core(command)
-    finished = run(command, timeout_s=settings.timeout_s, threads=1, variables=settings.variables)
+    finished = run(command, timeout_s=settings.timeout_s, threads=1, variables=settings.two_hosts)
     report, problem = None, finished.problem
     if problem is None:
         report = read_report(finished, record if contestant.record else None)

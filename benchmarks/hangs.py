@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.two_hosts import ADDRESSES, hosts, on_host
+from benchmarks.two_hosts import horovodrun_on_both, hosts, torchrun_on_both
 from tests.distributed.harness import BIN, MARK, ROOT, command_for, kill_job, processes_of
 
 JOB = str(ROOT / "benchmarks" / "hang_job.py")
@@ -116,14 +116,10 @@ def run_trial(
 
 
 def _on_two_hosts(launcher: str, arguments: Sequence[str]) -> list[list[str]]:
-    names = list(ADDRESSES)
     if launcher == "torchrun":
-        common = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static"]
-        common += ["--master-addr", ADDRESSES[names[0]], "--master-port", "29517"]
-        return [on_host(name, [*common, "--node-rank", str(n), *arguments]) for n, name in enumerate(names)]
+        return [[*command, *arguments] for command in torchrun_on_both(1)]
     controller = launcher.removeprefix("horovodrun-")
-    start = ["horovodrun", f"--{controller}", "-np", "2", "-H", ",".join(f"{name}:1" for name in names)]
-    return [on_host(names[0], [*start, sys.executable, *arguments])]
+    return [[*horovodrun_on_both(1, f"--{controller}"), sys.executable, *arguments]]
 
 
 def _watch(commands: Sequence[Sequence[str]], environment: dict[str, str], folder: str, timeout_s: float) -> Trial:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.two_hosts import ADDRESSES, on_host
+from benchmarks.two_hosts import horovodrun_on_both, torchrun_on_both
 from trainer.ops import processes
 from trainer.ops.processes import Finished
 
@@ -42,25 +42,16 @@ def launch(script: str, ranks: int, launcher: str = "horovodrun", *, on_two_host
         of_peers = [str(PEERS / "bin/python"), "-m", "torch.distributed.run"]
         torchrun = of_peers if launcher == "peers" else ["torchrun"]
         if on_two_hosts:
-            return _torchrun_on_two_hosts([*torchrun, "--nproc-per-node", str(ranks // 2)], script)
+            first, second = (shlex.join(one) for one in torchrun_on_both(ranks // 2, torchrun))
+            both = f'{second} "$@" & other=$!; {first} "$@"; code=$?; wait $other && exit $code'
+            return ["sh", "-c", both, "sh", script]  # a caller adds the script's options
         # Standalone takes a free port; the default port may be taken by another torchrun on this host.
         return [*torchrun, "--standalone", "--nproc-per-node", str(ranks), script]
+    if on_two_hosts:
+        return [*horovodrun_on_both(ranks // 2), sys.executable, script]
     if ranks == 1:
         return [sys.executable, script]
-    slots = ",".join(f"{host}:{ranks // 2}" for host in ADDRESSES) if on_two_hosts else f"localhost:{ranks}"
-    command = ["horovodrun", "-np", str(ranks), "-H", slots, sys.executable, script]
-    return on_host(next(iter(ADDRESSES)), command) if on_two_hosts else command
-
-
-def _torchrun_on_two_hosts(torchrun: Sequence[str], script: str) -> list[str]:
-    """Return one command for the two, to whose end a caller adds the script's options."""
-    (first, address), (second, _) = ADDRESSES.items()
-    nodes = [*torchrun, "--nnodes", "2", "--rdzv-backend", "static", "--master-addr", address]
-    here, there = (
-        shlex.join(on_host(host, [*nodes, "--node-rank", str(rank)])) for rank, host in enumerate((first, second))
-    )
-    both = f'{there} "$@" & other=$!; {here} "$@"; code=$?; wait $other && exit $code'
-    return ["sh", "-c", both, "sh", script]
+    return ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, script]
 
 
 def has_peers() -> bool:

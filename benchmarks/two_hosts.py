@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ def hosts(folder: Path) -> Iterator[dict[str, str]]:
 
     A machine has them once: another process that wants them waits until they are gone.
     """
-    with Path(tempfile.gettempdir(), "trainer-two-hosts.lock").open("w") as lock:
+    with Path("/run/trainer-two-hosts.lock").open("w") as lock:  # where nobody but root plants a link
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield from _made(folder)
 
@@ -80,6 +79,19 @@ def on_host(name: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one on a host."""
     inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name, *command]
     return ["ip", "netns", "exec", name, *inside]
+
+
+def horovodrun_on_both(per_host: int, *options: str) -> list[str]:
+    """Return the command that starts so many ranks on each host; a caller adds theirs."""
+    slots = ",".join(f"{name}:{per_host}" for name in ADDRESSES)
+    return on_host(next(iter(ADDRESSES)), ["horovodrun", *options, "-np", str(2 * per_host), "-H", slots])
+
+
+def torchrun_on_both(per_host: int, torchrun: Sequence[str] = ("torchrun",)) -> list[list[str]]:
+    """Return the commands of both hosts, to each of which a caller adds the ranks' command."""
+    nodes = [*torchrun, "--nnodes", "2", "--nproc-per-node", str(per_host), "--rdzv-backend", "static"]
+    nodes += ["--master-addr", next(iter(ADDRESSES.values()))]
+    return [on_host(name, [*nodes, "--node-rank", str(number)]) for number, name in enumerate(ADDRESSES)]
 
 
 def _ip(*words: str) -> None:

@@ -103,8 +103,8 @@ def test_half_of_the_ranks_are_on_each_of_two_hosts(tmp_path: Path, launcher: st
 @pytest.mark.slow
 @pytest.mark.needs("root", "peers")
 def test_contestants_train_on_two_hosts(tmp_path: Path) -> None:
-    with hosts(tmp_path / "hosts") as variables:
-        settings = replace(make_noise(tmp_path), variables=variables, on_two_hosts=True)
+    with hosts(tmp_path / "hosts") as two_hosts:
+        settings = replace(make_noise(tmp_path), two_hosts=two_hosts)
         runs = [start(TUTORIAL, name, 4, 0, settings) for name in ("ours", "fabric")]  # which is told the hosts
     for one in runs:
         assert one.report is not None, one.problem
