@@ -92,7 +92,7 @@ RUN --mount=type=cache,target=/root/.cache \
 COPY pyproject.toml ./
 COPY requirements/horovod.txt requirements/
 COPY third_party third_party
-COPY scripts/install/sbom.py scripts/install/
+COPY scripts/install/console.py scripts/install/horovod_wheel.py scripts/install/sbom.py scripts/install/
 
 # What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
 FROM packages AS node

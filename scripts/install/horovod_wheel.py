@@ -124,7 +124,8 @@ def _unpack(sdist: Path, work: Path) -> Path:
 
 def changes() -> list[Path]:
     """Return every file that the wheel is made from, besides Horovod's source, in a fixed order."""
-    return sorted(path for path in CHANGES.rglob("*") if path.suffix in (".h", ".patch", ".py", ".txt"))
+    files = (path for path in CHANGES.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(path for path in files if path != CHANGES / "README.md")
 
 
 def patches() -> list[Path]:

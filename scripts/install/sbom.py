@@ -21,11 +21,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import horovod_wheel
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-ROOT = Path(__file__).resolve().parents[2]
-CHANGES, PIN, PROJECT = ROOT / "third_party" / "horovod", ROOT / "requirements" / "horovod.txt", ROOT / "pyproject.toml"
+PROJECT = horovod_wheel.ROOT / "pyproject.toml"
 SPEC = SchemaVersion.V1_6
 # How GCC and nvcc name themselves in what they compile.
 COMPILERS = re.compile(rb"GCC: \([^)]*\) [\d.]+|Cuda compilation tools, release [\d.]+, V[\d.]+")
@@ -44,7 +44,7 @@ def main() -> int:
         python, debian = python_packages(options.python, Path(name)), debian_packages(Path(name))
     libraries = list(options.python.parents[1].glob("lib/python3*/site-packages/horovod/torch/mpi_lib_v2*.so"))
     horovod = next(component for component in python["components"] if component["name"] == "horovod")
-    horovod |= compiled(CHANGES, PIN.read_text(), libraries)
+    horovod |= compiled(libraries)
     python["components"].append(project(tomllib.loads(PROJECT.read_text())["project"]))
     text = json.dumps(merged(python, debian), indent=1) + "\n"
     if problem := JsonStrictValidator(SPEC).validate_str(text):
@@ -81,17 +81,10 @@ def project(metadata: dict[str, Any]) -> dict[str, Any]:
     return {"type": "library", "bom-ref": f"{name}=={version}", "name": name, "version": version, "licenses": licenses}
 
 
-def compiled(changes: Path, pin: str, libraries: list[Path]) -> dict[str, Any]:
-    """Return what Horovod's component has besides its name and version.
-
-    Args:
-        changes: the folder with our changes to the source.
-        pin: the requirement that names the source, with its hash.
-        libraries: what was compiled.
-    """
+def compiled(libraries: list[Path]) -> dict[str, Any]:
+    """Return what Horovod's component has besides its name and version, of the libraries that were compiled."""
+    pin = horovod_wheel.PIN.read_text()
     version = re.findall(r"^horovod==([\w.]+)", pin, re.MULTILINE)[0]
-    files = sorted(path for path in changes.rglob("*") if path.suffix in (".patch", ".py", ".txt"))
-    patches = [path for path in files if path.suffix == ".patch"]
     ancestor = {
         "type": "library",
         "name": "horovod",
@@ -100,15 +93,18 @@ def compiled(changes: Path, pin: str, libraries: list[Path]) -> dict[str, Any]:
         "hashes": [{"alg": "SHA-256", "content": digest} for digest in re.findall(r"--hash=sha256:(\w+)", pin)],
     }
     compilers = {text.decode() for path in libraries for text in COMPILERS.findall(path.read_bytes())}
-    hashes = [(f"trainer:change:{path.relative_to(changes)}", f"sha256:{sha256(path)}") for path in files]
+    hashes = [
+        (f"trainer:change:{path.relative_to(horovod_wheel.CHANGES)}", f"sha256:{sha256(path)}")
+        for path in horovod_wheel.changes()
+    ]
     built_with = [("trainer:compiler", compiler) for compiler in sorted(compilers)]
     return {
         "purl": f"pkg:pypi/horovod@{version}",
         "pedigree": {
             "ancestors": [ancestor],
             "patches": [
-                {"type": "unofficial", "diff": {"url": f"third_party/horovod/{path.relative_to(changes)}"}}
-                for path in patches
+                {"type": "unofficial", "diff": {"url": str(path.relative_to(horovod_wheel.ROOT))}}
+                for path in horovod_wheel.patches()
             ],
             "notes": "Compiled from the ancestor's source, with these patches and the changes among the properties.",
         },
