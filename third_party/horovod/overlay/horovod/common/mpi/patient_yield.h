@@ -16,8 +16,9 @@
 #include <cstring>
 #include <thread>
 
-// Elsewhere the table has another form.
-#if defined(__GLIBC__) && defined(__LP64__)
+// Elsewhere the table has another form, or addresses in it that are relative.
+#if defined(__GLIBC__) && defined(__LP64__) &&                                 \
+    (defined(__x86_64__) || defined(__aarch64__))
 #include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -39,14 +40,19 @@ inline int PatientYield() noexcept {
   // come within one wait, each up to a nap late.
   constexpr microseconds SAME_WAIT(10);
   thread_local steady_clock::time_point began, ended;
+  // A message over TCP that has come during a nap is passed on by the call after
+  // it, which says of itself that it found nothing: its caller looks first.
+  thread_local bool napped = false;
   const auto now = steady_clock::now();
   if (now - ended > SAME_WAIT) {
     began = now;
   }
   const nanoseconds waited = now - began;
-  if (waited < SPIN_TIME) {
+  if (waited < SPIN_TIME || napped) {
+    napped = false;
     std::this_thread::yield();
   } else {
+    napped = true;
     const int error = errno; // which sched_yield() leaves alone
     std::this_thread::sleep_for(
         std::min<nanoseconds>(LONGEST_NAP, waited / WAITED_PER_NAP));
