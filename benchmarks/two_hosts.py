@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,7 +39,11 @@ def hosts(folder: Path) -> Iterator[dict[str, str]]:
     A machine has them once: another process that wants them waits until they are gone.
     """
     with Path("/run/trainer-two-hosts.lock").open("w") as lock:  # where nobody but root plants a link
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting: another program uses the two hosts of this machine", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield from _made(folder)
 
 
@@ -49,9 +54,10 @@ def _made(folder: Path) -> Iterator[dict[str, str]]:
     ssh.write_text(_SSH)
     ssh.chmod(0o755)
     _remove()
+    ends = [end_of(name) for name in ADDRESSES]
     try:
-        _ip("link", "add", "hang-va", "type", "veth", "peer", "name", "hang-vb")
-        for (name, address), end in ((one, end_of(one[0])) for one in ADDRESSES.items()):
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for (name, address), end in zip(ADDRESSES.items(), ends, strict=True):
             _ip("netns", "add", name)
             etc = Path("/etc/netns", name)
             etc.mkdir(parents=True, exist_ok=True)
@@ -106,5 +112,6 @@ def _remove() -> None:
         (etc / "hosts").unlink(missing_ok=True)
         with suppress(OSError):
             etc.rmdir()
-    with suppress(subprocess.CalledProcessError):
-        _ip("link", "del", "hang-va")
+    for name in ADDRESSES:
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", end_of(name))

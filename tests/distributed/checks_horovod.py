@@ -52,7 +52,7 @@ def check_who_waits_for_another_rank_sleeps(strategy: Strategy) -> None:
         time.sleep(1.0)
     strategy.all_reduce(value)
     if strategy.world.is_root and 2 * strategy.world.size > host_cores():
-        assert time.process_time() - busy < (time.monotonic() - began) / 3
+        assert time.process_time() - busy < (time.monotonic() - began) / 6
 
 
 def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> None:

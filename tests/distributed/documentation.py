@@ -127,14 +127,9 @@ HERE = {
         prints=" bytes, of no parts of attempt-0001-epoch-0001-update-",
         is_slow=True,  # tests/unit/test_checkpoint_parts.py calls it
     ),
-    "python -m benchmarks.busy --data-dir /path/to/data": Run(
+    "python -m benchmarks.busy --data-dir /path/to/data --rounds 3": Run(
         append="--networks transformer --only ours --conditions 1 --rounds 1",
         prints="| one busy process | loop on ",
-        is_slow=True,
-    ),
-    "python -m benchmarks.busy --data-dir /path/to/data --hosts 2": Run(
-        append="--networks transformer --only ours --conditions 0 --rounds 1 --epochs 2",
-        prints="| nothing | loop on ",
         is_slow=True,
     ),
     "python benchmarks/profile_step.py": Run(append="--rows 3 --steps 5", prints="aten::", is_slow=True),
@@ -235,6 +230,10 @@ BY_DOCKER = (
 ELSEWHERE = {
     "trainer test": ("tests/distributed/test_self_test.py", '"-m", "trainer", "test"'),
     "python benchmarks/trackers.py": ("tests/distributed/test_trackers.py", 'measure("TensorBoard", pairs=2'),
+    "python -m benchmarks.busy --data-dir /path/to/data --hosts 2": (
+        "tests/distributed/test_benchmarks.py",
+        "def test_contestants_train_on_two_hosts",
+    ),
     "python scripts/install/peers.py": (".ci/run", ".venv/bin/python scripts/install/peers.py"),
     "torchrun --nproc-per-node 2 -- train.py --log INFO": (
         "tests/distributed/test_supervise.py",
@@ -376,8 +375,8 @@ UNTESTED = {
     'make bench DATA_DIR=/path/to/data ARGS="--repeats 3"': "takes minutes; tests/distributed/test_benchmarks.py",
     "make bench": "the same",
     'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
-    "python benchmarks/compare.py --data-dir /path/to/data --repeats 3 --only ours ddp fabric accelerate limit "
-    "--no-overhead": "the same",
+    "python benchmarks/compare.py --data-dir /path/to/data --networks tutorial --repeats 3 --only ours ddp fabric "
+    "accelerate limit --no-overhead": "the same",
     "make accuracy": "trains 20 times; tests/unit/test_benchmarks.py",
     "pip install shtab": "needs the package index",
     "shtab --shell bash trainer.cli.get_parser > ~/.local/share/bash-completion/completions/trainer": "needs shtab",

@@ -92,7 +92,8 @@ def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: t
 @pytest.mark.parametrize("launcher", ["horovodrun", "torchrun"])
 def test_half_of_the_ranks_are_on_each_of_two_hosts(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "host.py"
-    script.write_text("import socket, sys\nprint(socket.gethostname(), *sys.argv[1:])\n")
+    # In one piece: print writes several where the environment has PYTHONUNBUFFERED, and ranks' pieces mix.
+    script.write_text("import socket, sys\nsys.stdout.write(' '.join([socket.gethostname(), *sys.argv[1:]]) + '\\n')\n")
     with hosts(tmp_path / "hosts") as variables:
         command = [*launching.launch(str(script), 4, launcher, on_two_hosts=True), "--data-dir", "a folder"]
         done = launching.run(command, timeout_s=60, variables=variables)
