@@ -396,6 +396,8 @@ UNTESTED = {
     "python benchmarks/updates_to.py --data-dir /path/to/data --seeds 0 1 2 3 4": (
         "trains 30 times; tests/unit/test_benchmarks.py"
     ),
+    "python benchmarks/time_to.py --only 100mbit --networks mnist --seeds 0 1 2 --settings "
+    "compression=powersgd:16,sync_every=4,full_updates=2 compression=powersgd:8": "twenty minutes; the next one",
     "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
