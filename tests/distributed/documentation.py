@@ -377,6 +377,8 @@ UNTESTED = {
     'make bench ARGS="--repeats 3 --networks transformer --no-overhead"': "the same",
     "python benchmarks/compare.py --data-dir /path/to/data --networks tutorial --repeats 3 --only ours ddp fabric "
     "accelerate limit --no-overhead": "the same",
+    "python benchmarks/compare.py --networks resnet --ranks 2 --repeats 3 --only ours ddp fabric accelerate limit "
+    "--no-overhead": "the same",
     "make accuracy": "trains 20 times; tests/unit/test_benchmarks.py",
     "pip install shtab": "needs the package index",
     "shtab --shell bash trainer.cli.get_parser > ~/.local/share/bash-completion/completions/trainer": "needs shtab",
