@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -40,8 +39,8 @@ inline int PatientYield() noexcept {
   // come within one wait, each up to a nap late.
   constexpr microseconds SAME_WAIT(10);
   thread_local steady_clock::time_point began, ended;
-  // A message over TCP that has come during a nap is passed on by the call after
-  // it, which says of itself that it found nothing: its caller looks first.
+  // Open MPI's poll reports nothing for a message over TCP that it has delivered, and
+  // yields. So there is no nap in two calls running: the waiter looks in between.
   thread_local bool napped = false;
   const auto now = steady_clock::now();
   if (now - ended > SAME_WAIT) {
