@@ -11,7 +11,7 @@ DATA_DIR ?= data
 ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
-GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -type f ! -name README.md ! -path '*__pycache__*')) $(addprefix requirements/,run.txt build.txt horovod.txt sbom.txt uv.txt) \
+GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -type f ! -path '*__pycache__*')) $(addprefix requirements/,run.txt build.txt horovod.txt sbom.txt uv.txt) \
     $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py sbom.py)
 # Other bases than the pinned ones, where the environment or the command line names some.
 BASES := --build-arg BASE --build-arg CUDA_IMAGE
