@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import run_job
+from trainer.cluster import exit_codes
 
 JOB = str(Path(__file__).with_name("job_that_is_timed.py"))
 SLOW_S, INPUT_S = 0.005, 0.001
@@ -93,10 +94,23 @@ def test_a_script_that_fails_leaves_its_ranks_own_timeline_and_its_own_error(tmp
     assert all(traced(file, int(file.stem[-1]), "all_reduce") for file in left)
 
 
+def test_a_script_that_ends_its_process_group_ends_as_it_does_without(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist, trainer\nrun = trainer.init()\nrun.all_reduce(1.0)\n"
+        "dist.destroy_process_group()\n"
+    )
+    outcome = run_job("torchrun", 2, ["-m", "trainer", "trace", str(tmp_path / "trace.json"), str(script)])
+    assert outcome.code == 0, outcome.output
+    assert "Traceback" not in outcome.output
+    for rank in (0, 1):
+        assert traced(tmp_path / f"trace.rank-{rank}.json", rank, "all_reduce")
+
+
 def test_a_file_that_cannot_be_written_is_one_line_before_the_training(tmp_path: Path) -> None:
     file = tmp_path / "none" / "trace.json"
     job = [JOB, "auto", "0", "0"]
     outcome = run_job("python", 1, ["-m", "trainer", "trace", str(file), *job])
-    assert outcome.code == 1, outcome.output
+    assert outcome.code == exit_codes.MISTAKE, outcome.output
     assert outcome.output.count("\n") == 1, outcome.output
     assert str(file.parent) in outcome.output

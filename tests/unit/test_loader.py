@@ -155,6 +155,19 @@ def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
     assert sorted(targets) == list(range(9))
 
 
+def test_what_filters_a_loaders_steps_sees_those_of_an_evaluation_too() -> None:
+    for loader in (ShardedLoader(numbered(4), 2, training=training) for training in (True, False)):
+        seen: list[Step] = []
+
+        def filtered(steps: Iterator[Step], seen: list[Step] = seen) -> Iterator[Step]:
+            for step in steps:
+                seen.append(step)
+                yield step
+
+        loader.through = filtered
+        assert len(list(loader)) == len(seen) == 2
+
+
 def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
     return WeightedRandomSampler([0.0, 1.0, 9.0, 0.0, 1.0], num_samples=40, generator=generator)
 

@@ -174,7 +174,7 @@ class Loader(ABC):
         with whether all ranks are known to have as many batches.
         """
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """A filter of the steps that `steps` yields, which may time them."""
+        """A filter of the steps as they are drawn, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
@@ -207,8 +207,8 @@ class Loader(ABC):
         """Return the units that all ranks together have taken after this many steps of the epoch."""
 
     @abstractmethod
-    def evaluation_steps(self) -> Iterator[Step]:
-        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
+    def _evaluation_steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch in which this rank has samples, without padding batches."""
 
     @abstractmethod
     def _all_steps(self) -> Iterator[Step]:
@@ -227,7 +227,35 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self.through(self._told_steps())
+        if self.skip:
+            self.skip -= 1
+            return
+        on_step, observer, was_left = self._on_step, self.observer, False
+        try:
+            is_known = self._weigh_by is None and not self._must_count
+            for step in self._drawn_steps() if is_known else self._weighed():
+                if on_step is not None:
+                    on_step(step)
+                self.taken, was_left = step.taken, step.closes_update
+                yield step
+                was_left = False
+                if observer is not None and step.closes_update:
+                    observer.updated(self)
+            if self._group is not None:
+                self._group.average_weights()
+            if observer is not None:
+                observer.exhausted(self)
+        finally:  # also where the loop was left early
+            self.taken = 0
+            if observer is not None:
+                observer.ended(self, was_left=was_left)
+            if on_step is not None:
+                on_step(NO_STEP)
+            report_phase("between epochs")
+
+    def evaluation_steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
+        return self.through(self._evaluation_steps())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
@@ -272,37 +300,13 @@ class Loader(ABC):
             )
         return 1 if loaded.count is None else loaded.count
 
-    def _told_steps(self) -> Iterator[Step]:
-        if self.skip:
-            self.skip -= 1
-            return
-        on_step, observer, was_left = self._on_step, self.observer, False
-        try:
-            is_known = self._weigh_by is None and not self._must_count
-            for step in self._all_steps() if is_known else self._weighed():
-                if on_step is not None:
-                    on_step(step)
-                self.taken, was_left = step.taken, step.closes_update
-                yield step
-                was_left = False
-                if observer is not None and step.closes_update:
-                    observer.updated(self)
-            if self._group is not None:
-                self._group.average_weights()
-            if observer is not None:
-                observer.exhausted(self)
-        finally:  # also where the loop was left early
-            self.taken = 0
-            if observer is not None:
-                observer.ended(self, was_left=was_left)
-            if on_step is not None:
-                on_step(NO_STEP)
-            report_phase("between epochs")
+    def _drawn_steps(self) -> Iterator[Step]:
+        return self.through(self._all_steps())
 
     def _weighed(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""
         update: list[Step] = []
-        for step in self._all_steps():
+        for step in self._drawn_steps():
             update.append(step)
             if not step.closes_update:
                 continue

@@ -202,7 +202,7 @@ class ShardedLoader(Loader):
         last = self.plan.shard(self.plan.steps - 1, self.world.size - 1)
         return bool(last.stop > last.start)
 
-    def evaluation_steps(self) -> Iterator[Step]:
+    def _evaluation_steps(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
         left = self.plan.steps
         filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)

@@ -105,7 +105,7 @@ class StreamLoader(Loader):
             raise TypeError("the loader of a stream without __len__ has no length either")
         return self._steps
 
-    def evaluation_steps(self) -> Iterator[Step]:
+    def _evaluation_steps(self) -> Iterator[Step]:
         for count, batch in self._draw():
             report_phase("evaluation")
             yield Step(move(batch, self.world.device), count, 1.0, True)

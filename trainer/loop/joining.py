@@ -19,7 +19,7 @@ from trainer.cluster.output import print_line, write_whole_lines
 from trainer.cluster.world import World, current_world
 from trainer.config import RunConfig
 from trainer.loop.consistency import check_devices
-from trainer.strategies import choose_strategy, has_nccl, make_strategy
+from trainer.strategies import choose_strategy, has_nccl, make_strategy, wrapped
 from trainer.strategies.base import Strategy
 from trainer.tuning.host import share_machine
 from trainer.watch import start as hang
@@ -40,16 +40,16 @@ _UNCONNECTED_BY_NCCL = (
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
 
-    A strategy has joined already. It is returned as it is.
+    A strategy has joined already.
     """
     report_failures()
     wait_for_threads_before_forks()
     if isinstance(strategy, Strategy):
-        return strategy
+        return wrapped(strategy)
     world = _world_to_join(strategy, config)
     log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
     with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
-        joined = make_strategy(strategy, world)
+        joined = wrapped(make_strategy(strategy, world))
         facts = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
         hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(facts), strict=True)
     hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)

@@ -18,6 +18,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.cluster import exit_codes
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
 from trainer.files import check_writable, write_atomically
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from trainer.strategies.base import Strategy
 
 _MOST_SPANS = 200_000
-"""Spans that a rank keeps, the latest ones: some 20,000 steps, and 40 MB."""
+"""Spans that a rank keeps, the latest ones: some 20,000 steps with one message each, and 40 MB."""
+_MOST_IN_FILE = 2_000_000
+"""Spans of all ranks in a file, which then has some 250 MB; a browser shows no more."""
 _ROUNDS = 20
 """Barriers by which clocks of other machines are compared."""
 _LOOP, _MESSAGE, _PHASE = "loop", "messages", "phase"
@@ -47,6 +50,8 @@ _now = time.monotonic_ns
 Span = tuple[str, str, int, int, int]
 """Something that a rank did: its track, name, beginning and end in nanoseconds of the rank's own monotonic clock, and
 bytes, 0 if none were sent. A plain tuple, because the garbage collector lets go of those alone."""
+Moment = tuple[int, int]
+"""The same moment in nanoseconds of the rank's own monotonic clock and of rank 0's."""
 
 
 class Timeline:
@@ -58,9 +63,11 @@ class Timeline:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._strategy: Strategy | None = None
-        self._ahead_ns = 0
-        """What this rank's clock lacks of rank 0's."""
+        self._followed: list[Strategy] = []
+        self._open: Strategy | None = None
+        """The last of them, until it is closed."""
+        self._moments: list[Moment] = []
+        """At the beginning and, once there is one, at the end."""
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._wait: tuple[str, int] | None = None
         self._phase: tuple[str, int] | None = None
@@ -74,14 +81,16 @@ class Timeline:
         Raises:
             ConfigError: the file cannot be written.
         """
-        if self._strategy is not None:
+        if strategy in self._followed:
             return strategy
         if strategy.world.is_root:
             check_writable(self._file)
-        self._strategy = strategy
-        self._ahead_ns = _clock_difference_ns(strategy)
-        observe(strategy.world.rank, self._on_state, self._on_phase)
-        _follow_pytorch(self)
+        if not self._followed:
+            self._moments.append(_same_moment(strategy))
+            observe(strategy.world.rank, self._on_state, self._on_phase)
+            _follow_pytorch(self)
+        self._open = strategy
+        self._followed.append(strategy)
         follow_loader, start, close = strategy.follow_loader, strategy.start_gradients, strategy.close
 
         def follow_loader_traced(loader: Loader) -> None:
@@ -100,27 +109,49 @@ class Timeline:
             return wait_traced
 
         def close_traced() -> None:
-            self.write()
+            if strategy is self._open:
+                self.end(failed=sys.exc_info()[0] is not None)  # as in `finally: run.close()`
             close()
 
         vars(strategy).update(follow_loader=follow_loader_traced, start_gradients=start_traced, close=close_traced)
         _follow_horovod(self)
         return strategy
 
-    def write(self) -> None:
-        """Write the timelines of all ranks. Collective; a second call does nothing."""
-        strategy, self._strategy = self._strategy, None
-        if strategy is None:
-            return
-        parts = strategy.all_gather_object(list(self._events(strategy.world.rank)))
-        if strategy.world.is_root:
-            _save(self._file, [event for events in parts for event in events])
+    def end(self, *, failed: bool) -> None:
+        """Write the timelines of all ranks, or that of this rank if it has failed. Collective, unless it has.
 
-    def write_alone(self) -> None:
-        """Write the timeline of this rank, whose script has failed."""
-        if self._strategy is not None:
-            rank = self._strategy.world.rank
-            _save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), list(self._events(rank)))
+        A second call does nothing, unless another strategy has been followed since.
+        """
+        strategy, self._open = self._open, None
+        if strategy is None:
+            if not self._followed and not failed:
+                print_line("trainer trace: no timeline, because no rank has joined a job in this process", sys.stderr)
+            return
+        rank = strategy.world.rank
+        if not failed:
+            try:
+                events = self._gather(strategy)
+            except Exception as error:  # a script may have ended its process group; its training is done all the same
+                reason = str(error).partition("\n")[0]
+                print_line(f"trainer trace: the ranks cannot exchange their timelines any more: {reason}", sys.stderr)
+                failed = True
+            else:
+                if strategy.world.is_root:
+                    _save(self._file, events)
+        if failed:
+            _save(self._file.with_stem(f"{self._file.stem}.rank-{rank}"), [self._events(rank)])
+
+    def _gather(self, strategy: Strategy) -> list[bytes]:
+        """Return the events of all ranks, on rank 0. Collective."""
+        world = strategy.world
+        self._moments[1:] = [_same_moment(strategy)]
+        mine = self._events(world.rank, _MOST_IN_FILE // world.size)
+        found = []
+        for rank in range(world.size):  # in turns, because nobody else has to keep them
+            sent = strategy.broadcast_object(mine if rank == world.rank else None, root=rank)
+            if world.is_root:
+                found.append(sent)
+        return found
 
     def backward(self, run: Callable[..., None], *args: Any, **options: Any) -> None:
         """Run a backward pass. What came before it, since the loop's last span, is the forward pass."""
@@ -130,7 +161,8 @@ class Timeline:
         self._add("backward", began, _now())
 
     def before_step(self, *_: object) -> None:
-        self._steps.append(_now())
+        self._free_ns = _now()  # a step with a closure has passes of its own
+        self._steps.append(self._free_ns)
 
     def after_step(self, *_: object) -> None:
         self._add("step", self._steps.pop(), _now())
@@ -169,32 +201,45 @@ class Timeline:
         self._spans.append((_LOOP, name, began_ns, ended_ns, 0))
         self._free_ns = ended_ns
 
-    def _events(self, rank: int) -> Iterator[dict[str, Any]]:
-        """Yield this rank's spans as events of the Trace Event Format, whose times are microseconds."""
+    def _events(self, rank: int, most: int = _MOST_SPANS) -> bytes:
+        """Return this rank's latest spans as events of the Trace Event Format, in JSON, without the list's brackets."""
         # Close what is still open.
         self._on_state(State.BETWEEN, "")
         self._on_phase("")
-        yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
-        yield _metadata(rank, "process_sort_index", sort_index=rank)
-        # To Perfetto, the thread with the process's number is its first, and thread 0 is process 0's alone.
-        threads = {_LOOP: rank, _PHASE: _PHASES + rank}
-        for track, thread in threads.items():
-            yield {**_metadata(rank, "thread_name", name=track), "tid": thread}
-        for number, (track, name, began_ns, ended_ns, size) in enumerate(self._spans):
-            # Whole nanoseconds: with differences of fractions, bars overlap by one, which Perfetto reports as an error.
-            began, ended = began_ns + self._ahead_ns, ended_ns + self._ahead_ns
-            event = {"name": name, "pid": rank, "ts": began / 1e3}
-            if track != _MESSAGE:
-                yield {**event, "ph": "X", "tid": threads[track], "dur": (ended - began) / 1e3}
-                continue
-            # Messages overlap, which only asynchronous events may.
-            message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
-            yield {**message, "ph": "b", "args": {"bytes": size}}
-            yield {**message, "ph": "e", "ts": ended / 1e3}
+        self._phase = None
+        events = list(_events(rank, list(self._spans)[-most:], self._moments))
+        return json.dumps(events, separators=(",", ":")).encode()[1:-1]
 
 
-def _save(file: Path, events: list[dict[str, Any]]) -> None:
-    write_atomically(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+def _events(rank: int, spans: Sequence[Span], moments: Sequence[Moment]) -> Iterator[dict[str, Any]]:
+    """Yield spans as events, whose times are microseconds since the first of the moments."""
+    yield _metadata(rank, "process_name", name=f"rank {rank} on {socket.gethostname()}")
+    yield _metadata(rank, "process_sort_index", sort_index=rank)
+    # To Perfetto, the thread with the process's number is its first, and thread 0 is process 0's alone.
+    threads = {_LOOP: rank, _PHASE: _PHASES + rank}
+    for track, thread in threads.items():
+        yield {**_metadata(rank, "thread_name", name=track), "tid": thread}
+    (began_here, began_at_root), (ended_here, ended_at_root) = moments[0], moments[-1]
+    took_here, took_at_root = (ended_here - began_here) or 1, (ended_at_root - began_at_root) or 1
+    for number, (track, name, *times, size) in enumerate(spans):
+        # Whole nanoseconds: with differences of fractions, bars overlap by one, which Perfetto reports as an error.
+        began, ended = ((time_ns - began_here) * took_at_root // took_here for time_ns in times)
+        event = {"name": name, "pid": rank, "ts": began / 1e3}
+        if track != _MESSAGE:
+            yield {**event, "ph": "X", "tid": threads[track], "dur": (ended - began) / 1e3}
+            continue
+        # Messages overlap, which only asynchronous events may.
+        message = {**event, "cat": _MESSAGE, "id2": {"local": number}}
+        yield {**message, "ph": "b", "args": {"bytes": size}}
+        yield {**message, "ph": "e", "ts": ended / 1e3}
+
+
+def _save(file: Path, parts: Sequence[bytes]) -> None:
+    try:
+        write_atomically(file, b'{"displayTimeUnit":"ms","traceEvents":[' + b",".join(parts) + b"]}")
+    except OSError as error:  # neither hides what has ended the script, nor fails one that has done its work
+        print_line(f"trainer trace: {file} cannot be written: {error.strerror or error}", sys.stderr)
+        return
     print_line(f"trainer trace: wrote {file}; https://ui.perfetto.dev shows it", sys.stderr)
 
 
@@ -215,7 +260,7 @@ def _follow_pytorch(timeline: Timeline) -> None:
 def _follow_horovod(timeline: Timeline) -> None:
     """Record the messages that Horovod's own optimizer sends and waits for."""
     horovod = sys.modules.get("horovod.torch.optimizer")
-    if horovod is None:
+    if horovod is None or hasattr(horovod.allreduce_async_, "__wrapped__"):  # by an earlier call
         return
 
     sent: dict[Any, tuple[int, int]] = {}
@@ -245,21 +290,22 @@ def _follow_horovod(timeline: Timeline) -> None:
     )
 
 
-def _clock_difference_ns(strategy: Strategy) -> int:
-    """Return what this rank's clock lacks of rank 0's. Collective.
+def _same_moment(strategy: Strategy) -> Moment:
+    """Return a moment by this rank's clock and by rank 0's, where it is the same number on all ranks. Collective.
 
     All ranks leave a barrier at about the same time. Processes of one machine share the clock.
     """
-    machines = strategy.all_gather_object(machine_id())
+    machines, times = zip(*strategy.all_gather_object((machine_id(), _now())), strict=True)
     if len(set(machines)) == 1:
-        return 0
+        return times[0], times[0]
     left = []
     for _ in range(_ROUNDS):
         strategy.barrier()
         left.append(_now())
     by_rank = strategy.all_gather_object(left)
     here = by_rank[machines.index(machine_id())]
-    return int(sorted(root - local for root, local in zip(by_rank[0], here, strict=True))[_ROUNDS // 2])
+    ahead = sorted(local - root for local, root in zip(here, by_rank[0], strict=True))[_ROUNDS // 2]
+    return times[0] + ahead, times[0]
 
 
 def _metadata(rank: int, kind: str, **args: Any) -> dict[str, Any]:
@@ -294,11 +340,13 @@ def trace(parsed: argparse.Namespace) -> int:
     timeline = Timeline(parsed.file)
     strategies.wrapper = timeline.follow
     sys.path[0], sys.argv = str(parsed.script.resolve().parent), [str(parsed.script), *parsed.arguments]
+    failed = True
     try:
         runpy.run_path(str(parsed.script), run_name="__main__")
-    except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            timeline.write_alone()
-            raise
-    timeline.write()
+        failed = False
+    except SystemExit as ended:
+        failed = ended.code not in (None, 0, exit_codes.PREEMPTED)  # all ranks are preempted at the same update
+        raise
+    finally:
+        timeline.end(failed=failed)
     return 0

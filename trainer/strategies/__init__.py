@@ -25,7 +25,7 @@ _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
 NAMES = ("auto", *_REGISTRY)
 
 wrapper: Callable[[Strategy], Strategy] | None = None
-"""Replaces each strategy that is made by its name. For a program that runs a script which knows nothing of it, as
+"""Replaces each strategy by which a run joins. For a program that runs a script which knows nothing of it, as
 scripts/timed.py does."""
 
 
@@ -63,4 +63,9 @@ def make_strategy(name: str, world: World) -> Strategy:
     """
     module, kind = _REGISTRY[choose_strategy(name, world)]
     strategy: Strategy = getattr(importlib.import_module(module), kind)(world)
-    return wrapper(strategy) if wrapper is not None else strategy
+    return strategy
+
+
+def wrapped(strategy: Strategy) -> Strategy:
+    """Return what `wrapper` makes of a strategy."""
+    return strategy if wrapper is None else wrapper(strategy)
