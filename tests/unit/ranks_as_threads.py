@@ -26,7 +26,7 @@ class Threads:
         self.ranks = ranks
         self.messages: list[tuple[str, int]] = []
         self.types: dict[str, torch.dtype] = {}
-        self._given: list[Tensor] = [torch.empty(0)] * ranks
+        self._given: list[Any] = [torch.empty(0)] * ranks
         self._barrier = threading.Barrier(ranks, timeout=_TIMEOUT_S)
 
     def strategy(self, rank: int) -> Any:
@@ -43,7 +43,15 @@ class Threads:
             self._barrier.wait()
             return flat.copy_(total)
 
+        def all_gather(value: Any) -> list[Any]:
+            self._given[rank] = value
+            self._barrier.wait()
+            gathered = [*self._given]
+            self._barrier.wait()
+            return gathered
+
         return SimpleNamespace(
+            all_gather_object=all_gather,
             start_gradients=lambda flat, name: partial(send, flat, name),
             all_reduce=lambda tensor: send(tensor, "other"),
             world=World(rank=rank, size=self.ranks),

@@ -88,6 +88,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+def standing(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
 def by_hand(steps: int, every: int, full: int = 0, outer: Outer | None = None) -> list[Tensor]:
     """Train both ranks' models in turns; return each rank's weights."""
     models = [network() for _ in range(RANKS)]
@@ -298,6 +302,43 @@ def test_what_somebody_writes_into_weights_that_were_sent_stays(outer: Outer | N
         torch.testing.assert_close(results[0][1], mean_sent + 10.0 * len(writers) / RANKS)
     else:
         assert (results[0][1] - mean_sent).min() > 2.0
+
+
+@pytest.mark.parametrize("writers", [(0, 1), (1,)])
+def test_what_somebody_writes_into_weights_between_rounds_is_no_change_to_an_outer_optimizer(
+    writers: tuple[int, ...],
+) -> None:
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        replica = Rank(rank, strategy, every=3, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        replica.train(3)
+        before = replica.weights()
+        if rank in writers:
+            with torch.no_grad():
+                for parameter in replica.model.parameters():
+                    parameter.add_(10.0)
+        replica.train(9)
+        return before, replica.weights()
+
+    for before, after in Threads(RANKS).run(job):
+        torch.testing.assert_close(after, before + 10.0 * len(writers) / RANKS)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_outer_optimizers_momentum_moves_no_frozen_parameter(overlap: bool) -> None:
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
+        replica = Rank(rank, strategy, every=2, outer=Outer(lr=0.7, momentum=0.9), overlap=overlap)
+        replica.train(6)
+        replica.synchronizer.settle()
+        weight, bias = replica.model.parameters()
+        weight.requires_grad_(False)
+        before, before_bias = weight.clone(), bias.detach().clone()
+        replica.train(6)
+        replica.synchronizer.settle()
+        return before, weight, bias - before_bias
+
+    for before, after, trained in Threads(RANKS).run(job):
+        assert torch.equal(before, after)
+        assert bool(trained.all())
 
 
 def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None:

@@ -134,6 +134,17 @@ def test_a_frozen_parameter_stays_and_one_that_is_gone_is_done_without() -> None
     assert kept == [0.0] * RANKS
 
 
+@pytest.mark.parametrize("compression", ["bf16", "powersgd:4"])
+def test_a_parameter_that_is_frozen_for_some_passes_of_a_round_is_trained(compression: str) -> None:
+    def job(training: Changed) -> None:
+        for number in range(20 * EVERY):  # as the critic is in the generator's passes
+            training.model[0].requires_grad_(bool(number % EVERY))
+            training.step(scale=1e-3 if number < EVERY else 0.0)
+
+    weights, exact, _ = run(compression, job)
+    assert float((weights - exact).norm() / (exact - 1).norm()) < 0.05
+
+
 def test_a_parameter_that_one_rank_frees_before_the_others_is_sent_as_unchanged() -> None:
     def job(training: Changed) -> None:
         for step in range(6 * EVERY):

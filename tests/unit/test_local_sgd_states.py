@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from tests.unit.test_local_sgd import RANKS, Outer, Rank
+from tests.unit.test_local_sgd import RANKS, Outer, Rank, standing
 from trainer.strategies.base import Strategy
 
 
@@ -74,6 +74,46 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: O
         assert torch.equal(uninterrupted, resumed)
 
 
+def test_a_run_that_goes_on_with_whole_gradients_takes_its_anchors_after_them() -> None:
+    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
+        options = {"every": 2, "outer": Outer(lr=0.7, momentum=0.9)}
+        replica = Rank(rank, strategy, **options)
+        replica.train(4)
+        replica.synchronizer.settle([replica.optimizer])
+        resumed = Rank(rank, strategy, **options, full_updates=10, optimizer=standing)
+        resumed.model.load_state_dict(replica.model.state_dict())
+        resumed.synchronizer.load_state_dict(copy.deepcopy(replica.synchronizer.state_dict()))
+        for velocity in resumed.synchronizer._anchors.velocities.values():
+            velocity.zero_()
+        with torch.no_grad():
+            for parameter in resumed.model.parameters():
+                parameter.add_(10.0)  # in place of what whole gradients change
+        trained = resumed.weights()
+        resumed.train(10)
+        return trained, resumed.weights()
+
+    for trained, after in Threads(RANKS).run(job):
+        torch.testing.assert_close(after, trained)
+
+
+def test_a_state_that_some_ranks_alone_have_stays_as_it_is() -> None:
+    def job(rank: int, strategy: Strategy) -> list[list[float]]:
+        replica = Rank(rank, strategy, every=2)
+        optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.1, momentum=0.9)
+        for place, parameter in enumerate(replica.model.parameters()):
+            if place != rank:  # each rank has reached another branch
+                optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, rank + 1.0)
+            optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(rank))
+        replica.train(1)
+        replica.synchronizer.settle([optimizer])
+        return [
+            sorted({float(value.mean()) for value in optimizer.state[parameter].values()})
+            for parameter in replica.model.parameters()
+        ]
+
+    assert Threads(RANKS).run(job) == [[[0.5], [0.5, 1.0]], [[0.5, 2.0], [0.5]]]
+
+
 def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
         replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
@@ -120,10 +160,6 @@ def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are(
     for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):
         assert counts.tolist() == [[rank] * 3] * 2
         assert (length, note) == (rank + 1, "text")
-
-
-def standing(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def test_anchors_are_kept_from_the_first_round_on() -> None:

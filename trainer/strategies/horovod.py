@@ -117,7 +117,7 @@ class HorovodStrategy(Strategy):
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
-        handle = self._hvd.allreduce_async_(flat, op=self._hvd.Sum, name=f"trainer.{name}")
+        handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
         self._started.add(handle)
 
         def wait() -> None:

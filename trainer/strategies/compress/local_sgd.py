@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -87,16 +88,17 @@ class _Anchors:
             for piece, anchor in zip(pieces, anchors, strict=True)
         ]
 
-    def go_on_from(self, piece: _Piece, mean: Tensor) -> Tensor:
+    def go_on_from(self, piece: _Piece, mean: Tensor, *, is_trained: bool) -> Tensor:
         """Return the weights that follow from the ranks' mean of what was sent; they become the anchor if there is one.
 
-        It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it.
+        It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it,
+        which leaves out a parameter that is not trained.
         """
         if not self.weights:
             return mean
         anchor = piece.of(self.weights[piece.name])
         change = mean if self._sends_changes else anchor - mean
-        if self._rate is None:
+        if self._rate is None or not is_trained:
             return anchor.sub_(change)
         velocity = piece.of(self.velocities[piece.name])
         velocity.mul_(self._momentum).add_(change)
@@ -110,6 +112,7 @@ class _Sent:
     pieces: Sequence[_Piece]
     here: Sequence[Tensor | None]
     """This rank's weights, as they were sent; None for those of a parameter that was freed."""
+    are_trained: Sequence[bool]
     means: Callable[[], list[Tensor]]
     """Waits for the exchange; returns the mean over all ranks of each piece, or of its change."""
 
@@ -142,8 +145,10 @@ class LocalSynchronizer(WholeSynchronizer):
         """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
         self._was_written_to_between = False
         """Whether the script wrote to this rank's weights before the round began, which its anchors are, then."""
-        self._frozen: set[str] = set()
-        """Parameters that no longer required a gradient when the round began."""
+        self._trained_at: dict[str, int] = {}
+        """The last update of which a pass found that a parameter requires a gradient."""
+        self._averaged_at = 0
+        """The update after which all weights were averaged last."""
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -163,13 +168,20 @@ class LocalSynchronizer(WholeSynchronizer):
             self._anchors.take(self._named)
             if self._sends_changes:  # which would not make ranks equal that did not begin so
                 self._average_anchors()
-        elif self._in_round == 0 and self._sends_changes and not self._parts:
+        elif self._in_round == 0 and self._anchors.weights and not self._parts:
             # What another optimizer has changed since is training, and a part of this round's change.
             self._was_written_to_between = not self._differs and not self._anchors.equal(self._named)
             if self._was_written_to_between:
                 self._anchors.take(self._named)
-        if self._in_round == 0:
-            self._frozen = {name for name, parameter in self._named.items() if not parameter.requires_grad}
+        for name, parameter in self._named.items():
+            if parameter.requires_grad:
+                self._trained_at[name] = self.updates
+
+    def _are_trained(self, pieces: Sequence[_Piece]) -> list[bool]:
+        """Return which pieces have required a gradient in some pass since their last average."""
+        # The last update counts where another optimizer has stepped since.
+        first = self.updates - min(self._config.sync_every, max(self.updates - self._averaged_at, 1))
+        return [self._trained_at.get(piece.name, -1) >= first for piece in pieces]
 
     def _average_anchors(self) -> None:
         anchors = [*self._anchors.weights.values()]
@@ -200,7 +212,8 @@ class LocalSynchronizer(WholeSynchronizer):
         pieces = [piece for piece in self._parts[update] if piece.name in named or self._sends_changes]
         here = [_copy(piece.of(named[piece.name])) if piece.name in named else None for piece in pieces]
         sent = self._anchors.to_send(pieces, named)
-        self._sent = _Sent(pieces, here, self.start_mean(sent, f"weights.{update}", self._wire_type))
+        means = self.start_mean(sent, f"weights.{update}", self._wire_type)
+        self._sent = _Sent(pieces, here, self._are_trained(pieces), means)
 
     def _take_average(self) -> None:
         """Go on from the average of the part that was sent, and from what this rank has changed of it since."""
@@ -208,39 +221,41 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         sent, self._sent = self._sent, None
         named = self._named
-        for piece, here, mean in zip(sent.pieces, sent.here, sent.means(), strict=True):
-            weights = self._anchors.go_on_from(piece, mean)
+        for piece, here, is_trained, mean in zip(sent.pieces, sent.here, sent.are_trained, sent.means(), strict=True):
+            weights = self._anchors.go_on_from(piece, mean, is_trained=is_trained)
             if piece.name in named and here is not None:
                 parameter = piece.of(named[piece.name])
                 parameter.copy_(weights + (parameter - here))
 
     @torch.no_grad()
     def _average_weights(self) -> None:
-        self._in_round, self._differs = 0, False
         named = self._named
         # A parameter that was freed has its place among changes, too: PowerSGD knows tensors by theirs.
         pieces = [_Piece(name) for name in (self._anchors.weights if self._sends_changes else named)]
-        sent = self._anchors.to_send(pieces, named)
-        means = self._mean_of_changes(sent) if self._sends_changes else self.mean_of_all(sent, "weights")
-        for piece, mean in zip(pieces, means, strict=True):
+        means = self._means_of(self._anchors.to_send(pieces, named))
+        for piece, is_trained, mean in zip(pieces, self._are_trained(pieces), means, strict=True):
+            if self._power is not None and not is_trained:
+                mean.zero_()  # what is left of a parameter comes with later rounds, but not to one that is frozen
             if piece.name in named:
-                named[piece.name].copy_(self._anchors.go_on_from(piece, mean))
+                named[piece.name].copy_(self._anchors.go_on_from(piece, mean, is_trained=is_trained))
+        self._in_round, self._differs, self._averaged_at = 0, False, self.updates
 
-    def _mean_of_changes(self, changes: list[Tensor]) -> list[Tensor]:
-        """Return the changes' compressed means. Where the script wrote to some rank's weights, make anchors equal."""
-        # In the type of the first change, with which it is sent.
-        written = torch.full((1,), self._was_written_to_between, dtype=changes[0].dtype, device=self._device)
+    def _means_of(self, sent: list[Tensor]) -> list[Tensor]:
+        """Return the ranks' means of what they send. Where the script wrote to some rank's weights, make anchors equal.
+
+        Overwrites what is sent.
+        """
+        if not self._anchors.weights:
+            return self.mean_of_all(sent, "weights")
+        # In the type of the first tensor, with which it is sent.
+        written = torch.full((1,), self._was_written_to_between, dtype=sent[0].dtype, device=self._device)
         if self._power is not None:
-            [written] = self._power.replace_by_mean(changes, self.mean_of_all, [written])
+            [written] = self._power.replace_by_mean(sent, self.mean_of_all, [written])
         else:
-            *changes, written = self.mean_of_all([*changes, written], "weights", self._wire_type)
+            *sent, written = self.mean_of_all([*sent, written], "weights", self._wire_type)
         if bool(written):
             self._average_anchors()
-        # What powersgd still has of a parameter comes with later rounds, but not to one that is frozen.
-        return [
-            torch.zeros_like(change) if name in self._frozen else change
-            for name, change in zip(self._anchors.weights, changes, strict=True)
-        ]
+        return sent
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
@@ -250,20 +265,28 @@ class LocalSynchronizer(WholeSynchronizer):
         if not self._states_differ or not optimizers:
             return
         self._states_differ = False
-        trained = set(map(id, self._named.values()))
-        states = [
-            value
-            for optimizer in optimizers
+        named = {id(parameter): name for name, parameter in self._named.items()}
+        states = {
+            (number, named[id(parameter)], kind): value
+            for number, optimizer in enumerate(optimizers)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) in trained
-            for value in optimizer.state.get(parameter, {}).values()
+            if id(parameter) in named
+            for kind, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
-            and value.is_floating_point()
+            and (value.is_floating_point() or value.is_complex())
             and (value.shape, value.device) == (parameter.shape, parameter.device)
-        ]
-        for value, mean in zip(states, self.mean_of_all(states, "states"), strict=True):
+        }
+        averaged = [states[key] for key in self._of_all_ranks([*states])]
+        for value, mean in zip(averaged, self.mean_of_all(averaged, "states"), strict=True):
             value.copy_(mean)
+
+    def _of_all_ranks(self, keys: Sequence[Any]) -> Sequence[Any]:
+        """Return the keys that every rank has, in the same order: none has states of what it has not reached."""
+        gathered = self._ranks.all_gather_object(sha256(repr(keys).encode()).digest())
+        if len(set(gathered)) == 1:
+            return keys
+        return sorted(set.intersection(*map(set, self._ranks.all_gather_object(keys))), key=repr)
 
     def state_dict(self) -> dict[str, Any]:
         power = self._power.state_dict(self.mean_of_all) if self._power is not None else {}
@@ -283,7 +306,8 @@ class LocalSynchronizer(WholeSynchronizer):
             self._sent = None
         if state.get("kind") != "local":
             return
-        self.updates, self._has_begun = state["updates"], bool(state["anchors"])
+        self.updates = self._averaged_at = state["updates"]
+        self._has_begun = bool(state["anchors"]) and not self.weights_are_equal
         self._anchors.take(self._named)  # for a parameter that has none there, because it was frozen
         if self._power is not None and state.get("power"):  # of the same compression
             self._power.load_state_dict(state["power"])
