@@ -35,9 +35,9 @@ class Rank:
         options = {"rank": 2, "least_saving": 0.0, **options}
         self.synchronizer = PowerSGDSynchronizer(list(self.model.named_parameters()), strategy, **options)
 
-    def update(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def update(self, given: dict[str, Tensor], *, set_to_none: bool = True) -> dict[str, Tensor]:
         """Return what an optimizer would apply of these local gradients; without any, there is no backward pass."""
-        self.model.zero_grad()
+        self.model.zero_grad(set_to_none)
         if given:
             named = dict(self.model.named_parameters())
             self.synchronizer.before_backward()

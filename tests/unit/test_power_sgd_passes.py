@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from tests.unit.test_power_sgd import Parameters, Rank, close, gradients, means
+from tests.unit.test_power_sgd import SHAPES, Parameters, Rank, close, gradients, means
 from trainer.strategies.base import Strategy
 
 
@@ -42,6 +42,25 @@ def test_the_size_of_gradients_does_not_matter(size: float) -> None:
 
 def to_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_dropped_leave_nothing_for_later_steps(set_to_none: bool) -> None:
+    def job(rank: int, strategy: Strategy) -> Tensor:
+        replica = Rank(strategy)
+        left = torch.zeros(SHAPES["matrix"], dtype=torch.float64)
+        for step in range(5):
+            given = gradients(rank, step)
+            applied = replica.update(given, set_to_none=set_to_none)["matrix"]
+            if step:  # the first time that gradients are dropped, so is what was left before
+                left += given["matrix"] - applied
+            replica.synchronizer.after_step()
+            replica.update(gradients(rank, 100 + step), set_to_none=set_to_none)  # with a step of another model's
+        replica.model.zero_grad(set_to_none)
+        replica.synchronizer.before_backward()
+        return left - replica.factors().error.view_as(left)
+
+    assert close(torch.stack(Threads(2).run(job)).sum(0), torch.zeros(SHAPES["matrix"], dtype=torch.float64))
 
 
 def test_a_rank_without_a_backward_pass_sends_zeros() -> None:

@@ -36,6 +36,7 @@ class Factors:
         """The part of this rank's gradients that no update has had yet, n × m."""
         self.right: Tensor = torch.empty((self.shape[1], rank), **options)  # type: ignore[call-overload]
         """The factor that the next update begins with, m × rank; the same on all ranks."""
+        self._kept: Tensor | None = None
         self._left = torch.empty(0)
         self._number = number
         self.begin_anew()
@@ -45,6 +46,14 @@ class Factors:
         generator = torch.Generator().manual_seed(self._number)
         self.right.copy_(torch.randn(self.right.shape, generator=generator, dtype=torch.float64))
         self.error.zero_()
+
+    def keep(self) -> None:
+        """Keep the error as it is, so that `drop` has it."""
+        self._kept = self.error.clone() if self._kept is None else self._kept.copy_(self.error)
+
+    def drop(self) -> None:
+        """Put back the error that was kept last, or none."""
+        self.error.copy_(self._kept if self._kept is not None else torch.zeros_like(self.error))
 
     def project(self, gradient: Tensor) -> Tensor:
         """Add this rank's gradient to the error; return the product with the right factor, n × rank."""
@@ -149,6 +158,10 @@ class PowerSGD:
 class PowerSGDSynchronizer(WholeSynchronizer):
     """Replaces the gradients by their approximate means.
 
+    A script may drop gradients: a critic's, of a pass that trains its generator. What the errors have of them is
+    dropped too, so that steps add up to the gradients that they were for. The copy that this takes is made from the
+    first time on.
+
     Args:
         rank, least_saving: as for `PowerSGD`.
         full_updates: the first so many updates send whole gradients.
@@ -166,10 +179,33 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         super().__init__(parameters, ranks)
         self._full_updates = full_updates
         self._power = PowerSGD(parameters, rank, least_saving)
+        self._has_stepped = self._keeps = False
+        self._is_applied = True
+        """Whether a step has followed the last pass."""
+
+    def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
+        super().before_backward(is_local=is_local, is_weightless=is_weightless)
+        if (
+            self._is_applied or not self._has_stepped
+        ):  # without steps of optimizers that were prepared, nothing is known
+            return
+        parameters = self.parameters
+        for place, factors in self._power.factors.items():
+            parameter = parameters[place]
+            if parameter is not None and (parameter.grad is None or not bool(parameter.grad.any())):
+                factors.drop()
+                self._keeps = True
+
+    def after_step(self) -> None:
+        self._is_applied = self._has_stepped = True
 
     def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
         if self.updates < self._full_updates:
             return super()._replace_by_mean(gradients)
+        if self._keeps and self._is_applied:
+            for factors in self._power.factors.values():
+                factors.keep()
+        self._is_applied = False
         [counts] = self._power.replace_by_mean(gradients, self.mean_of_all, [self.has_gradients()])
         for place, factors in self._power.factors.items():
             # Nobody applies what no rank's pass has reached. Where some gradient overflowed, there is nothing to keep.
