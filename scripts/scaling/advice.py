@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from scaling.low_rank import RANK
 from scaling.models import Link
+from trainer.config import RunConfig
+from trainer.errors import ConfigError
 
 _STEPS = (2, 4, 8)
 _LEAST_GAIN, _LEAST_PREDICTED_GAIN = 1.1, 1.2
@@ -82,6 +85,10 @@ class Known:
     full_load_s: float = 0.0
     """Seconds of input and compute in a step while all ranks compute. The measured time is shorter where ranks share
     cores and mostly wait for the exchange."""
+    accumulate: int = 1
+    """Steps of an update already."""
+    config: RunConfig = RunConfig()  # noqa: RUF009 (which is frozen)
+    """The script's own settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +112,35 @@ def advise(run: Measured, others: Sequence[Measured], known: Known) -> list[Advi
         others: all other measurements with the same batch.
     """
     predicted = [
-        *_accumulate(run, known.full_load_s),
+        *_accumulate(run, known),
         *_average_weights(run, known.full_load_s),
         *_compress(run, known.half_size_ratio),
         *_approximate(run, known),
         *_load(run),
     ]
     predicted += _compress_rounds(run, known, predicted)
+    predicted = [advice for advice in predicted if _goes_with(known.config, advice)]
     worthwhile = [advice for advice in predicted if advice.gain >= _LEAST_PREDICTED_GAIN]
     worthwhile += [advice for advice in _change(run, others) if advice.gain >= _LEAST_GAIN]
     return sorted(worthwhile, key=lambda advice: -advice.gain)
+
+
+def _goes_with(config: RunConfig, advice: Advice) -> bool:
+    """Return whether the trainer takes the advice beside the script's own settings, none of which is to be replaced."""
+    given = dict(zip(advice.options[::2], advice.options[1::2], strict=True))
+    names = {"--compression": "compression", "--sync-every": "sync_every"}
+    changes: dict[str, Any] = {name: given[option] for option, name in names.items() if option in given}
+    if "compression" in changes and config.compression != "none":
+        return False
+    if "sync_every" in changes:
+        if config.averages_weights:
+            return False
+        changes["sync_every"] = int(changes["sync_every"])
+    try:
+        replace(config, **changes)
+    except ConfigError:
+        return False
+    return True
 
 
 def summarize(run: Measured, advice: Sequence[Advice], link: Link | None) -> str:
@@ -176,12 +202,13 @@ def _load(run: Measured) -> list[Advice]:
     return [Advice(what=f"load with {_workers(count)}", gain=run.step / step, options=("--workers", str(count)))]
 
 
-def _accumulate(run: Measured, full_load_s: float) -> list[Advice]:
+def _accumulate(run: Measured, known: Known) -> list[Advice]:
     advice = []
     for steps in _STEPS:
-        what = f"accumulate {steps} (a global batch {steps} times as large)"
-        gain = run.step / _exchange_every(steps, run, run.exchange, full_load_s)
-        advice.append(Advice(what=what, gain=gain, options=("--accumulate", str(steps))))
+        accumulate = steps * known.accumulate
+        what = f"accumulate {accumulate} (a global batch {steps} times as large)"
+        gain = run.step / _exchange_every(steps, run, run.exchange, known.full_load_s)
+        advice.append(Advice(what=what, gain=gain, options=("--accumulate", str(accumulate))))
     return _fewest_steps(advice)
 
 

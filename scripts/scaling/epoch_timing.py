@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+SETTINGS = ("precision", "compression", "sync_every", "sync_overlap", "outer_lr", "reduction", "dynamic_graph")
+"""Names in `RunConfig` of what changes the exchange, or does not go with what does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
@@ -39,6 +42,8 @@ class EpochTiming:
     """All-reduced by each rank in an update, before compression."""
     gradient_shapes: list[list[int]]
     """Of each parameter that requires a gradient."""
+    settings: dict[str, Any]
+    """The script's own, of `SETTINGS`."""
     workers: int | None
     """Processes that load for each rank, 0 where it does so itself; None where the dataset is in memory."""
     samples_in_epoch: int

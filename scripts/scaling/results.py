@@ -25,6 +25,7 @@ from scaling.models import (
     predict,
 )
 from scaling.runs import PHASES, Row, Run, Trial
+from trainer.config import RunConfig
 from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)
@@ -228,8 +229,9 @@ class Results:
 
     def _known(self, row: Row) -> Known:
         """Return what the advice for a shape takes beside its measurement."""
+        own = Known(accumulate=round(row.accumulate), config=RunConfig(**self.first().get("settings", {})))
         if row.predicted is None:
-            return Known()
+            return own
         size, low_rank_s = row.measured.gradient_bytes, None
         half, whole = (self._exchange_s(row, part) for part in (size / 2, size))
         half_size_ratio = None if self._is_core_bound(row) else half / whole
@@ -238,7 +240,8 @@ class Results:
             low_rank_s = self.low_rank.seconds * slowdown
             low_rank_s += sum(self._exchange_s(row, part, slowdown) for part in self.low_rank.messages)
             low_rank_s /= row.accumulate
-        return Known(half_size_ratio=half_size_ratio, low_rank_s=low_rank_s, full_load_s=row.predicted.compute)
+        full_load_s = row.predicted.compute
+        return replace(own, half_size_ratio=half_size_ratio, low_rank_s=low_rank_s, full_load_s=full_load_s)
 
     def _is_core_bound(self, row: Row) -> bool:
         """Return whether cores are known to limit the exchange. They then lose by rounding what they send."""
@@ -262,5 +265,6 @@ def _medians(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
     seen = [timing["hidden"] for timing in timings if timing["hidden"] is not None]
     # Horovod does not report overlap. With several messages and a long exchange, assume that it fills the window.
     fills = messages_of(timings[0]) > 1 and medians["exchange"] > 0.1 * medians["compute"]
-    assumed = statistics.median(timing["window"] for timing in timings) if fills else 0.0
+    window = statistics.median(timing["window"] for timing in timings) / steps_per_update(timings[0])
+    assumed = window if fills else 0.0
     return {**medians, "hidden": statistics.median(seen) if seen else assumed}

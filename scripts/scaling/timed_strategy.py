@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scaling.epoch_timing import RankTimes, StepTimes, summarize
+from scaling.epoch_timing import SETTINGS, RankTimes, StepTimes, summarize
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
@@ -148,6 +148,7 @@ class StepTimer:
         self._gradient_bytes = 0
         self._gradient_shapes: list[list[int]] = []
         self._full_updates, self._round = 0, 1
+        self._settings: dict[str, Any] = {}
         self._gradients: list[tuple[Any, int]] = []
         self._combined: Any = None
         self._warm = 0
@@ -164,6 +165,7 @@ class StepTimer:
         self._gradient_shapes = [list(parameter.shape) for parameter in parameters]
         self._full_updates = config.full_updates if config.shared_mechanism else 0
         self._round = config.sync_every
+        self._settings = {name: getattr(config, name) for name in SETTINGS}
         self._tells_exchange = isinstance(synchronizer, BucketSynchronizer)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -227,6 +229,7 @@ class StepTimer:
             strategy=type(strategy).__name__.removesuffix("Strategy"),
             gradient_bytes=self._gradient_bytes,
             gradient_shapes=self._gradient_shapes,
+            settings=self._settings,
             workers=workers,
             samples_in_epoch=samples,
         )

@@ -20,6 +20,7 @@ from scaling.runs import Run, Trial
 from tqdm import tqdm
 
 from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
+from trainer import RunConfig
 
 
 def measured(**changes: Any) -> Measured:
@@ -67,6 +68,37 @@ def test_compressed_rounds_are_advised_where_they_gain_a_fifth_more_than_either(
     # Where powersgd is not advised because its messages would wait for time slices, its rounds are not.
     shared = measured(compute=0.1, exchange=0.4, threads=4, cores=2)
     assert all(len(advice.options) == 2 for advice in advise(shared, [], Known(low_rank_s=0.35)))
+
+
+def test_a_script_that_accumulates_already_is_to_take_more_steps_than_it_does() -> None:
+    (found, *_) = advise(measured(exchange=0.1), [], Known(accumulate=4))
+    assert found.options == ("--accumulate", "16")
+    assert found.what == "accumulate 16 (a global batch 4 times as large)"
+    assert found.gain == pytest.approx(0.2 / (0.1 + 0.1 / 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, {"--compression", "--accumulate", "--sync-every"}),
+        ({"compression": "powersgd:4"}, {"--accumulate", "--sync-every"}),
+        ({"sync_every": 4}, {"--compression", "--accumulate"}),
+        ({"outer_lr": 0.7}, {"--compression", "--accumulate"}),
+        ({"reduction": "adasum"}, {"--accumulate"}),
+        ({"dynamic_graph": True}, {"--compression", "--accumulate"}),
+    ],
+)
+def test_nothing_is_advised_that_the_script_does_or_that_does_not_go_with_it(
+    settings: dict[str, Any], left: set[str]
+) -> None:
+    known = Known(half_size_ratio=0.5, low_rank_s=0.02, config=RunConfig(**settings))
+    assert {advice.options[0] for advice in advise(measured(exchange=1.0), [], known)} == left
+
+
+def test_a_loss_scale_goes_with_bf16_alone() -> None:
+    known = Known(half_size_ratio=0.5, low_rank_s=0.02, config=RunConfig(precision="fp16"))
+    found = {advice.options for advice in advise(measured(exchange=1.0), [], known)}
+    assert found == {("--compression", "bf16"), ("--accumulate", "8")}
 
 
 def test_compression_is_not_advised_where_latency_dominates() -> None:

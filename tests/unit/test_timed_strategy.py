@@ -39,7 +39,7 @@ def rank(*rows: tuple[float, float, float], busy: float | None = None) -> RankTi
 def summary(*ranks: RankTimes) -> EpochTiming:
     return summarize(
         ranks, world_size=len(ranks), cores=2, threads=1, device="cpu", strategy="Single", gradient_bytes=1000,
-        gradient_shapes=[[10, 25]], workers=None, samples_in_epoch=60000,
+        gradient_shapes=[[10, 25]], settings={}, workers=None, samples_in_epoch=60000,
     )  # fmt: skip
 
 
