@@ -21,6 +21,7 @@ from trainer.config import CheckpointConfig, RunConfig, settings_from
 from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
 from trainer.data.loader import ShardedLoader
 from trainer.data.order import Drawn, DrawnBatches
+from trainer.data.shard_plan import mix_seeds
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
@@ -95,6 +96,8 @@ class Run:
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
+        self._epoch = self._made = 0
+        """The epoch at hand of `epochs`, and how many training loaders were made before the loop and in this epoch."""
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
@@ -188,13 +191,16 @@ class Run:
             dataset,
             batch_size,
             training=training,
-            seed=self.config.seed,
+            # Another one draws other numbers, as in one process: two datasets are not gone through in the same order.
+            seed=mix_seeds(self.config.seed, self._made) if training and self._made else self.config.seed,
             accumulate=self.config.accumulate if training else 1,
             world=self.world,
             on_step=partial(self._updates.on_batch, len(self._loaders)),
             group=self,
             **options,
         )
+        if training:
+            self._made, loader.epoch = self._made + 1, self._epoch
         loader.on_evaluated = self._on_evaluated
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
@@ -377,7 +383,17 @@ class Run:
         if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
             for loader in self._held_loaders():
                 loader.epoch = start
-        return self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter)
+        return self._at(self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter))
+
+    def _at(self, epochs: Iterator[int]) -> Iterator[int]:
+        """Yield epochs; a loader that is made within one has its order, and that of an uninterrupted run."""
+        made = self._made
+        try:
+            for epoch in epochs:
+                self._epoch, self._made = epoch, made
+                yield epoch
+        finally:  # also where the loop was left early
+            self._epoch = 0
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Subset, random_split
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
@@ -167,6 +168,20 @@ def check_datasets_of_different_sizes_are_told_with_drop_last_too(strategy: Stra
     for options in ({"drop_last": True}, {"sampler": list(range(samples))}):
         with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
             run.loader(make_data(samples + strategy.world.rank), 2, **options)
+
+
+def check_a_split_that_each_rank_draws_by_itself_is_told(strategy: Strategy) -> None:
+    torch.manual_seed(0)
+    run = init(strategy)
+    run.prepare(make_model())  # from here on each rank draws numbers of its own
+    data: Any = [*range(64)]
+    split, _ = random_split(data, [48, 16])
+    same, _ = random_split(data, [48, 16], torch.Generator().manual_seed(0))
+    assert len(run.loader(Subset(same, range(4)), 1, shuffle=False)) == -(-4 // strategy.world.size)
+    if strategy.world.size == 1:
+        return
+    with pytest.raises(ConfigError, match=r"ranks disagree about which samples a Subset has \(draw the split before"):
+        run.loader(Subset(split, range(4)), 1)
 
 
 def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:

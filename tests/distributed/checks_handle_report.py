@@ -38,7 +38,7 @@ def check_progress_takes_every_rank_through_the_same_steps(strategy: Strategy) -
     run = init(strategy)
     samples = 3 * run.world_size + 1
     data = InMemory(torch.arange(float(samples)), torch.zeros(samples))
-    watched, plain = run.loader(data, 1), run.loader(data, 1)
+    watched, plain = (run.loader(data, 1, shuffle=False) for _ in range(2))
     for _ in run.epochs(2):
         seen = [(inputs.tolist(), run.batch_samples) for inputs, _ in run.progress(watched)]
         assert seen == [(inputs.tolist(), run.batch_samples) for inputs, _ in plain]

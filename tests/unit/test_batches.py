@@ -124,8 +124,8 @@ def test_each_batch_goes_to_one_rank_and_a_step_takes_as_many_as_there_are_ranks
     loaders = [ShardedLoader(Rows(9), batch_sampler=BATCHES, world=world(rank, 2)) for rank in range(2)]
     assert [len(loader) for loader in loaders] == [3, 3]
     assert rows(loaders[0].steps()) == [([0, 1, 2], 3, 6 / 4, True), ([4, 5], 2, 1.0, True), ([8], 1, 2.0, True)]
-    # The padding batch is the first samples of the first batch.
-    assert rows(loaders[1].steps()) == [([3], 1, 2 / 4, True), ([6, 7], 2, 1.0, True), ([0, 1], 0, 0.0, True)]
+    # The padding batch is the first batch, whole: a loss over episodes or pairs cannot do with a part of one.
+    assert rows(loaders[1].steps()) == [([3], 1, 2 / 4, True), ([6, 7], 2, 1.0, True), ([0, 1, 2], 0, 0.0, True)]
     of_one = ShardedLoader(Rows(9), batch_sampler=[[8], [4, 5], [1]], world=world(1, 2))
     assert rows(of_one.steps())[-1] == ([8], 0, 0.0, True)
     for loader in loaders:  # an evaluation has no padding
@@ -217,6 +217,13 @@ def test_the_samplers_within_one_are_seeded_and_told_of_the_epoch() -> None:
     assert drawn[0][:4] != drawn[0][4:]
     assert Told.epochs == [0, 1, 0, 1]
     assert len(batches_of(DistributedSampler(Rows(9), 1, 0))) == 8, "which takes all of them"
+
+
+def test_a_sampler_is_seeded_without_the_generators_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    # These are not restored, and ranks that are seeded alike would draw the same dropout from then on.
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, pytest.fail)
+    assert len(list(ShardedLoader(Rows(4), 2, sampler=torch.randperm(4).tolist()))) == 2
 
 
 def test_a_batch_may_be_of_tensors_and_a_dataset_may_have_other_keys() -> None:

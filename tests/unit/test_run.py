@@ -238,6 +238,7 @@ def test_a_later_start_takes_the_order_of_an_uninterrupted_run() -> None:
     run, data = init("single"), make_data(10)
     loader = run.loader(data, 4)
     whole = [[batch[1].tolist() for batch in loader] for _ in run.epochs(3)]
+    run = init("single")
     loader = run.loader(data, 4)
     assert [[batch[1].tolist() for batch in loader] for _ in run.epochs(3, start=1)] == whole[1:]
 
@@ -269,3 +270,35 @@ def test_a_padding_batch_has_no_samples() -> None:
     run = init(OfTwo(World(rank=1, size=2)))
     seen = [run.batch_samples for _ in run.loader(InMemory(torch.ones(5, 2), torch.ones(5)), 2)]
     assert seen == [2, 0]
+
+
+def order_of(loader: Any) -> list[int]:
+    return [int(place) for batch in loader for place in batch]
+
+
+def test_a_loader_that_is_made_within_an_epoch_has_its_order() -> None:
+    run = init("single", seed=5)
+    loader = run.loader(list(range(64)), 8)
+    expected = [order_of(loader) for _ in run.epochs(3)]
+    again = init("single", seed=5)
+    assert [order_of(again.loader(list(range(64)), 8)) for _ in again.epochs(3)] == expected
+    resumed = init("single", seed=5)
+    assert [order_of(resumed.loader(list(range(64)), 8)) for _ in resumed.epochs(3, start=1)] == expected[1:]
+
+
+def test_two_loaders_of_a_run_have_different_orders_and_evaluations_change_none() -> None:
+    run = init("single")
+    orders = [order_of(run.loader(list(range(64)), 8)) for _ in range(3)]
+    assert len(set(map(tuple, orders))) == 3  # as of two datasets that are gone through together, or one of each epoch
+    other = init("single")
+    other.loader(list(range(64)), 8, training=False)
+    assert order_of(other.loader(list(range(64)), 8)) == orders[0]
+
+
+def test_a_dataset_that_has_grown_wants_another_loader() -> None:
+    run, data = init("single"), list(range(8))
+    loader = run.loader(data, 4)
+    data += range(8, 12)
+    with pytest.raises(ConfigError, match="had 8 samples when its loader was made, and has 12 now; make another"):
+        next(iter(loader))
+    assert sorted(order_of(run.loader(data, 4))) == data

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from trainer.cluster.world import World
-from trainer.data.base import Step
+from trainer.data.base import Step, is_stream
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 
@@ -35,6 +35,28 @@ class Numbers(IterableDataset[int]):
     def shard(self, num_shards: int, index: int) -> Numbers:
         part = self._range[index::num_shards]
         return Numbers(part.start, part.stop, part.step)
+
+
+class Columns(Numbers):
+    """A stream that has columns by name, as those of Hugging Face."""
+
+    def __getitem__(self, name: str) -> Columns:  # type: ignore[override]
+        return self
+
+
+class OfRows:
+    """The same without torch's class, and without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __getitem__(self, name: str) -> OfRows:
+        return self
+
+
+def test_what_has_columns_is_a_stream_and_what_has_places_and_a_length_is_not() -> None:
+    assert all(map(is_stream, (Numbers(0, 3), Columns(0, 3), OfRows(), (number for number in range(3)))))
+    assert not any(map(is_stream, ([1, 2], TensorDataset(torch.ones(2)), range(3))))
 
 
 class Divided(Numbers):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted, collate
@@ -335,14 +335,17 @@ class Loader(ABC):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can be iterated over and has no `__getitem__` of its own.
+    """Return whether a dataset can only be iterated over: as torch's `IterableDataset`, or without a `__getitem__`.
 
+    A stream of Hugging Face has a `__getitem__` that takes a column's name; without a length it is none of samples.
     Raises `ConfigError` for a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")
-    indexed = getattr(type(dataset), "__getitem__", None)
-    return hasattr(dataset, "__iter__") and indexed in (None, Dataset.__getitem__)  # the latter raises
+    if isinstance(dataset, IterableDataset):
+        return True
+    is_indexed = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)  # the latter raises
+    return hasattr(dataset, "__iter__") and not (is_indexed and hasattr(dataset, "__len__"))
 
 
 def check_sizes(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
@@ -19,6 +21,10 @@ from trainer.errors import ConfigError
 from trainer.watch.heartbeat import report_phase
 
 Batch = tuple[Any, Any]
+
+_SPLIT = "which samples a Subset has (draw the split before run.prepare, or with a torch.Generator of its own)"
+_MOST_CHECKED = 4096
+"""Indices of a `Subset` that ranks compare, evenly spaced."""
 
 
 class InMemory(Dataset[Batch]):
@@ -112,6 +118,7 @@ class ShardedLoader(Loader):
             batch_sampler=batch_sampler,
             group=self._group,
         )
+        self._is_drawn = sampler is not None or batch_sampler is not None
         self._whole_plan = self._make_plan(batch_size, global_batch_size)
         self.plan = self._plan_from(0)
         self.step_size = self.plan.step_size
@@ -145,6 +152,7 @@ class ShardedLoader(Loader):
     def must_agree(self) -> dict[str, Any]:
         return {
             "samples of the dataset": self.dataset_length,
+            _SPLIT: _checksum_of_subset(self.dataset),
             f"{self.unit} of an epoch": self.plan.samples,
             f"{self.unit} per step": self.step_size,
         }
@@ -218,7 +226,16 @@ class ShardedLoader(Loader):
         return (plan.shard(step, self.world.rank) for step in range(plan.steps))
 
     def _begin_epoch(self) -> Epoch:
-        """Return the next epoch, and plan for it. Collective with a sampler."""
+        """Return the next epoch, and plan for it. Collective with a sampler.
+
+        Raises:
+            ConfigError: the dataset has another length than it had, or `EpochOrder.of` says why.
+        """
+        if not self._is_drawn and (length := _length(self.dataset)) != self.dataset_length:
+            raise ConfigError(
+                f"the dataset had {self.dataset_length} samples when its loader was made, and has {length} now; make "
+                "another loader after it has changed"
+            )
         epoch = self._order.of(self.epoch)
         self.epoch += 1
         self._plan_for(len(epoch))
@@ -247,6 +264,19 @@ class ShardedLoader(Loader):
         """The DataLoader of all epochs, so that persistent workers persist; `_indices` says what each epoch loads."""
         batches = {"sampler": self._indices, "batch_size": None} if self._is_ready else {"batch_sampler": self._indices}
         return self._make_data_loader(self.dataset, **batches)
+
+
+def _checksum_of_subset(dataset: Any) -> str:
+    """Return a checksum of which items of its dataset a `Subset` has; "none" for other datasets.
+
+    A split that each rank draws by itself, with a generator that is in another state, has the same length on all.
+    """
+    checksum = 0
+    while isinstance(dataset, Subset):
+        step = max(1, len(dataset.indices) // _MOST_CHECKED)
+        checksum = zlib.crc32(repr(np.asarray(dataset.indices[::step]).tolist()).encode(), checksum)
+        dataset = dataset.dataset
+    return f"checksum {checksum}" if checksum else "none"
 
 
 class _Indices:

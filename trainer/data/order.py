@@ -50,11 +50,11 @@ class Epoch:
     def places(self, units: slice) -> slice:
         """Return the slice of `keys` that a slice of units covers; for an empty one, that of a padding batch.
 
-        A padding batch repeats the first two samples of the epoch, or of its first batch. It has two, because BatchNorm
-        over vectors cannot normalize a single sample.
+        A padding batch repeats the first two samples of the epoch: two, because BatchNorm over vectors cannot normalize
+        a single one. Where batches come whole it is the first of them, because a loss may need a whole one.
         """
         if units.stop == units.start:
-            return slice(0, min(2, len(self.keys) if self.bounds is None else self.bounds[1]))
+            return slice(0, min(2, len(self.keys)) if self.bounds is None else self.bounds[1])
         return units if self.bounds is None else slice(self.bounds[units.start], self.bounds[units.stop])
 
     def batches(self, shards: Iterable[slice], device: torch.device | None = None) -> Iterator[Tensor | list[Any]]:
@@ -241,13 +241,13 @@ def _seed(generator: Any, seed: int) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and PyTorch within a context; restore their states afterwards."""
+    """Seed the global CPU generators of Python, NumPy and PyTorch within a context; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # and not those of GPUs, whose states are not restored
             yield
     finally:
         random.setstate(python)
