@@ -117,6 +117,13 @@ def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) ->
         mask = targets >= 0
         return (F.cross_entropy(outputs, targets.clamp(min=0), reduction="none") * mask).sum() / mask.sum()
 
+    with_statistics = make_model(batch_norm=True)
+    run = init(strategy, sync_batch_norm=True)
+    forward = run.prepare(with_statistics)
+    for inputs, targets in run.loader(data, BATCH, shuffle=False, weigh_by=lambda batch: (batch[1] >= 0).sum()):
+        run.backward(loss_of(forward(inputs), targets))  # what is NaN goes through BatchNorm to no other rank
+    assert all(bool(p.grad.isfinite().all()) for p in with_statistics.parameters() if p.grad is not None)
+
     model, alone = make_model(), make_model()
     run = init(strategy)
     forward, optimizer = run.prepare(model, sgd(model))

@@ -14,6 +14,7 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,6 +236,36 @@ def check_loops_equal_one_process(strategy: Strategy) -> None:
         except AssertionError as error:
             raise AssertionError(f"{loop.__name__}: {error}") from None
         assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_gradient_that_shares_memory_with_the_running_pass_is_sent_without_harm(strategy: Strategy) -> None:
+    """Autograd gives `position` a view of the gradient of what it is added to, which the pass goes on with."""
+    if strategy.shards:
+        return
+    world = strategy.world
+
+    def pass_over(rank: int, linear: nn.Module, position: nn.Parameter, backward: Callable[..., None]) -> None:
+        inputs = torch.full((1, 512, 8), rank + 1.0, device=world.device)
+        embedded = linear(inputs)
+        embedded.register_hook(lambda _: time.sleep(0.1))  # in which the other gradient may arrive
+        backward((embedded + position.unsqueeze(0)).square().sum())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.linear = nn.Linear(8, 4096)  # so that the position alone fills a bucket
+            self.position = nn.Parameter(torch.zeros(512, 4096))
+
+    alone = Model().to(world.device)
+    for rank in range(world.size):
+        pass_over(rank, alone.linear, alone.position, lambda loss: (loss / world.size).backward())
+    run, model = init(strategy), Model()
+    run.prepare(model)
+    pass_over(world.rank, model.linear, model.position, run.backward)
+    for own, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
 
 
 def check_a_pass_that_trains_no_prepared_model_is_told_once(strategy: Strategy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,8 +102,17 @@ def test_nccl_takes_this_hosts_own_interface(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is put back afterwards
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_CONF_FILE", "/none")
     choose_nccl_interface(address)
     assert (os.environ["NCCL_SOCKET_IFNAME"] or None) == chosen
+
+
+def test_the_interface_of_a_file_of_nccls_settings_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    (tmp_path / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_0\nNCCL_SOCKET_IFNAME=ib0\n")
+    choose_nccl_interface("10.9.9.9")
+    assert not os.environ["NCCL_SOCKET_IFNAME"]
 
 
 def test_an_interface_is_found_by_its_address() -> None:

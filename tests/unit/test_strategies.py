@@ -113,6 +113,8 @@ def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = strategy.wrap(model)
     assert isinstance(wrapped, nn.DataParallel)
     assert wrapped.module is model
+    with pytest.raises(ConfigError, match="each of whose GPUs normalizes its own part"):
+        strategy.check(RunConfig(sync_batch_norm=True))
 
 
 class Horovod(ModuleType):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import TrainerError
-from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
+from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm, leave_out_gradients
 
 
 def assert_equal(first: Tensor | None, other: Tensor | None) -> None:
@@ -156,6 +156,47 @@ def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int)
     assert_equal(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
     for layer in layers:
         assert_equal_buffers(layer, whole)
+
+
+def test_a_penalty_on_gradients_has_the_second_derivatives_of_the_whole_batch() -> None:
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+
+    def penalty(layer: nn.Module, taken: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(layer(taken).pow(3).sum(), taken, create_graph=True)
+        return slope.square().sum()
+
+    whole, _ = twins(nn.BatchNorm1d)
+    taken = inputs.clone().requires_grad_()
+    penalty(whole, taken).backward()
+
+    job = TwoRanks()
+    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
+    parts = [part.clone().requires_grad_() for part in inputs.split(2)]
+
+    def work(rank: int) -> None:
+        layers[rank].all_reduce = job.all_reduce(rank)
+        penalty(layers[rank], parts[rank]).backward()
+
+    job.run(work)
+    torch.testing.assert_close(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
+
+
+def test_a_loss_that_counts_for_nothing_is_nan_on_its_own_rank_alone() -> None:
+    job = TwoRanks()
+    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
+    parts = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        layers[rank].all_reduce = job.all_reduce(rank)
+        loss = layers[rank](parts[rank]).square().mean()
+        leave_out_gradients([layers[rank]], weightless=rank == 1)
+        (loss if rank == 0 else loss * 0.0 * torch.nan).backward()
+        leave_out_gradients([layers[rank]], weightless=False)
+
+    job.run(work)
+    assert parts[0].grad is not None
+    assert bool(parts[0].grad.isfinite().all())
+    assert layers[1].is_weighed
 
 
 def test_a_padding_batch_is_left_out_of_the_global_batchs_sums() -> None:

@@ -295,6 +295,15 @@ def test_a_containers_cpu_quota_counts_as_its_cores(monkeypatch: pytest.MonkeyPa
     assert host_cores.__wrapped__() == cores
 
 
+def test_under_srun_the_cores_are_those_of_the_job_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4) if pid == 0 else range(64)))  # bound by Slurm
+    monkeypatch.setattr(Path, "read_text", lambda _: "max 100000")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for on_node, cores in (("16", 16), ("", 4)):
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", on_node)
+        assert host_cores.__wrapped__() == cores
+
+
 def test_without_a_quota_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: Path) -> str:
         raise FileNotFoundError(path)

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.cluster.network import is_in_nccl_conf
+
 _VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 # A plugin's name may have spaces, as "AWS Libfabric" has. The number in parentheses is a rank that sends for this one.
 _NETWORK = re.compile(r" via (?:NET|COLLNET)/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
@@ -72,10 +74,4 @@ class NcclLog:
 
 def _is_set() -> bool:
     """Return whether the user, or a file of NCCL's settings, says where NCCL's log goes."""
-    if any(name in os.environ for name in _VARIABLES):
-        return True
-    for place in ("/etc/nccl.conf", os.environ.get("NCCL_CONF_FILE") or f"{os.environ.get('HOME', '')}/.nccl.conf"):
-        with suppress(OSError):
-            if re.search(r"^\s*NCCL_DEBUG", Path(place).read_text(errors="replace"), re.MULTILINE):
-                return True
-    return False
+    return any(name in os.environ for name in _VARIABLES) or is_in_nccl_conf("NCCL_DEBUG")

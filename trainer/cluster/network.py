@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -81,8 +82,19 @@ def choose_nccl_interface(address: str | None = None) -> None:
         address: this host's on that interface; the one on the user's or the launcher's network when None.
     """
     address = address or _of_user() or _of_launcher()
+    if is_in_nccl_conf("NCCL_SOCKET_IFNAME"):  # which gives way to a variable
+        return
     if address and not ip_address(address).is_loopback:
         set_default("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")  # not also a longer name that begins so
+
+
+def is_in_nccl_conf(name: str) -> bool:
+    """Return whether a file of NCCL's settings has a variable whose name begins so."""
+    for place in ("/etc/nccl.conf", os.environ.get("NCCL_CONF_FILE") or f"{os.environ.get('HOME', '')}/.nccl.conf"):
+        with suppress(OSError):
+            if re.search(rf"^\s*{name}", Path(place).read_text(errors="replace"), re.MULTILINE):
+                return True
+    return False
 
 
 def choose_gloo_interface(address: str | None) -> None:

@@ -20,7 +20,7 @@ from trainer.loop.batches import Batches
 from trainer.loop.exchange import Exchange
 from trainer.loop.prepared import Prepared
 from trainer.loop.weighing import Weighing
-from trainer.models.sync_batch_norm import leave_out
+from trainer.models.sync_batch_norm import leave_out, leave_out_gradients
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
@@ -102,12 +102,14 @@ class Updates:
     def _run_pass(self, loss: Tensor, weight: float, options: dict[str, Any]) -> None:
         # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
         weighted = loss if weight == 1.0 else loss * weight
-        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros.
+        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
+        # those of statistics that all ranks sum up.
         hooks = (
             [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
         )
         scaler = self.prepared.scaler
         self._is_in_pass = self.batches.is_in_pass = True
+        leave_out_gradients(self.prepared.norms, not weight)
         try:
             (scaler.scale(weighted) if scaler else weighted).backward(**options)
         finally:

@@ -48,13 +48,15 @@ class _SumOverRanks(torch.autograd.Function):
     """Differentiable all-reduce: the gradient of a sum over ranks is the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, all_reduce: AllReduce) -> Tensor:
-        ctx.all_reduce = all_reduce
-        return all_reduce(tensor.contiguous().clone())
+    def forward(ctx: Any, tensor: Tensor, layer: GlobalBatchNorm) -> Tensor:
+        ctx.layer = layer
+        return layer.all_reduce(tensor.contiguous().clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.all_reduce(gradients[0].contiguous().clone()), None
+        gradient = gradients[0] if ctx.layer.is_weighed else torch.zeros_like(gradients[0])
+        # Through the function again: with `create_graph`, this sum has a gradient, too.
+        return _SumOverRanks.apply(gradient, ctx.layer), None
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -67,6 +69,8 @@ class GlobalBatchNorm(_BatchNorm):
     all_reduce: AllReduce
     counts = True
     """Whether this rank's samples count; False while it computes on a padding batch."""
+    is_weighed = True
+    """Whether this rank's loss counts; False while its backward pass has the weight 0, and may be NaN."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -91,7 +95,7 @@ class GlobalBatchNorm(_BatchNorm):
         return out.to(input.dtype)
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        total: Tensor = _SumOverRanks.apply(tensor, self.all_reduce)
+        total: Tensor = _SumOverRanks.apply(tensor, self)
         return total
 
     def _update_running_statistics(self, mean: Tensor, unbiased_variance: Tensor) -> None:
@@ -105,6 +109,13 @@ class GlobalBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of 2 or more dimensions, not {input.dim()}")
+
+
+def leave_out_gradients(layers: Iterable[_BatchNorm], weightless: bool) -> None:
+    """Send zeros in the backward passes of the layers in place of this rank's gradients, or these again."""
+    for layer in layers:
+        if isinstance(layer, GlobalBatchNorm):
+            layer.is_weighed = not weightless
 
 
 def leave_out(layers: Iterable[_BatchNorm], padding: bool) -> None:

@@ -252,8 +252,24 @@ class HorovodSynchronizer(GradientSynchronizer):
                 gradient = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device, layout=torch.sparse_coo)
         if gradient.is_sparse and place not in self._sparse:  # other ranks may have none, and send zeros
             gradient = gradient.to_dense()
-        self._placeholders[place].grad = gradient.detach().clone() if gradient.requires_grad else gradient
+        is_others = gradient.requires_grad or (not gradient.is_sparse and _is_shared(gradient))
+        self._placeholders[place].grad = gradient.detach().clone() if is_others else gradient
         self._send[place]()
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_HOLDERS_OF_ONE = _holders(torch.zeros(1))
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
+
+    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h as its own.
+    """
+    return _holders(gradient) > _HOLDERS_OF_ONE
 
 
 def _absent_like(shape: Tensor, device: torch.device) -> Tensor:

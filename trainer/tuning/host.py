@@ -63,8 +63,11 @@ def host_cores() -> int:
     """Return the cores that this host gives the job: those its launcher may use, or fewer under a CPU quota."""
     # The launcher's own affinity mask, because it may have bound each rank to a part of it.
     cores = len(os.sched_getaffinity(0))
-    # Slurm's daemon, which is srun's parent here, runs on the whole host whatever the job was given.
-    if not user_set("SLURM_STEP_ID"):
+    if user_set("SLURM_STEP_ID"):
+        # Slurm's daemon, which is srun's parent here, runs on the whole host whatever the job was given.
+        with suppress(ValueError):
+            cores = max(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", "")))
+    else:
         with suppress(OSError):
             cores = max(cores, len(os.sched_getaffinity(os.getppid())))
     try:

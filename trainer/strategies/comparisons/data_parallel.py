@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainer.cluster.world import World
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.single import SingleStrategy
 
@@ -35,6 +36,13 @@ class DataParallelStrategy(SingleStrategy):
             )
         super().__init__(world)
         self.description = f"DataParallel over {self._gpus} GPUs, {world}"
+
+    def check(self, config: RunConfig) -> None:
+        if config.sync_batch_norm:
+            raise ConfigError(
+                "sync_batch_norm is True, and strategy 'data_parallel' is one rank, each of whose GPUs normalizes its "
+                "own part of a batch; start one rank for each GPU instead (horovodrun -np 2, torchrun)"
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model)
