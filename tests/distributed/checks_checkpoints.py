@@ -207,7 +207,7 @@ def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
             (newest / "state.pt").write_bytes(content)
         strategy.barrier()
         training = Training(strategy)
-        checkpoints = training.checkpoints(folder)
+        checkpoints = training.checkpoints(folder, keep=9)
         assert checkpoints.resumed is not None
         assert (checkpoints.resumed.checkpoint.path, checkpoints.updates) == (older, 1)
         checkpoints.save()

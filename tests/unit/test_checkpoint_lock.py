@@ -61,6 +61,16 @@ def test_a_file_system_without_locks_tells_jobs_apart_by_the_file(
     assert (first.is_held, second.is_held) == (True, False)
 
 
+def test_where_locks_are_each_hosts_own_another_host_of_the_job_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").write_text('{"job": "job", "process": 12, "host": "node7"}')
+    folder_lock, of_another = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "next start")
+    assert (folder_lock.acquire(), folder_lock.is_held) == ("", False)
+    folder_lock.release()
+    assert (of_another.acquire(), of_another.is_held) == ("", True)
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to("/scratch/job")

@@ -41,6 +41,33 @@ def test_what_is_committed_already_is_no_error_when_it_is_asked_for_again(tmp_pa
     assert len(saver.seconds) == 1
 
 
+def test_what_has_changed_at_the_same_place_is_saved_where_it_is_asked_for(tmp_path: Path) -> None:
+    saver = make(tmp_path)
+    for value, again in ((1.0, False), (2.0, False), (3.0, True)):
+        saver.save({"epoch": 0, "updates": 3, "loaders": [], "weight": torch.tensor(value)}, again=again)
+        saver.wait()
+    newest, older = find(tmp_path)
+    assert [float(read_state(path)["weight"]) for path in (newest, older)] == [3.0, 1.0]
+    saver.close()
+
+
+def test_an_old_one_that_cannot_be_removed_takes_nothing_from_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TrainerError("old checkpoints cannot be removed: Directory not empty")
+
+    monkeypatch.setattr("trainer.checkpoint.run.saver.prune", refuse)
+    saver = make(tmp_path)
+    for updates in (3, 4):
+        save(saver, updates=updates)
+        saver.wait()
+    assert saver.take_problem() == ""
+    assert len(find(tmp_path)) == 2
+    assert capsys.readouterr().err.count("cannot be removed: Directory not empty; the new one is saved") == 1
+    saver.close()
+
+
 def test_two_threads_may_wait_for_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make(tmp_path)
     monkeypatch.setattr(saver, "_commit", lambda *_: time.sleep(0.2))

@@ -19,7 +19,7 @@ from trainer.checkpoint.disk import durable
 from trainer.checkpoint.disk.commit import commit, prune, receive, remove_partial
 from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest, order_of, send
 from trainer.checkpoint.disk.durable import FileEntry
-from trainer.errors import DataError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError
 
 
 def test_what_was_committed_is_found(tmp_path: Path) -> None:
@@ -137,8 +137,24 @@ def test_any_changed_byte_of_a_manifest_is_noticed() -> None:
 def test_another_format_is_named(tmp_path: Path) -> None:
     manifest = save(tmp_path, 1) / "manifest.json"
     manifest.write_text(json.dumps({"format": 2, "shards": []}))
-    with pytest.raises(DataError, match=r"manifest\.json has format 2; this version of trainer reads format 1$"):
-        load(manifest.parent)
+    for read in (load, lambda path: newest(path.parent, never)):  # which is not passed over, and then removed
+        with pytest.raises(ConfigError, match=r"manifest\.json has format 2; this version of trainer reads format 1$"):
+            read(manifest.parent)
+
+
+@pytest.mark.parametrize("call", ["read", "open"])
+def test_what_cannot_be_read_for_a_while_is_not_passed_over(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1), save(tmp_path, 2)
+
+    def stale(*_: object) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(f"trainer.checkpoint.disk.committed.{call}_file", stale)
+    with pytest.raises(TrainerError, match=r"update-00000002: .* cannot be read: Stale file handle$") as raised:
+        newest(tmp_path, never)
+    assert not isinstance(raised.value, DataError)
 
 
 def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,13 @@ def test_one_that_cannot_save_ends_when_the_time_is_over() -> None:
     assert (code, output) == (128 + signal.SIGUSR2, "trainer: SIGUSR2: not saved within 0.5 s\n")
 
 
+def test_one_that_has_saved_and_takes_long_to_end_is_no_failure() -> None:
+    slow = "import atexit; atexit.register(time.sleep, 30); preemption.saved()"
+    code, output, seconds = run(before=slow, after="sys.exit(75)")
+    assert (code, output) == (75, "")
+    assert seconds < 25
+
+
 def test_one_that_waits_in_a_library_is_watched_as_well() -> None:
     # Python runs no handler while its main thread is in another library's code, as in a collective.
     code, _, _ = run(after="import ctypes; ctypes.CDLL(None).sleep(30)")

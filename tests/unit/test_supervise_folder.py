@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -31,6 +33,15 @@ def test_a_job_is_supervised_once(tmp_path: Path) -> None:
     with locked(folder):
         assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode != 0
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_a_file_system_without_locks_is_no_other_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path):
+        assert int((tmp_path / "lock").read_text()) == os.getpid()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ whose files are what it says.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.disk.durable import FileEntry
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.untrusted import open_file, read_file
 from trainer.watch.heartbeat import progress
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
+_ANOTHER_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)
 _NAME = re.compile(r"attempt-(\d+)-epoch-(\d+)-update-(\d+)")
 
 Order = tuple[int, int, int]
@@ -72,19 +74,27 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """Read a manifest; raise `DataError`, which says what is wrong, if it is damaged or of another format."""
+        """Read a manifest.
+
+        Raises:
+            DataError: it is damaged; the text says so.
+            ConfigError: it is of a later format, which another version of trainer has written.
+        """
         damaged = DataError(f"{MANIFEST} is damaged")
         try:
             content = json.loads(data)
             version = content["format"]
             if version != _FORMAT:
-                raise DataError(f"{MANIFEST} has format {version!r}; this version of trainer reads format {_FORMAT}")
+                kind = ConfigError if isinstance(version, int) and version > _FORMAT else DataError
+                raise kind(f"{MANIFEST} has format {version!r}; this version of trainer reads format {_FORMAT}")
             files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
             manifest = Manifest(name=content["name"], facts=content["facts"], files=files)
             # The same content has the same bytes, so this covers the hash, and the characters around the values too.
             is_whole = manifest.to_bytes() == data and all(isinstance(entry.size, int) for entry in files.values())
             if not (is_whole and isinstance(manifest.facts, dict)) or order_of(manifest.name) is None:
                 raise damaged
+        except ConfigError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise damaged from None
         check_file_names(manifest.files)
@@ -107,13 +117,18 @@ class Committed(Manifest):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name, newest first; raise `DataError` if `folder` cannot be read."""
+    """Return the folders with a checkpoint's name, newest first.
+
+    Raises:
+        DataError: `folder` is none.
+        TrainerError: it cannot be read now.
+    """
     try:
         checkpoints = [(order, path) for path in folder.iterdir() if (order := order_of(path.name))]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DataError(f"checkpoints in {folder} cannot be listed: {error.strerror}") from None
+        raise _unreadable(f"checkpoints in {folder} cannot be listed", error) from None
     return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
@@ -122,6 +137,7 @@ def load(path: Path) -> Committed:
 
     Raises:
         DataError: it is not what was written; the text names the first file that is wrong.
+        TrainerError: a file cannot be read now, which says nothing of what is in it.
     """
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
@@ -142,26 +158,35 @@ def _read_manifest(path: Path) -> Manifest:
         data = read_file(path / MANIFEST)
     try:
         return Manifest.from_bytes(data)
-    except DataError as error:
-        raise DataError(f"checkpoint {path}: {error}") from None
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"checkpoint {path}: {error}") from None
 
 
 @contextmanager
 def _naming(path: Path, name: str) -> Iterator[None]:
-    """Raise an `OSError` as a `DataError` of one line, which names the checkpoint and the file that cannot be read."""
+    """Raise an `OSError` as an error of one line, which names the checkpoint and the file that cannot be read."""
     try:
         yield
     except FileNotFoundError:
         raise DataError(f"checkpoint {path}: {name} is missing") from None
     except OSError as error:
-        raise DataError(f"checkpoint {path}: {name} cannot be read: {error.strerror}") from None
+        raise _unreadable(f"checkpoint {path}: {name} cannot be read", error) from None
+
+
+def _unreadable(text: str, error: OSError) -> TrainerError:
+    """Return the error for what cannot be read: damage only where something else is there in its place.
+
+    A file system over a network fails for a while, and a checkpoint is not to be passed over for that, or removed.
+    """
+    kind = DataError if error.errno in _ANOTHER_KIND else TrainerError
+    return kind(f"{text}: {error.strerror}")
 
 
 def newest(folder: Path, on_bad: Callable[[str], object], read: Callable[[Path], Committed] = load) -> Committed | None:
     """Return the newest valid checkpoint, or None. `on_bad` is told of each that `read` has found to be damaged.
 
     Raises:
-        DataError: the folder cannot be read.
+        TrainerError: the folder or a checkpoint cannot be read, or is of another format.
     """
     for path in find(folder):
         try:

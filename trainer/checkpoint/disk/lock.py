@@ -90,6 +90,10 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS or self._holder().get("job") == self._job:
                 return False
+        # Some mounts of a shared folder keep locks to each host. Another host of this job has written its name, then.
+        former = self._holder()
+        if former.get("job") == self._job and former.get("host") != socket.gethostname():
+            return False
         holder = {"job": self._job, "process": os.getpid(), "host": socket.gethostname()}
         with suppress(OSError):  # on a full disk the lock holds without its text
             os.ftruncate(self._descriptor, 0)

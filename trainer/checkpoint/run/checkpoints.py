@@ -80,6 +80,8 @@ class Checkpoints:
             self._every_s = _DEFAULT_EVERY_S
         self._saved_at = time.monotonic()
         self._is_postponed = self._is_stopping = self._is_failing = False
+        self._is_complete = resumed is not None and resumed.is_complete
+        """Whether the last checkpoint is that of the end of the training."""
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
         explain_failures(explain)
@@ -92,7 +94,7 @@ class Checkpoints:
         After `save`, `finish` and the loop over `run.epochs`, all ranks see the same one.
         """
         paths = find(self._storage.folder)
-        written = next((path for path in paths if (order := order_of(path.name)) and order[0] == self.attempt), None)
+        written = next((path for path in paths if (order := order_of(path.name)) and order[0] >= self.attempt), None)
         if written is None and self.resumed is not None and self.resumed.checkpoint.path in paths:
             return self.resumed.checkpoint.path
         return written
@@ -130,7 +132,7 @@ class Checkpoints:
         if self._positions.first is not None:
             self._is_postponed = True
             return
-        if problem := self._save_now():
+        if problem := self._save_now(again=True):
             raise TrainerError(problem)
 
     def finish(self) -> None:
@@ -138,7 +140,7 @@ class Checkpoints:
 
         Collective.
         """
-        self._report(self._save_now(is_complete=True))
+        self._report(self._save_now(is_complete=True, again=not self._is_complete))
 
     def watch(self, loader: Loader) -> None:
         """Also save the position of this training loader, and have it resume where it stopped."""
@@ -260,6 +262,7 @@ class Checkpoints:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
         if not problem:
+            self.preemption.saved()
             report_phase(PREEMPTED)
         raise SystemExit(1 if problem else exit_codes.PREEMPTED)
 
@@ -271,17 +274,18 @@ class Checkpoints:
             print_line(line, sys.stderr)
         self._is_failing |= bool(problem)
 
-    def _save(self, *, is_complete: bool = False) -> None:
+    def _save(self, *, is_complete: bool = False, again: bool = False) -> None:
         report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
-        self._saver.save(self._state(), score=score, is_complete=is_complete)
+        self._saver.save(self._state(), score=score, is_complete=is_complete, again=again)
+        self._is_complete = is_complete
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
-    def _save_now(self, *, is_complete: bool = False) -> str:
+    def _save_now(self, *, is_complete: bool = False, again: bool = False) -> str:
         """Save, and wait until it is written; return what failed on any rank, or ""."""
-        self._save(is_complete=is_complete)
+        self._save(is_complete=is_complete, again=again)
         self._saver.wait()
         return self._saver.take_problem()
 

@@ -37,7 +37,7 @@ class Preemption:
         self.received: signal.Signals | None = None
         """The first signal that came."""
         self._save_alone, self._grace_s = save_alone, grace_s
-        self._is_handled = self._is_closed = False
+        self._is_handled = self._is_closed = self._is_saved = False
         self._earlier: dict[signal.Signals, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # Python takes signals in its main thread only
@@ -53,6 +53,10 @@ class Preemption:
     def handled(self) -> None:
         """Leave the end of the process to the caller, which saves with all ranks, within the same time."""
         self._is_handled = True
+
+    def saved(self) -> None:
+        """Note that all is saved: a process whose exit handlers take longer than its time ends as one that has."""
+        self._is_saved = True
 
     def close(self) -> None:
         """Handle signals as before."""
@@ -89,6 +93,8 @@ class Preemption:
                 report_phase(PREEMPTED)
                 end_process("", exit_codes.PREEMPTED)
             time.sleep(_POLL_S)
+        if self._is_saved:
+            end_process("", exit_codes.PREEMPTED)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
 
 

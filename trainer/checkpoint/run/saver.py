@@ -65,6 +65,7 @@ class Saver:
         """The best score, and the name of the checkpoint that has it."""
         self._best_before = self._best
         self._start = resumed.order[2] if resumed else 0
+        self._has_warned = False
         self._named = [] if config.resume in ("auto", "none") else [self._folder / Path(config.resume).name]
         self._others = [name for name in storage.parts if name != storage.part] if storage.is_writer else []
         self._snapshot, self._standby = (Snapshot(keeps_parts=bool(storage.parts)) for _ in range(2))
@@ -93,17 +94,22 @@ class Saver:
         paths = (self._folder / best[1] for best in (self._best, self._best_before) if best is not None)
         return next((path for path in paths if path.is_dir()), None)
 
-    def save(self, state: Mapping[str, Any], *, score: float | None = None, is_complete: bool = False) -> None:
+    def save(
+        self, state: Mapping[str, Any], *, score: float | None = None, is_complete: bool = False, again: bool = False
+    ) -> None:
         """Copy the state and start writing it, unless the run was saved at the same place already. Collective.
 
         Args:
             state: with the live tensors, and `epoch`, `updates` and `loaders`.
             score: of the model, for the best one.
             is_complete: whether the training has reached its end.
+            again: save also at the same place, under the name of another attempt: what a script has changed since.
         """
         place = (state["epoch"], state["updates"])
         if place == self.saved:
-            return
+            if not again:
+                return
+            self._attempt += 1
         self.wait()
         self._copy(state, self._snapshot)
         has_begun = self._begin((self._attempt, *place))
@@ -252,15 +258,24 @@ class Saver:
         try:
             self._write(name_of(*order), snapshot, facts, alone_s)
             self._written, self.error = order, None
-            if self._storage.is_writer:
-                valid = [path for path in find(self._folder) if path not in self._storage.damaged]
-                best = [self._folder / facts["best"][1]] if facts["best"] else []
-                prune(self._folder, [*valid[: self._config.keep], *self._named, *best])
         except TrainerError as error:
             self.error = error
         except Exception as error:  # such as a MemoryError: nobody else would be told of it
             self.error = TrainerError(f"the checkpoint cannot be written: {type(error).__name__}: {error}")
+        if self.error is None and self._storage.is_writer:
+            self._prune(facts)
         self.seconds.append(time.monotonic() - started)
+
+    def _prune(self, facts: Mapping[str, Any]) -> None:
+        """Remove old checkpoints. That one cannot be removed is told once, and takes nothing from the new one."""
+        try:
+            valid = [path for path in find(self._folder) if path not in self._storage.damaged]
+            best = [self._folder / facts["best"][1]] if facts["best"] else []
+            prune(self._folder, [*valid[: self._config.keep], *self._named, *best])
+        except TrainerError as error:
+            if not self._has_warned:
+                print_line(f"trainer: WARNING: {error}; the new one is saved", sys.stderr)
+            self._has_warned = True
 
     def _write(self, name: str, snapshot: Snapshot, facts: Mapping[str, Any], alone_s: float) -> None:
         part = {self._storage.part: partial(torch.save, snapshot.parts)} if self._storage.part else {}

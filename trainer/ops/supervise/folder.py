@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -73,14 +74,16 @@ def locked(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = "".join(filter(str.isdecimal, lock.read(20).decode(errors="replace"))) or "another one"
-            raise ConfigError(
-                f"{folder} is already supervised by process {holder}; end that one, or choose another --name"
-            ) from None
-        lock.truncate(0)
-        lock.write(b"%d\n" % os.getpid())
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # and not what a file system without locks says
+                lock.seek(0)
+                holder = "".join(filter(str.isdecimal, lock.read(20).decode(errors="replace"))) or "another one"
+                raise ConfigError(
+                    f"{folder} is already supervised by process {holder}; end that one, or choose another --name"
+                ) from None
+        with suppress(OSError):  # on a full disk the lock holds without its text
+            lock.truncate(0)
+            lock.write(b"%d\n" % os.getpid())
         yield
 
 

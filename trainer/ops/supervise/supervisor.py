@@ -7,10 +7,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.ops.supervise.attempt import Running
 from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import names, slots_of
@@ -59,11 +60,15 @@ class _Supervisor:
 
     def run(self) -> int:
         self._end_former()
-        write_job(self._options.folder, self._job, self._options.hosts)
+        try:
+            write_job(self._options.folder, self._job, self._options.hosts)
+        except OSError as error:
+            raise TrainerError(f"{self._options.folder} cannot be written: {error.strerror}") from None
         try:
             return self._run_attempts()
         finally:
-            write_job(self._options.folder, "", ())
+            with suppress(OSError):  # a disk that is full by now changes nothing of how the job has ended
+                write_job(self._options.folder, "", ())
 
     def _run_attempts(self) -> int:
         while True:
