@@ -245,7 +245,7 @@ def check_a_gradient_that_shares_memory_with_the_running_pass_is_sent_without_ha
     world = strategy.world
 
     def pass_over(rank: int, linear: nn.Module, position: nn.Parameter, backward: Callable[..., None]) -> None:
-        inputs = torch.full((1, 512, 8), rank + 1.0, device=world.device)
+        inputs = torch.full((1, 512, 512), rank + 1.0, device=world.device)
         embedded = linear(inputs)
         embedded.register_hook(lambda _: time.sleep(0.1))  # in which the other gradient may arrive
         backward((embedded + position.unsqueeze(0)).square().sum())
@@ -255,7 +255,7 @@ def check_a_gradient_that_shares_memory_with_the_running_pass_is_sent_without_ha
             super().__init__()
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                self.linear = nn.Linear(8, 4096)  # so that the position alone fills a bucket
+                self.linear = nn.Linear(512, 4096)  # which fills a bucket, as the position does
             self.position = nn.Parameter(torch.zeros(512, 4096))
 
     alone = Model().to(world.device)
@@ -265,7 +265,9 @@ def check_a_gradient_that_shares_memory_with_the_running_pass_is_sent_without_ha
     run.prepare(model)
     pass_over(world.rank, model.linear, model.position, run.backward)
     for own, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, expected.grad)
+        assert own.grad is not None
+        assert expected.grad is not None
+        assert float((own.grad - expected.grad).norm()) < 1e-3 * float(expected.grad.norm())
 
 
 def check_a_pass_that_trains_no_prepared_model_is_told_once(strategy: Strategy) -> None:
