@@ -28,6 +28,7 @@ from trainer.files import save_atomically
 from trainer.loop.consistency import check_consistency
 from trainer.loop.joining import join
 from trainer.loop.metrics import Mean
+from trainer.loop.objects import packed, unpacked
 from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
 from trainer.models.sharded import gather, whole_state
@@ -329,14 +330,22 @@ class Run:
             )
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order. A value is anything that can be pickled."""
+        """Return the values of all ranks, in rank order. A value is anything that can be pickled.
+
+        Tensors of a GPU come to this rank's.
+        """
         self._check_all_ranks_call("all_gather")
-        return self.strategy.all_gather_object(value)
+        sent = self.strategy.all_gather_object(packed(value, self.device))
+        return [unpacked(one, self.device) for one in sent]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return rank `root`'s value on every rank. A value is anything that can be pickled."""
+        """Return rank `root`'s value on every rank. A value is anything that can be pickled.
+
+        Tensors of a GPU come to this rank's.
+        """
         self._check_all_ranks_call("broadcast")
-        return self.strategy.broadcast_object(value, root=root)
+        sent = self.strategy.broadcast_object(packed(value, self.device) if self.rank == root else None, root=root)
+        return unpacked(sent, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""

@@ -151,3 +151,32 @@ def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: S
         optimizer.step()
         optimizer.zero_grad()
     assert_same_on_all_ranks(strategy, model)
+
+
+class Codebook(nn.Module):
+    """Learns a buffer from the samples it sees, as a VQ-VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = make_model()
+        self.register_buffer("codes", torch.zeros(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.codes += inputs.mean()  # type: ignore[operator]
+        outputs: torch.Tensor = self.linear(inputs)
+        return outputs
+
+
+def check_a_buffer_that_each_rank_changes_is_told_once(strategy: Strategy) -> None:
+    if strategy.shards:  # whose parameters are compared by no rank
+        return
+    run, model = init(strategy), Codebook()
+    forward, optimizer = run.prepare(model, sgd(model))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        train(run, forward, optimizer)
+    told = run.is_root and run.world_size > 1
+    assert printed.getvalue().count("buffer codes is not the same on ranks") == told, printed.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        run, with_statistics = init(strategy), make_model(batch_norm=True)
+        train(run, *run.prepare(with_statistics, sgd(with_statistics)))
+    assert "buffer" not in printed.getvalue()

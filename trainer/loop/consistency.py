@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
+from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
@@ -52,6 +55,7 @@ class PeriodicCheck:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._passes = 0
+        self._has_warned = False
 
     @property
     def is_first(self) -> bool:
@@ -92,7 +96,9 @@ class PeriodicCheck:
             for name, value in describe_optimizer(optimizers[number]).items():
                 facts[f"{name} (optimizer {place})" if place else name] = value
         check_consistency(self._strategy, facts)
-        self._compare_weights(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
+        held = [models[number] for number in sorted(set.intersection(*held_models))]
+        self._compare_weights(hosts, held)
+        self._compare_buffers(held)
 
     def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
         if (ranks := _differing_ranks(positions)) is None:
@@ -123,6 +129,44 @@ class PeriodicCheck:
             "on all ranks alike, or before run.prepare, which gives all ranks rank 0's; if none were, memory or a "
             "device is faulty"
         )
+
+    def _compare_buffers(self, models: Iterable[nn.Module]) -> None:
+        """Warn once of a buffer that each rank changes by its own samples, such as a codebook or a queue of features.
+
+        Running statistics, which many models have, are left out: they are broadcast before an evaluation.
+        """
+        named = dict(_own_buffers(models))
+        if self._has_warned or not named:
+            return
+        here = [
+            *zip(map(str, (buffer.shape for buffer in named.values())), _sums_of_bits([*named.values()]), strict=True)
+        ]
+        if len(set(self._strategy.all_gather_object(_digest(here)))) == 1:
+            return
+        for name, values in zip(named, zip(*self._strategy.all_gather_object(here), strict=False), strict=False):
+            shapes, sums = zip(*values, strict=True)
+            if len(set(shapes)) == 1 and (ranks := _differing_ranks(sums)) is not None:
+                self._has_warned = True
+                if self._strategy.world.is_root:
+                    print_line(_PARTED.format(name, *ranks), sys.stderr)
+                return
+
+
+_PARTED = (
+    "trainer: WARNING: buffer {} is not the same on ranks {} and {}: each rank has changed it by its own samples, and "
+    "rank 0's is saved. Have all ranks change it alike, with run.all_reduce, or call "
+    "run.strategy.broadcast_buffers(model) after each step"
+)
+
+
+def _own_buffers(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the models' buffers but for running statistics."""
+    for model in models:
+        for prefix, module in model.named_modules():
+            if not isinstance(module, _NormBase):
+                for name, buffer in module.named_buffers(prefix, recurse=False):
+                    if buffer.numel() and not is_lazy(buffer):
+                        yield name, buffer
 
 
 _AT_LEAST_EVERY = 1024
