@@ -86,6 +86,35 @@ def test_a_signal_in_an_evaluation_saves_the_end_of_the_epoch(
 ) -> None:
     outcome = job(launcher, ranks, tmp_path, "signal-in-evaluation", strategy=strategy)
     assert outcome.code == 75, outcome.output
+    assert "Exception" not in outcome.output
     (newest,) = find(tmp_path)
     facts = load(newest).facts
     assert (facts["epoch"], facts["updates"], facts["taken"]) == (0, 3, [41])
+
+
+SIGNALLED = """
+import os, signal, sys, time, trainer, torch
+run = trainer.init()
+model, optimizer = run.prepare(*[m := torch.nn.Linear(1, 1), torch.optim.SGD(m.parameters(), lr=0.1)])
+loader = run.loader([torch.ones(1)] * 200, 1, num_workers=2, multiprocessing_context=sys.argv[2])
+checkpoints = run.checkpoints(sys.argv[1])
+for epoch in run.epochs(1):
+    for number, batch in enumerate(loader):
+        if number == 4 and run.rank == 0:
+            os.killpg(0, signal.SIGTERM)  # as torchrun does
+        run.backward(model(batch).sum())
+        optimizer.step()
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_signal_to_the_whole_group_of_a_rank_saves_with_workers_too(context: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SIGNALLED)
+    own_group = "import os, runpy, sys; os.setsid(); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    outcome = run_job("python", 1, ["-c", own_group, str(script), str(tmp_path / "saved"), context])
+    assert outcome.code == 75, outcome.output
+    assert "Exception" not in outcome.output
+    (newest,) = find(tmp_path / "saved")
+    assert load(newest).facts["updates"] < 200

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.batches import Counted, collate
+from trainer.data.batches import Counted, collate, start_worker
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
 
@@ -287,6 +287,7 @@ class Loader(ABC):
         """Return torch's DataLoader with the options that were given; `batches` says which batches it makes."""
         options: dict[str, Any] = {"pin_memory": self.world.device.type == "cuda", **self._options}
         options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
+        options["worker_init_fn"] = partial(start_worker, function=options.get("worker_init_fn"))
         # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
         generator = torch.Generator()
         return DataLoader(dataset, num_workers=self.num_workers, generator=generator, **batches, **options)

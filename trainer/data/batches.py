@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +42,22 @@ def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bo
     """
     batch = (function or (default_convert if is_ready else default_collate))(samples)
     return Counted(count_samples(batch) if is_ready else len(samples), batch)
+
+
+def start_worker(number: int, *, function: Callable[[int], object] | None) -> None:
+    """Begin a loader's worker in a process group of its own.
+
+    torchrun, and others, send SIGTERM to the group of each rank, which takes it as a notice: without its workers it
+    would fail before it has saved. A rank ends its own workers, and one whose rank has gone ends within seconds
+    (PyTorch).
+
+    Args:
+        function: the user's `worker_init_fn`.
+    """
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    if function is not None:
+        function(number)
 
 
 def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:

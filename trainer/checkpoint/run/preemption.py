@@ -74,12 +74,12 @@ class Preemption:
         self.received = self.received or signal.Signals(number)
 
     def _watch(self, reader: int) -> None:
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            while data := pipe.read(64):
-                if number := next((known for known in SIGNALS if known in data), None):
-                    break
-            else:  # closed
-                return
+        while data := os.read(reader, 64):
+            if number := next((known for known in SIGNALS if known in data), None):
+                break  # and leave the pipe open: other signals follow, such as those of workers that end
+        else:  # closed
+            os.close(reader)
+            return
         self.received = self.received or number
         report_signal(number)
         started = time.monotonic()
