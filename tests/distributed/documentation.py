@@ -401,6 +401,7 @@ UNTESTED = {
     "python benchmarks/time_to.py --only 100mbit --networks mnist --seeds 0 1 2 --settings "
     "compression=powersgd:16,sync_every=4,full_updates=2 compression=powersgd:8": "twenty minutes; the next one",
     "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
+    "python benchmarks/shaped_link.py --only 100mbit 1gbit --networks mnist --strategies ddp": "a quarter of an hour",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
     "horovodrun -np 4 -H a:2,b:2 python scripts/timed.py --steps 20 runs/t.jsonl examples/mnist.py "
