@@ -192,8 +192,7 @@ class Run:
             dataset,
             batch_size,
             training=training,
-            # Another one draws other numbers, as in one process: two datasets are not gone through in the same order.
-            seed=mix_seeds(self.config.seed, self._made) if training and self._made else self.config.seed,
+            seed=self.config.seed,
             accumulate=self.config.accumulate if training else 1,
             world=self.world,
             on_step=partial(self._updates.on_batch, len(self._loaders)),
@@ -201,6 +200,8 @@ class Run:
             **options,
         )
         if training:
+            if self._made:  # as in one process, two datasets are not gone through in the same order
+                loader.use_seed(mix_seeds(self.config.seed, self._made))
             self._made, loader.epoch = self._made + 1, self._epoch
         loader.on_evaluated = self._on_evaluated
         self.strategy.follow_loader(loader)
@@ -335,8 +336,8 @@ class Run:
         Tensors of a GPU come to this rank's.
         """
         self._check_all_ranks_call("all_gather")
-        sent = self.strategy.all_gather_object(packed(value, self.device))
-        return [unpacked(one, self.device) for one in sent]
+        sent = self.strategy.all_gather_object(packed(value, self.world))
+        return [unpacked(one, self.world) for one in sent]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. A value is anything that can be pickled.
@@ -344,8 +345,8 @@ class Run:
         Tensors of a GPU come to this rank's.
         """
         self._check_all_ranks_call("broadcast")
-        sent = self.strategy.broadcast_object(packed(value, self.device) if self.rank == root else None, root=root)
-        return unpacked(sent, self.device)
+        sent = self.strategy.broadcast_object(packed(value, self.world) if self.rank == root else None, root=root)
+        return value if self.rank == root else unpacked(sent, self.world)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -396,13 +397,13 @@ class Run:
 
     def _at(self, epochs: Iterator[int]) -> Iterator[int]:
         """Yield epochs; a loader that is made within one has its order, and that of an uninterrupted run."""
-        made = self._made
+        before = self._epoch, self._made
         try:
             for epoch in epochs:
-                self._epoch, self._made = epoch, made
+                self._epoch, self._made = epoch, before[1]
                 yield epoch
         finally:  # also where the loop was left early
-            self._epoch = 0
+            self._epoch, self._made = before
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.

@@ -54,6 +54,8 @@ def timed(strategy: Strategy, file: Path, *, steps: int | None = None, exchanges
     Returns:
         The strategy itself, which is of a subclass now: all but what is timed is its own class's.
     """
+    if isinstance(strategy, TimedStrategy):  # of an earlier run of the same script
+        return strategy
     _extend(strategy, TimedStrategy)
     assert isinstance(strategy, TimedStrategy)  # noqa: S101 (for mypy)
     strategy.timer = StepTimer(strategy, file, steps)

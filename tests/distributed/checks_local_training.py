@@ -206,15 +206,15 @@ def check_parameters_of_any_type_are_averaged(strategy: Strategy) -> None:
         for options in ({"sync_every": 2}, {"compression": "powersgd:1"}):
             run = init(strategy, full_updates=0, **options)
             model = nn.Module()
-            model.weight = nn.Parameter(torch.full((16, 16), 0.5, dtype=dtype))
+            model.weight = nn.Parameter(torch.full((16, 16), 16.0, dtype=dtype))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
             run.prepare(model, optimizer)
             for _ in range(2):
                 optimizer.zero_grad()
                 run.backward((model.weight.abs() * (run.rank + 1)).sum().float())
                 optimizer.step()
-            mean = (run.world_size + 1) / 2  # of a gradient whose size is the rank's number
-            # SGD with momentum has gone 1 and then 1.9 gradients.
-            expected = 0.5 - 0.5 * mean * 2.9 if mean * 0.5 < 0.5 else None
+            mean = (run.world_size + 1) / 2  # of gradients that are as large as the ranks' numbers
+            expected = torch.tensor(16.0 - 0.5 * mean * 2.9)  # SGD with momentum goes 1 and then 1.9 gradients
             assert_same_on_all_ranks(strategy, model)
-            assert expected is None or torch.allclose(model.weight.detach().abs().float().cpu(), torch.tensor(expected))
+            found = model.weight.detach().abs().float().cpu()
+            torch.testing.assert_close(found, expected.expand(16, 16), rtol=0.02, atol=0)

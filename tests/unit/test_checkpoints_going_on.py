@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit.small_trainings import close_all, made, start, step, train
 from tests.unit.test_loader import numbered
 from trainer import TrainerError, init
-from trainer.checkpoint.disk.committed import find
+from trainer.checkpoint.disk.committed import find, load
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,44 @@ def test_a_loader_that_is_made_in_each_epoch_goes_on(tmp_path: Path) -> None:
     epochs = [[place for batch in seen[start : start + 3] for place in batch] for start in (0, 3, 6)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
     assert len(seen) == 9
+
+
+def test_a_loader_goes_on_in_its_order_where_another_one_is_made_before_it_at_one_start_alone(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def go_over(is_first: bool) -> None:
+        run, model, optimizer, _ = start(tmp_path, every_updates=1)
+        if is_first:  # which looks at its data, say, and keeps what it finds
+            run.loader(numbered(32), 2)
+        loader = run.loader(numbered(32), 2)
+        for _ in run.epochs(1):
+            for number, (inputs, places) in enumerate(loader):
+                seen.extend(places.tolist())
+                step(run, model, optimizer, inputs)
+                if is_first and number == 5:
+                    raise KeyError
+
+    with pytest.raises(KeyError):
+        go_over(is_first=True)
+    del seen[-2:]  # what is trained again
+    made.pop().close()
+    go_over(is_first=False)
+    assert sorted(seen) == list(range(32))
+
+
+def test_what_is_saved_after_the_end_is_the_end_too(tmp_path: Path) -> None:
+    state = {"score": 0}
+    run, model, optimizer, checkpoints = start(tmp_path, state={"facts": state})
+    train(run, model, optimizer, epochs=1)
+    state["score"] = 7
+    checkpoints.save()
+    newest, before = find(tmp_path)
+    assert [load(path).facts["complete"] for path in (newest, before)] == [True, True]
+    assert checkpoints.newest_path == newest
+    checkpoints.close()
+    again = {"score": 0}
+    start(tmp_path, state={"facts": again})
+    assert again["score"] == 7
 
 
 def test_two_loops_in_an_epoch_go_on_in_the_second(tmp_path: Path) -> None:

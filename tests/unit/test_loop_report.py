@@ -75,7 +75,7 @@ def of_rank_1() -> Run:
 
 def test_progress_yields_the_loaders_batches_and_shows_epoch_samples_and_time_left(shown: list[Any]) -> None:
     run = init("single")
-    loader, same = run.loader(data(50), 10), run.loader(data(50), 10)
+    loader, same = (run.loader(data(50), 10, shuffle=False) for _ in range(2))
     for _ in run.epochs(2):
         batches = [inputs.tolist() for inputs, _ in run.progress(loader)]
         assert batches == [inputs.tolist() for inputs, _ in same]

@@ -17,6 +17,7 @@ from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import ConfigError, InMemory, Trainer, TrainerConfig, TrainerError, World, init
+from trainer.models.sync_batch_norm import GlobalBatchNorm
 from trainer.strategies.single import SingleStrategy
 
 # A single rank has no other to differ from.
@@ -270,6 +271,13 @@ def test_a_padding_batch_has_no_samples() -> None:
     run = init(OfTwo(World(rank=1, size=2)))
     seen = [run.batch_samples for _ in run.loader(InMemory(torch.ones(5, 2), torch.ones(5)), 2)]
     assert seen == [2, 0]
+
+
+def test_a_pass_that_counts_for_nothing_leaves_the_next_one_as_it_is() -> None:
+    run = init("single", sync_batch_norm=True)
+    model = run.prepare(make_model(batch_norm=True))
+    run.backward(model(make_data(4).inputs).sum(), samples=0)
+    assert all(layer.is_weighed for layer in model.modules() if isinstance(layer, GlobalBatchNorm))
 
 
 def order_of(loader: Any) -> list[int]:

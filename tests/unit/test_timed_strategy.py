@@ -13,7 +13,7 @@ import pytest
 import timed as timed_script
 import torch
 from scaling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
-from scaling.timed_strategy import StepTimer, _step_times, timed
+from scaling.timed_strategy import StepTimer, TimedStrategy, _step_times, timed
 from torch.utils.data import TensorDataset
 
 from tests.distributed.harness import ROOT
@@ -127,6 +127,12 @@ def test_whole_rounds_are_measured_behind_the_full_updates(tmp_path: Path) -> No
     loader = ShardedLoader(InMemory(torch.zeros(1000, 1), torch.zeros(1000)), 1, world=World(), accumulate=2)
     # 10 updates of two steps and a round of eight to warm up, then a round instead of six steps.
     assert len(list(timer.epoch(loader, loader.steps()))) == 20 + 8 + 8
+
+
+def test_a_strategy_that_is_given_to_another_run_is_timed_once(tmp_path: Path) -> None:
+    strategy = timed(SingleStrategy(World()), tmp_path / "timing.jsonl")
+    assert timed(strategy, tmp_path / "timing.jsonl") is strategy
+    assert type(strategy).__mro__.count(TimedStrategy) == 1
 
 
 def test_a_script_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

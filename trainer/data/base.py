@@ -163,7 +163,8 @@ class Loader(ABC):
         if weigh_by is not None and not training:
             raise ConfigError("weigh_by is for training; in an evaluation, add up what you need of each batch")
         self.world = world or current_world()
-        self.training, self.drop_last, self.seed, self.accumulate = training, drop_last, seed, accumulate
+        self.training, self.drop_last, self.accumulate = training, drop_last, accumulate
+        self.seed = self._given_seed = seed
         self.num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
@@ -174,7 +175,7 @@ class Loader(ABC):
         with whether all ranks are known to have as many batches.
         """
         self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """A filter of the steps as they are drawn, which may time them."""
+        """A filter of the steps that the loop asks for, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
@@ -227,41 +228,21 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        if self.skip:
-            self.skip -= 1
-            return
-        on_step, observer, was_left = self._on_step, self.observer, False
-        try:
-            is_known = self._weigh_by is None and not self._must_count
-            for step in self._drawn_steps() if is_known else self._weighed():
-                if on_step is not None:
-                    on_step(step)
-                self.taken, was_left = step.taken, step.closes_update
-                yield step
-                was_left = False
-                if observer is not None and step.closes_update:
-                    observer.updated(self)
-            if self._group is not None:
-                self._group.average_weights()
-            if observer is not None:
-                observer.exhausted(self)
-        finally:  # also where the loop was left early
-            self.taken = 0
-            if observer is not None:
-                observer.ended(self, was_left=was_left)
-            if on_step is not None:
-                on_step(NO_STEP)
-            report_phase("between epochs")
+        return self.through(self._told_steps())
 
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
         return self.through(self._evaluation_steps())
 
+    def use_seed(self, seed: int) -> None:
+        """Draw orders and random numbers by another seed than the given one, for which a position still holds."""
+        self.seed = seed
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
         taken = self.taken or self.start
         holds_for = {"unit": self.unit, **self._holds_for(is_within=True)}
-        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, **holds_for}
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, "own_seed": self.seed, **holds_for}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a `state_dict` in the next epoch; raise `ConfigError` for one of other data or another order."""
@@ -272,6 +253,7 @@ class Loader(ABC):
                     f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {here}"
                 )
         self.epoch, self.start = state["epoch"], state["taken"]
+        self.use_seed(state.get("own_seed", self._given_seed))  # which earlier versions had for all loaders
 
     @abstractmethod
     def _holds_for(self, is_within: bool) -> Mapping[str, Any]:
@@ -301,13 +283,37 @@ class Loader(ABC):
             )
         return 1 if loaded.count is None else loaded.count
 
-    def _drawn_steps(self) -> Iterator[Step]:
-        return self.through(self._all_steps())
+    def _told_steps(self) -> Iterator[Step]:
+        if self.skip:
+            self.skip -= 1
+            return
+        on_step, observer, was_left = self._on_step, self.observer, False
+        try:
+            is_known = self._weigh_by is None and not self._must_count
+            for step in self._all_steps() if is_known else self._weighed():
+                if on_step is not None:
+                    on_step(step)
+                self.taken, was_left = step.taken, step.closes_update
+                yield step
+                was_left = False
+                if observer is not None and step.closes_update:
+                    observer.updated(self)
+            if self._group is not None:
+                self._group.average_weights()
+            if observer is not None:
+                observer.exhausted(self)
+        finally:  # also where the loop was left early
+            self.taken = 0
+            if observer is not None:
+                observer.ended(self, was_left=was_left)
+            if on_step is not None:
+                on_step(NO_STEP)
+            report_phase("between epochs")
 
     def _weighed(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""
         update: list[Step] = []
-        for step in self._drawn_steps():
+        for step in self._all_steps():
             update.append(step)
             if not step.closes_update:
                 continue

@@ -161,6 +161,10 @@ class ShardedLoader(Loader):
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
         return self.plan.steps
 
+    def use_seed(self, seed: int) -> None:
+        super().use_seed(seed)
+        self._order.seed = seed
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state["taken"] and self._order.drawn is not None:
@@ -174,7 +178,7 @@ class ShardedLoader(Loader):
             self._plan_for(state["units"])
 
     def _holds_for(self, is_within: bool) -> dict[str, Any]:
-        return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self.seed}
+        return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self._given_seed}
 
     def _plan_from(self, start: int) -> ShardPlan:
         plan = replace(self._whole_plan, start=start)

@@ -107,7 +107,8 @@ class EpochOrder:
         self.description: Any = shuffle if self._is_table else shuffle and "computed"
         self.drawn: list[int] | None = None
         """Number of the epoch that was drawn last, and a checksum of what was drawn; None without a sampler."""
-        self._dataset_length, self._shuffle, self._seed = dataset_length, shuffle, seed
+        self.seed = seed
+        self._dataset_length, self._shuffle = dataset_length, shuffle
         self._sampler, self._batch_sampler, self._group = sampler, batch_sampler, group
         self._expected: list[int] | None = None
         if sampler is not None:
@@ -144,11 +145,11 @@ class EpochOrder:
                 raise ConfigError(f"the sampler has drawn {len(keys)} samples, and its length is {self.units}")
             return Epoch(_compact(keys))
         if self._shuffle and self._is_table:
-            return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self._seed))
-        return Epoch(Permutation(self._dataset_length, mix_seeds(self._seed, epoch) if self._shuffle else None))
+            return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self.seed))
+        return Epoch(Permutation(self._dataset_length, mix_seeds(self.seed, epoch) if self._shuffle else None))
 
     def _draw(self, sampler: Iterable[Any], epoch: int, convert: Callable[[Any], Any]) -> list[Any]:
-        drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=self._seed)]
+        drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=self.seed)]
         if self._group is not None:
             drawn = self._group.broadcast(drawn)
         self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None

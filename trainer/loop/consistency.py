@@ -7,6 +7,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +97,7 @@ class PeriodicCheck:
             for name, value in describe_optimizer(optimizers[number]).items():
                 facts[f"{name} (optimizer {place})" if place else name] = value
         check_consistency(self._strategy, facts)
-        held = [models[number] for number in sorted(set.intersection(*held_models))]
-        self._compare_weights(hosts, held)
-        self._compare_buffers(held)
+        self._compare_models(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
 
     def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
         if (ranks := _differing_ranks(positions)) is None:
@@ -111,18 +110,28 @@ class PeriodicCheck:
             "has begun a loader by itself. All ranks have to skip a batch together: ask run.all_reduce whether any does"
         )
 
-    def _compare_weights(self, hosts: Sequence[str], models: Iterable[nn.Module]) -> None:
+    def _compare_models(self, hosts: Sequence[str], models: Sequence[nn.Module]) -> None:
+        if not models:
+            return
         named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
-        if not named:
-            return
         sums = _sums_of_bits([parameter for _, parameter in named])
-        digests = self._strategy.all_gather_object(_digest(sums))
-        if (ranks := _differing_ranks(digests)) is None:
-            return
-        other, same = ranks
+        buffers = dict(_own_buffers(models)) if not self._has_warned else {}
+        kinds = [(name, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        of_buffers = dict(zip(kinds, _sums_of_bits([*buffers.values()]), strict=True))
+        digests, digests_of_buffers = zip(
+            *self._strategy.all_gather_object((_digest(sums), _digest(of_buffers))), strict=True
+        )
+        if (ranks := _differing_ranks(digests)) is not None:
+            self._raise_for_weights(hosts, [name for name, _ in named], sums, *ranks)
+        if len(set(digests_of_buffers)) > 1:
+            self._warn_of_buffers(of_buffers)
+
+    def _raise_for_weights(
+        self, hosts: Sequence[str], names: Sequence[str], sums: list[int], other: int, same: int
+    ) -> NoReturn:
         by_rank = self._strategy.all_gather_object(sums)
-        pairs = zip(named, by_rank[other], by_rank[same], strict=False)
-        differing = (name for (name, _), theirs, usual in pairs if theirs != usual)
+        pairs = zip(names, by_rank[other], by_rank[same], strict=False)
+        differing = (name for name, theirs, usual in pairs if theirs != usual)
         raise TrainerError(
             f"the weights of rank {other} on host {hosts[other]} are not those of rank {same}, first in "
             f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
@@ -130,25 +139,19 @@ class PeriodicCheck:
             "device is faulty"
         )
 
-    def _compare_buffers(self, models: Iterable[nn.Module]) -> None:
+    def _warn_of_buffers(self, here: Mapping[tuple[str, tuple[int, ...]], int]) -> None:
         """Warn once of a buffer that each rank changes by its own samples, such as a codebook or a queue of features.
 
-        Running statistics, which many models have, are left out: they are broadcast before an evaluation.
+        Running statistics, which many models have, are left out: they are broadcast before an evaluation. So are
+        buffers that some ranks have alone, or in another shape.
         """
-        named = dict(_own_buffers(models))
-        if self._has_warned or not named:
-            return
-        here = [
-            *zip(map(str, (buffer.shape for buffer in named.values())), _sums_of_bits([*named.values()]), strict=True)
-        ]
-        if len(set(self._strategy.all_gather_object(_digest(here)))) == 1:
-            return
-        for name, values in zip(named, zip(*self._strategy.all_gather_object(here), strict=False), strict=False):
-            shapes, sums = zip(*values, strict=True)
-            if len(set(shapes)) == 1 and (ranks := _differing_ranks(sums)) is not None:
+        by_rank = self._strategy.all_gather_object(here)
+        for kind in here:
+            sums = [theirs.get(kind) for theirs in by_rank]
+            if None not in sums and (ranks := _differing_ranks(sums)) is not None:
                 self._has_warned = True
                 if self._strategy.world.is_root:
-                    print_line(_PARTED.format(name, *ranks), sys.stderr)
+                    print_line(_PARTED.format(kind[0], *ranks), sys.stderr)
                 return
 
 

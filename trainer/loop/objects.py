@@ -10,30 +10,35 @@ import io
 import pickle
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from trainer.cluster.world import World
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            return _on_device_of_this_rank, (value.detach().cpu(), value.device.type)
-        return NotImplemented
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return NotImplemented
+        is_parameter = isinstance(value, nn.Parameter)
+        return _arrived, (value.detach().cpu(), value.device.type, value.requires_grad, is_parameter)
 
 
-def _on_device_of_this_rank(tensor: Tensor, kind: str) -> Tensor:
-    return tensor.to(kind)  # joining the job has made it the current one of its kind
+def _arrived(tensor: Tensor, kind: str, requires_grad: bool, is_parameter: bool) -> Tensor:
+    here = tensor.to(kind)  # joining the job has made this rank's the current one of its kind
+    return nn.Parameter(here, requires_grad) if is_parameter else here.requires_grad_(requires_grad)
 
 
-def packed(value: Any, device: torch.device) -> Any:
-    """Return what stands for a value on its way from a rank with this device: the value itself where it is a CPU."""
-    if device.type == "cpu":
+def packed(value: Any, world: World) -> Any:
+    """Return what stands for a value on its way to other ranks: the value itself where all are on CPUs."""
+    if world.size == 1 or world.device.type == "cpu":
         return value
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-def unpacked(sent: Any, device: torch.device) -> Any:
-    """Return the value that `packed` was given on a rank whose device is of the same kind."""
-    return sent if device.type == "cpu" else pickle.loads(sent)  # noqa: S301 (sent inside the job only)
+def unpacked(sent: Any, world: World) -> Any:
+    """Return the value that `packed` was given on another rank."""
+    if world.size == 1 or world.device.type == "cpu":
+        return sent
+    return pickle.loads(sent)  # noqa: S301 (sent inside the job only)

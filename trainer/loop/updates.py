@@ -114,6 +114,7 @@ class Updates:
             (scaler.scale(weighted) if scaler else weighted).backward(**options)
         finally:
             self.batches.end_pass()
+            leave_out_gradients(self.prepared.norms, False)
             for hook in hooks:
                 hook.remove()
         self._end_pass()

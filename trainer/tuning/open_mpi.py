@@ -33,8 +33,10 @@ def tune_open_mpi(world: World) -> dict[str, str]:
     # Whether the other hosts are containers on this very machine is known only once MPI runs, which is too late. To
     # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
     ranks = world.size if in_container() else world.local_size
-    if 2 * ranks > host_cores() and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
-        chosen["idle"] = f"yield (2 threads × {ranks} ranks on {host_cores()} cores)"
+    # Slurm may have bound each rank to a core, of many that the job has on this host.
+    cores = min(host_cores(), ranks * len(os.sched_getaffinity(0))) if world.launcher == "srun" else host_cores()
+    if 2 * ranks > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
+        chosen["idle"] = f"yield (2 threads × {ranks} ranks on {cores} cores)"
     if 2 < world.size != world.local_size and _set_rules():
         chosen["MPI's all-reduce"] = f"a ring from {ring_from_bytes(world.size) / 2**20:.0f} MB up"
     if not single_copy_allowed() and set_default("OMPI_MCA_btl_vader_single_copy_mechanism", "none"):

@@ -80,8 +80,6 @@ class Checkpoints:
             self._every_s = _DEFAULT_EVERY_S
         self._saved_at = time.monotonic()
         self._is_postponed = self._is_stopping = self._is_failing = False
-        self._is_complete = resumed is not None and resumed.is_complete
-        """Whether the last checkpoint is that of the end of the training."""
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
         explain_failures(explain)
@@ -132,7 +130,8 @@ class Checkpoints:
         if self._positions.first is not None:
             self._is_postponed = True
             return
-        if problem := self._save_now(again=True):
+        is_at_end = self._saver.is_complete and (self.epoch, self.updates) == self._saver.saved
+        if problem := self._save_now(again=True, is_complete=is_at_end):
             raise TrainerError(problem)
 
     def finish(self) -> None:
@@ -140,7 +139,7 @@ class Checkpoints:
 
         Collective.
         """
-        self._report(self._save_now(is_complete=True, again=not self._is_complete))
+        self._report(self._save_now(is_complete=True, again=not self._saver.is_complete))
 
     def watch(self, loader: Loader) -> None:
         """Also save the position of this training loader, and have it resume where it stopped."""
@@ -279,7 +278,6 @@ class Checkpoints:
         started = time.monotonic()
         score, self._score = self._score, None
         self._saver.save(self._state(), score=score, is_complete=is_complete, again=again)
-        self._is_complete = is_complete
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 

@@ -65,6 +65,8 @@ class Saver:
         """The best score, and the name of the checkpoint that has it."""
         self._best_before = self._best
         self._start = resumed.order[2] if resumed else 0
+        self.is_complete = resumed is not None and bool(resumed.facts["complete"])
+        """Whether the newest checkpoint is that of the end of the training."""
         self._has_warned = False
         self._named = [] if config.resume in ("auto", "none") else [self._folder / Path(config.resume).name]
         self._others = [name for name in storage.parts if name != storage.part] if storage.is_writer else []
@@ -120,7 +122,7 @@ class Saver:
         self._best_before = self._best
         if score is not None and self.is_better(score):
             self._best = (score, name_of(self._attempt, *place))
-        self.saved = place
+        self.saved, self.is_complete = place, is_complete
         if self._storage.writes and has_begun:
             self._snapshot.state["random"] = random_states
             with self._lock:

@@ -15,6 +15,8 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,10 +86,11 @@ class Storage:
 
         Raises:
             ConfigError: the one that is named is damaged or not there, or the run is to start anew in a folder that is
-                not empty.
-            TrainerError: a host cannot keep a copy.
+                not empty; or the newest is of a later format.
+            TrainerError: a host cannot keep a copy, or read what it has now. All are raised on every rank.
         """
-        orders = [order_of(path.name) for path in find(self.folder)] if self.is_writer else []
+        with self._together():
+            orders = [order_of(path.name) for path in find(self.folder)] if self.is_writer else []
         attempts = self._strategy.all_gather_object(max((order[0] for order in orders if order), default=0))
         if resume == "none":
             if any(attempts):
@@ -108,13 +111,15 @@ class Storage:
         A damaged one is named in a warning, and passed over.
 
         Raises:
-            TrainerError: a host cannot keep a copy; raised on every rank.
+            TrainerError: a host cannot keep a copy, or read what it has now; raised on every rank.
+            ConfigError: it is of a later format; raised on every rank.
         """
         here = None
-        if self.is_writer:
-            paths = find(self.folder)
-            here = newest(self.folder, self._warn, load_run)
-            self.damaged = paths[: paths.index(here.path)] if here else paths
+        with self._together():
+            if self.is_writer:
+                paths = find(self.folder)
+                here = newest(self.folder, self._warn, load_run)
+                self.damaged = paths[: paths.index(here.path)] if here else paths
         orders = self._strategy.all_gather_object(here.order if here else None)
         newest_order = max((order for order in orders if order is not None), default=None)
         if newest_order is None:
@@ -177,6 +182,17 @@ class Storage:
                 problem = str(error)
         for _ in chunks:  # all of them on a rank that only takes part, the rest on one that could not write
             pass
+        self.raise_together(problem)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise an error of this context's on one rank on every rank. Collective."""
+        problem, is_mistake = "", False
+        try:
+            yield
+        except TrainerError as error:
+            problem, is_mistake = str(error), isinstance(error, ConfigError)
+        self.raise_together(problem if is_mistake else "", ConfigError)
         self.raise_together(problem)
 
     def raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
