@@ -401,7 +401,7 @@ UNTESTED = {
     "python benchmarks/time_to.py --only 100mbit --networks mnist --seeds 0 1 2 --settings "
     "compression=powersgd:16,sync_every=4,full_updates=2 compression=powersgd:8": "twenty minutes; the next one",
     "python benchmarks/time_to.py": "two hours; slows the network down; tests/distributed/test_benchmarks.py",
-    "python -m benchmarks.growth --only join --ranks 2 32 --repeats 1": "five minutes; the same without options is tried",
+    "python -m benchmarks.growth --only join --ranks 2 32 --repeats 1": "takes five minutes",
     "python benchmarks/shaped_link.py --only 100mbit 1gbit --networks mnist --strategies ddp": "a quarter of an hour",
     "python benchmarks/shaped_link.py --strategies ddp": "a quarter of an hour; slows the network down",
     "python benchmarks/shaped_link.py --networks language_model --strategies ddp,horovod": "the same",
