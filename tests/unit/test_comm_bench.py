@@ -21,6 +21,7 @@ from comm_bench import _measure, _parse_options, _time
 from torch import Tensor
 
 from tests.distributed.harness import ROOT, run_job
+from trainer.cluster.exit_codes import MISTAKE
 from trainer.cluster.network import machine_id
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
@@ -151,7 +152,7 @@ def test_a_file_that_cannot_be_written_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--json", "nowhere/comm.json"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 1
+    assert done.returncode == MISTAKE
     (line,) = done.stderr.splitlines()
     assert "nowhere/comm.json cannot be written: No such file" in line
 
