@@ -40,7 +40,7 @@ _UNCONNECTED_BY_NCCL = (
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
 
-    A strategy has joined already.
+    A strategy has joined already, and is returned.
     """
     report_failures()
     wait_for_threads_before_forks()

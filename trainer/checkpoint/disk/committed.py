@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
 _ANOTHER_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)
+"""Errors of a place at which something else is than a file or a folder, which no later try would change."""
 _NAME = re.compile(r"attempt-(\d+)-epoch-(\d+)-update-(\d+)")
 
 Order = tuple[int, int, int]

@@ -185,9 +185,8 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         super().before_backward(is_local=is_local, is_weightless=is_weightless)
-        if (
-            self._is_applied or not self._has_stepped
-        ):  # without steps of optimizers that were prepared, nothing is known
+        # Where no prepared optimizer steps, as in updates by hand, nothing tells that a gradient was applied.
+        if self._is_applied or not self._has_stepped:
             return
         parameters = self.parameters
         for place, factors in self._power.factors.items():
