@@ -21,8 +21,10 @@ CHECKS = [pytest.param(job, check, marks=marks(job), id=f"{job}-{check}") for jo
 
 @pytest.mark.parametrize(("job", "check"), CHECKS)
 def test_strategy(job: Job, check: str) -> None:
-    failures = run(job).failures(check)
-    if failures:
+    checks = run(job)
+    if checks.ended_by not in (None, check) and check not in checks.passed:
+        pytest.skip(f"not run: {checks.ended_by} ended the job")
+    if failures := checks.failures(check):
         pytest.fail("\n".join(failures), pytrace=False)
 
 
