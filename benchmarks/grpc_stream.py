@@ -25,8 +25,9 @@ import grpc
 import torch
 
 import trainer
-from trainer.strategies.comparisons.parameter_server.strategy import ParameterServerStrategy
-from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS
+from examples.strategies import STRATEGIES
+from examples.strategies.parameter_server.strategy import ParameterServerStrategy
+from examples.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS
 from trainer.watch.failure import report_failures
 
 SERVERS = ("asyncio", "threads")
@@ -118,7 +119,7 @@ def measure(ways: dict[str, Callable[[], object]], run: trainer.Run, rounds: int
 
 
 def main(megabytes: int, rounds: int) -> None:
-    run = trainer.init("parameter_server")
+    run = trainer.init(STRATEGIES["parameter_server"])
     strategy = run.strategy
     assert isinstance(strategy, ParameterServerStrategy)
     size = megabytes * CHUNK_BYTES

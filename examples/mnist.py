@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import trainer
 from examples.datasets import DATASETS, load_dataset
 from examples.networks import NETWORKS
-from trainer import strategies
+from examples.strategies import STRATEGIES, full_name
+from trainer.strategies import NAMES
 
 parser = argparse.ArgumentParser(
     usage="%(prog)s …", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -37,7 +38,7 @@ parser.add_argument(
     "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)"
 )
 parser.add_argument(
-    "--strategy", default="auto", metavar="|".join(strategies.NAMES), help="(default: %(default)s, by launcher)"
+    "--strategy", default="auto", metavar="|".join((*NAMES, *STRATEGIES)), help="(default: %(default)s, by launcher)"
 )
 parser.add_argument("--output", default="auto", metavar="DIR", help="of the run's record, or none (default: in runs/)")
 parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
@@ -64,7 +65,7 @@ if not 0 <= args.momentum < 1:
 if args.tensorboard and args.output == "none":
     raise trainer.ConfigError("tensorboard needs a folder to write to, and output is 'none'")
 
-run = trainer.init(args.strategy, config=config)
+run = trainer.init(full_name(args.strategy), config=config)
 train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
 torch.manual_seed(args.seed)
 model = NETWORKS[args.network]()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer.options import add_options, from_options
     from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
+    from trainer.strategies.base import Strategy
     from trainer.watch.failure import report_failures
 
 _MODULES = {
@@ -38,6 +39,7 @@ _MODULES = {
     "ops.launch.launch": ("launch",),
     "options": ("add_options", "from_options"),
     "run": ("Run", "init"),
+    "strategies.base": ("Strategy",),
     "fit.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -58,6 +60,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "ShardedLoader",
+    "Strategy",
     "StreamLoader",
     "Trainer",
     "TrainerConfig",

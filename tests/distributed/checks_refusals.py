@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from examples.strategies import STRATEGIES
 from tests.distributed.reference import make_model, sgd
 from trainer import ConfigError, init
 from trainer.strategies import make_strategy
@@ -15,7 +16,7 @@ def check_a_ring_is_refused_without_mpi(strategy: Strategy) -> None:
     with pytest.raises(
         ConfigError, match=rf"^strategy 'ring' needs MPI, and {launcher} started .*start with `horovodrun --mpi`"
     ):
-        make_strategy("ring", strategy.world)
+        make_strategy(STRATEGIES["ring"], strategy.world)
 
 
 def check_single_is_refused_among_several_ranks(strategy: Strategy) -> None:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from examples.strategies.summing import SummingStrategy
 from tests.unit.ranks_as_threads import Threads
 from trainer import TrainerError, World
 from trainer.config import RunConfig
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
