@@ -146,8 +146,6 @@ class RunConfig(_Checked):
     """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer optimizer."""
-    reduction: Annotated[str, ("average", "adasum")] = "average"
-    """how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
     seed: Annotated[int, _FROM_0] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
@@ -179,10 +177,6 @@ class RunConfig(_Checked):
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
-        if self.reduction == "adasum" and self.precision == "fp16":
-            yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
-        if self.reduction == "adasum" and self.compression == "bf16":
-            yield "reduction is 'adasum', which has no bfloat16: valid with it are compression none and fp16"
 
     def _not_shared(self) -> Iterator[str]:
         if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
@@ -193,8 +187,6 @@ class RunConfig(_Checked):
             yield "sync_overlap is True, and nothing averages weights; set sync_every to 2 or more"
         if not (setting := self.shared_mechanism):
             return
-        if self.reduction == "adasum":
-            yield f"{setting}, which does not go with reduction 'adasum'; valid with it is average"
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.dynamic_graph and self.averages_weights:
@@ -240,7 +232,7 @@ class TrainerConfig(RunConfig):
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
     scale_lr: bool = True
-    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017). Never done for Adasum.
+    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017).
 
     With `global_batch_size`, which does not grow with the ranks, by accumulate alone.
     """
@@ -265,8 +257,6 @@ class TrainerConfig(RunConfig):
         yield from super()._problems()
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
-        if self.reduction == "adasum" and self.clip_norm is not None:
-            yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with clip_norm"
 
 
 @dataclass(frozen=True, kw_only=True)

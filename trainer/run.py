@@ -260,7 +260,7 @@ class Run:
             optimizers: if given, each is checked to have been prepared.
 
         Raises:
-            ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines steps, not gradients.
+            ConfigError: an optimizer was not prepared.
         """
         self._updates.synchronize(optimizers)
 

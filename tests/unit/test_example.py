@@ -128,7 +128,6 @@ OPTIONS = {
     "--compression": "none",
     "--sync-every": "1",
     "--sync-overlap": "",
-    "--reduction": "average",
     "--sync-batch-norm": "",
     "--compile": "",
     "--channels-last": "",
@@ -166,7 +165,6 @@ def test_help_explains_every_option_with_its_default_and_its_choices(
         ("--dataset", DATASETS),
         ("--precision", ("fp32", "bf16", "fp16")),
         ("--compression", COMPRESSIONS),
-        ("--reduction", ("average", "adasum")),
         ("--decay", ("none", "cosine")),
         ("--device", DEVICES),
     ):
@@ -232,7 +230,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--precision bf16", "precision", "bf16"),
         ("--compression fp16", "compression", "fp16"),
         ("--sync-every 4", "sync_every", 4),
-        ("--reduction adasum", "reduction", "adasum"),
         ("--clip-norm 0.5", "clip_norm", 0.5),
         ("--decay none", "decay", "none"),
         ("--seed 9", "seed", 9),

@@ -109,8 +109,8 @@ class Exchange:
             if self._scaler is not None:
                 self._scaler.before_step(optimizer)
             return None
-        if self._scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
-            raise ConfigError("a closure cannot be combined with fp16, adasum, powersgd, sync_every or outer_lr")
+        if self._scaler is not None or self._config.shared_mechanism:
+            raise ConfigError("a closure cannot be combined with fp16, powersgd, sync_every or outer_lr")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs

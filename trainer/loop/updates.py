@@ -172,10 +172,6 @@ class Updates:
 
     def synchronize(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """See `Run.synchronize`."""
-        if self._config.reduction == "adasum":
-            raise ConfigError(
-                "reduction is 'adasum', which combines steps, not gradients: there are no mean gradients to read"
-            )
         for optimizer in optimizers:
             if optimizer not in self.prepared.optimizers:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")

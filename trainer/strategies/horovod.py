@@ -85,24 +85,9 @@ class HorovodStrategy(Strategy):
                 f"{_VALID_LAUNCHERS}"
             )
 
-    def check(self, config: RunConfig) -> None:
-        if config.reduction != "adasum":
-            return
-        if not self._hvd.mpi_enabled():
-            raise ConfigError(
-                "reduction is 'adasum', which Horovod has over MPI only; start with "
-                "`horovodrun --mpi`, or take reduction 'average'"
-            )
-        if self.world.size & (self.world.size - 1):
-            raise ConfigError(
-                f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
-            )
-
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         hvd = self._hvd
         compression = _AnyTensor(WIRE_TYPES.get(config.compression))
-        if config.reduction == "adasum":
-            return AdasumSynchronizer(hvd, _with_unique_names(parameters), compression)
         modules = [module for module in model.modules() if getattr(module, "sparse", False)]
         sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         held = [parameter for _, parameter in parameters]
@@ -355,35 +340,6 @@ def _import_horovod() -> Any:
             "`python scripts/install/build_horovod.py`"
         )
     return hvd
-
-
-class AdasumSynchronizer(GradientSynchronizer):
-    """Adasum (Maleki et al. 2020): each rank takes a step of its own, and the steps are combined, not the gradients."""
-
-    def __init__(self, hvd: Any, parameters: NamedParameters, compression: Any) -> None:
-        super().__init__(parameters)
-        self._hvd, self._compression = hvd, compression
-        self._before: list[Tensor] = []
-
-    def _complete(self) -> None:
-        """Leave each rank its own gradients, with which it takes a step of its own."""
-
-    def before_step(self) -> None:
-        self._before = [parameter.detach().clone() for parameter in self.parameters if parameter is not None]
-
-    def after_step(self) -> None:
-        if not self._before:  # a step within a step, of a class that calls its parent's
-            return
-        parameters = [parameter for parameter in self.parameters if parameter is not None]
-        started = []
-        for name, parameter, before in zip(self.names, parameters, self._before, strict=True):
-            delta, context = self._compression.compress(parameter.detach() - before)
-            started.append((self._hvd.allreduce_async_(delta, name=name, op=self._hvd.Adasum), context))
-        for parameter, before, (handle, context) in zip(parameters, self._before, started, strict=True):
-            combined = self._compression.decompress(self._hvd.synchronize(handle), context)
-            with torch.no_grad():
-                parameter.copy_(before.add_(combined))
-        self._before = []
 
 
 def _pickled(value: Any) -> Tensor:
