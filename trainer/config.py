@@ -140,8 +140,6 @@ class RunConfig(_Checked):
     """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
-    sync_overlap: bool = False
-    """Send the weights in parts during the round; each is averaged when the next one is sent (Streaming DiLoCo)."""
     outer_lr: float | None = None
     """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
     outer_momentum: float = 0.9
@@ -183,16 +181,12 @@ class RunConfig(_Checked):
             yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
-        if self.sync_overlap and not self.averages_weights:
-            yield "sync_overlap is True, and nothing averages weights; set sync_every to 2 or more"
         if not (setting := self.shared_mechanism):
             return
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.dynamic_graph and self.averages_weights:
             yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
-        if self.sync_overlap and self.powersgd_rank:
-            yield f"sync_overlap is True, and the second message of compression {self.compression!r} needs the first"
 
     @property
     def averages_weights(self) -> bool:

@@ -105,23 +105,10 @@ def test_what_sends_less_does_not_go_with_a_loss_scale(setting: dict[str, Any]) 
         TrainerConfig(**setting, precision="fp16")
 
 
-def test_two_messages_are_not_overlapped() -> None:
-    assert TrainerConfig(sync_every=4, compression="bf16", sync_overlap=True).sync_overlap
-    assert TrainerConfig(sync_every=4, compression="powersgd").powersgd_rank == 4
-    with pytest.raises(ConfigError, match="sync_overlap is True, and the second message of compression 'powersgd'"):
-        TrainerConfig(sync_every=4, compression="powersgd", sync_overlap=True)
-
-
 def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:
     with pytest.raises(ConfigError, match="sync_every is 4, which does not go with dynamic_graph"):
         TrainerConfig(sync_every=4, dynamic_graph=True)
     assert TrainerConfig(compression="powersgd", dynamic_graph=True).dynamic_graph
-
-
-def test_an_overlap_needs_something_to_overlap() -> None:
-    assert TrainerConfig(sync_overlap=True, outer_lr=0.7).shared_mechanism
-    with pytest.raises(ConfigError, match="sync_overlap is True, and nothing averages weights; set sync_every to 2"):
-        TrainerConfig(sync_overlap=True)
 
 
 @pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("bf16", None), ("none", None)])

@@ -127,7 +127,6 @@ OPTIONS = {
     "--precision": "fp32",
     "--compression": "none",
     "--sync-every": "1",
-    "--sync-overlap": "",
     "--sync-batch-norm": "",
     "--compile": "",
     "--channels-last": "",

@@ -23,7 +23,6 @@ from trainer.strategies.collectives import in_place
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
-from trainer.watch.failure import at_exit
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """What is sent without a compression in place of a type in which sums would keep eight bits."""
@@ -58,9 +57,7 @@ class HorovodStrategy(Strategy):
         self._check_build()
         self._hvd.init()
         self._closed = False
-        self._started: set[int] = set()
         self._all_reduces = itertools.count()
-        at_exit(self._finish_started)
         self._check_world()
         self.is_over_nccl = world.device.type == "cuda"
         self.description = f"Horovod over {self._transport()}, {world}"
@@ -103,13 +100,7 @@ class HorovodStrategy(Strategy):
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
         handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
-        self._started.add(handle)
-
-        def wait() -> None:
-            self._started.discard(handle)
-            self._hvd.synchronize(handle)
-
-        return wait
+        return partial(self._hvd.synchronize, handle)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         self.broadcast_tensors([tensor])
@@ -166,13 +157,7 @@ class HorovodStrategy(Strategy):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._finish_started()
             self._hvd.shutdown()
-
-    def _finish_started(self) -> None:
-        # The shutdown of one rank ends what others have not begun.
-        while self._started:
-            self._hvd.synchronize(self._started.pop())
 
 
 class HorovodSynchronizer(GradientSynchronizer):
