@@ -128,7 +128,7 @@ class RunConfig(_Checked):
     accumulate: Annotated[int, _FROM_1] = 1
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
     precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
-    """bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
+    """bf16 and fp16 run the forward pass under autocast. fp16 needs a GradScaler, which `Trainer` has."""
     compression: Annotated[str | None, COMPRESSIONS] = "none"
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 

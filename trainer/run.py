@@ -409,7 +409,7 @@ class Run:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.
 
         A checkpoint holds the prepared models and optimizers, the positions of the training loaders, the epoch of
-        `epochs`, the random states, and the loss scale under fp16. Call this before the loop, after all of these exist.
+        `epochs`, and the random states. Call this before the loop, after all of these exist.
 
         Args:
             folder: on a disk of each host, or on a file system that hosts share.
