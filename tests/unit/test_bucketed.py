@@ -325,9 +325,7 @@ def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientS
 
 
 def local(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
-    return LocalSynchronizer(
-        named(held), strategy, RunConfig(sync_every=2, full_updates=0, sync_overlap=True, outer_lr=0.7)
-    )
+    return LocalSynchronizer(named(held), strategy, RunConfig(sync_every=2, full_updates=0, outer_lr=0.7))
 
 
 KINDS_AND_LOCAL = {**KINDS, "local": local}
