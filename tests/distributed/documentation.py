@@ -79,19 +79,6 @@ HERE = {
     "trainer doctor": replace(_DOCTOR, is_slow=True),
     "trainer doctor --gpu": _DOCTOR,
     "trainer --version": Run(prints="trainer 0."),
-    "horovodrun -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
-    # As tests/distributed/test_trace.py runs them, and looks at what they have written.
-    "horovodrun -np 2 trainer trace trace.json examples/mnist.py --epochs 1": Run(
-        replace=("trace.json", "$(mktemp -d)/trace.json"),
-        append=f"{_DIGITS} --output none",
-        prints="/trace.json; https://ui.perfetto.dev shows it",
-        is_slow=True,
-    ),
-    "torchrun --nproc-per-node 2 --no-python -- trainer trace trace.json train.py": Run(
-        replace=("trace.json train.py", f"$(mktemp -d)/trace.json examples/mnist.py {_DIGITS} --output none"),
-        prints="/trace.json; https://ui.perfetto.dev shows it",
-        is_slow=True,
-    ),
     "trainer env": Run(prints="Horovod has mpi, gloo"),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
@@ -422,7 +409,6 @@ MENTIONED = (
         "horovodrun --gloo",
     ),
     *(
-        "trainer trace",
         "horovodrun --output-filename",
         "trainer run",
         "trainer run --torchrun",

@@ -20,6 +20,7 @@ from trainer.loop.weighing import Weighing
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import UpdateCounter
+from trainer.watch.spans import EXCHANGE, span
 
 
 class Exchange:
@@ -71,10 +72,10 @@ class Exchange:
             reached = [
                 synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
             ]
-        for synchronizer in reached:
-            if synchronizer is not None:
+        for synchronizer in filter(None, reached):
+            with span(EXCHANGE):
                 synchronizer.discard() if failed else synchronizer.complete()
-                self._stepped[synchronizer] = set()
+            self._stepped[synchronizer] = set()
         if self._scaler is not None:
             self._scaler.unscale(prepared.optimizers)
         if not prepared.has_optimizers:
