@@ -79,7 +79,7 @@ HERE = {
     "trainer doctor": replace(_DOCTOR, is_slow=True),
     "trainer doctor --gpu": _DOCTOR,
     "trainer --version": Run(prints="trainer 0."),
-    "trainer env": Run(prints="Horovod has mpi, gloo"),
+    "trainer env": Run(prints="[X] Gloo"),
     "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
     "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
     "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
