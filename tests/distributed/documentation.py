@@ -226,13 +226,9 @@ ELSEWHERE = {
         "tests/distributed/test_supervise.py",
         '"torchrun", "--nproc-per-node", "2", "--", "train.py", "--log", "INFO"',
     ),
-    **dict.fromkeys(
-        (
-            "trainer run --config job.toml",
-            "trainer run --config job.toml -np 2 -H localhost:2 python train.py --epochs 1",
-            "trainer submit --config job.toml --dry-run",
-        ),
-        ("tests/unit/test_config_file.py", "def test_the_manuals_file_is_valid"),
+    "trainer run @options.txt python train.py --epochs 1": (
+        "tests/unit/test_supervise_options.py",
+        "def test_a_first_word_with_an_at_sign_stands_for_the_words_of_a_file",
     ),
     "python -m tests.security.attacks elastic PORT /tmp/marker": (
         "tests/security/test_exploits.py",
