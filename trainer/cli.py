@@ -10,7 +10,7 @@ from importlib import metadata
 from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops import environment, self_test, trace
+from trainer.ops import environment, self_test
 from trainer.ops.doctor import examine as doctor
 from trainer.ops.submit.options import add_parser as add_submit_parser
 from trainer.ops.submit.submit import run as submit
@@ -33,7 +33,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add_submit_parser(subparsers)
     self_test.add_parser(subparsers)
     environment.add_parser(subparsers)
-    trace.add_parser(subparsers)
     add_merge_parser(subparsers)
     return parser, of_run
 
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser, of_run = _parsers()
     parsed = parser.parse_args(arguments)
-    if parsed.subcommand == "trace":  # the script's errors are its own
-        return trace.trace(parsed)
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(parse(arguments[1:], of_run)),
         "doctor": lambda: doctor.examine(parsed),

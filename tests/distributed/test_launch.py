@@ -24,7 +24,7 @@ from benchmarks.launching import PEERS
 from tests import requirements
 from tests.distributed.harness import BIN, MARK, ROOT, processes_of
 from tests.distributed.pages import Unit, launching_units
-from tests.screen import Screen, Session, run_on_terminal
+from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -264,10 +264,10 @@ def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
 
     session = run_on_terminal(
         [sys.executable, str(SCRIPT), launcher, str(launches.folder)],
-        env=launches.environment, screen=Screen(200, 60), on_change=press, timeout_s=_STARTED_S,
+        env=launches.environment, on_change=press, timeout_s=_STARTED_S,
     )  # fmt: skip
     assert session.code == 130
-    assert "interrupted, and ended in good order" in "\n".join(map("".join, session.screen.rows))
+    assert "interrupted, and ended in good order" in session.text
     assert time.monotonic() - pressed[0] < _ENDED_S
     launches.check_nothing_is_left()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.unit.test_run import OfTwo
 from trainer import ConfigError, InMemory, Run, StreamLoader, TrainerError, World, init
-from trainer.report import display, loop_report
+from trainer.report import loop_report
 
 
 class Clock:
@@ -118,7 +118,6 @@ def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) ->
         for _ in run.progress(loader):
             pass
     assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 7, None, "4 samples/s")]
-    assert display._bar("epoch 1/2", 5, None, ["5 samples/s"], 20) == "epoch 1/2  5, 5 samp"
 
 
 def test_batches_that_come_whole_are_counted_as_such(shown: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, parse_hosts
 from trainer.ops.supervise.options import Options, add_parser, make_parser, to_options
+from trainer.ops.supervise.options import parse as parse_all
 
 
 def parse(*arguments: str) -> Options:
@@ -44,8 +46,8 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
         (("python", "-m"), "python"),
         (("python", "-m", "my.training", "-m", "x"), "my.training"),
         (("python", "train.py", "-m", "seed=1,2"), "train"),
-        (("A=x", "python", "-X", "dev", "my script.py"), "my-script"),
-        (("bash", "start it.sh"), "start-it"),
+        (("python", "-X", "dev", "my script.py"), "my-script"),
+        (("bash", "start it.sh"), "bash"),
         (("./\n",), "train"),
     ],
 )
@@ -65,12 +67,16 @@ def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: st
         (("-np", "2", "--wait-for-hosts", "nan", "x"), "--wait-for-hosts is nan"),
         (("-np", "2", "--max-restarts", "-1", "x"), "--max-restarts is -1"),
         (("-np", "2"), "there is no command to start"),
-        (("-np", "2", "A=x"), "there is no command to start"),
         (("-np", "2", "--name", "../x", "x"), "--name is '../x'"),
         (
             ("-np", "2", "--", "horovodrun", "-np", "2", "python", "a.py"),
             "the command begins with horovodrun, but trainer run starts the ranks itself; give what one rank runs",
         ),
+        (
+            ("-np", "2", "python", "-um", "torch.distributed.run", "a.py"),
+            "the command begins with torch.distributed.run, but trainer run starts the ranks itself",
+        ),
+        (("@nowhere.txt", "x"), "@nowhere.txt cannot be read: No such file or directory"),
     ],
 )
 def test_a_value_that_is_not_valid_is_named(
@@ -80,6 +86,18 @@ def test_a_value_that_is_not_valid_is_named(
     printed = capsys.readouterr().err
     assert printed.startswith(f"trainer run: {message}")
     assert printed.count("\n") == 1
+
+
+def test_a_first_word_with_an_at_sign_stands_for_the_words_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.txt"
+    file.write_text("-np 4 -H 'a:2,b:2'  # all of them\n--gloo\n")
+    parser = add_parser(make_parser("trainer").add_subparsers())
+    options = parse_all([f"@{file}", "-np", "2", "python", "train.py", f"@{file}"], parser)
+    assert (options.ranks, options.hosts, options.launcher) == (2, (Host("a", 2), Host("b", 2)), "gloo")
+    assert options.command == ("python", "train.py", f"@{file}")
+    file.write_text("-np '4")
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        parse_all([f"@{file}"], parser)
 
 
 @pytest.mark.parametrize(

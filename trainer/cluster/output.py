@@ -5,9 +5,17 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
+
+_clear_bar: Callable[[], object] | None = None
+
+
+def keep_lines_off(clear_bar: Callable[[], object] | None) -> None:
+    """Have `print_line` clear a progress bar first, which is drawn anew with the next progress; None ends that."""
+    global _clear_bar
+    _clear_bar = clear_bar
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
@@ -16,6 +24,8 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     Args:
         stream: standard output when None.
     """
+    if _clear_bar is not None:
+        _clear_bar()
     stream = sys.stdout if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()

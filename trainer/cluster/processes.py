@@ -21,11 +21,6 @@ class Process:
     cpu_s: float
     """Processor time that it has taken."""
     parent: int = 0
-    group: int = 0
-    terminal: int = 0
-    """Device number of its controlling terminal; 0 without one."""
-    foreground: int = 0
-    """Process group in the foreground of that terminal."""
 
 
 def read_process(pid: int | str, thread: int | str = "") -> Process:
@@ -38,9 +33,8 @@ def read_process(pid: int | str, thread: int | str = "") -> Process:
     path = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
     fields = Path(path).read_text(errors="replace").rpartition(") ")[2].split()
-    parent, group, _, terminal, foreground = map(int, fields[1:6])
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return Process(fields[0], cpu_s, parent, group, terminal, foreground)
+    return Process(fields[0], cpu_s, parent=int(fields[1]))
 
 
 def is_running(pid: int) -> bool:

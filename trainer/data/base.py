@@ -19,6 +19,7 @@ from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted, collate, start_worker
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
+from trainer.watch.spans import LOADER, each_in_span
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes one
@@ -228,11 +229,11 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self.through(self._told_steps())
+        return self.through(each_in_span(LOADER, self._told_steps()))
 
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
-        return self.through(self._evaluation_steps())
+        return self.through(each_in_span(LOADER, self._evaluation_steps()))
 
     def use_seed(self, seed: int) -> None:
         """Draw orders and random numbers by another seed than the given one, for which a position still holds."""

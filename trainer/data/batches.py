@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,10 +84,9 @@ def usr2_blocked() -> Iterator[None]:
 def move(value: Any, device: torch.device) -> Any:
     """Return `value` with every tensor in it on `device`.
 
-    Tensors, packed sequences and objects with a `.to` of their own are moved by it. Mappings, tuples, lists and other
-    sequences that can be changed, and dataclasses are gone through, at any depth; where something in one has moved, a
-    copy of the same type takes its place. What comes twice, comes twice in the result. Everything else stays as it
-    is, and so does what cannot be copied.
+    Tensors, and whatever else has a `.to` of its own, are moved by it. Lists, tuples, named tuples, dicts and other
+    mappings that can be changed, and dataclasses are gone through, at any depth; where something in one has moved, a
+    copy of the same type takes its place. Everything else stays as it is.
     """
 
     def moved(part: Any) -> Any:
@@ -98,7 +94,7 @@ def move(value: Any, device: torch.device) -> Any:
             return part.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's types know no device
         return part.to(device) if _has(part, "to") else None
 
-    return _Change(moved).of(value)
+    return _replace(value, moved)
 
 
 def pin(value: Any) -> Any:
@@ -109,7 +105,7 @@ def pin(value: Any) -> Any:
             return part.pin_memory() if part.device.type == "cpu" and part.layout is torch.strided else part
         return part.pin_memory() if _has(part, "pin_memory") else None
 
-    return _Change(pinned).of(value)
+    return _replace(value, pinned)
 
 
 def count_samples(value: Any) -> int | None:
@@ -122,98 +118,50 @@ def count_samples(value: Any) -> int | None:
     def look(part: Any) -> Any:
         if isinstance(part, PackedSequence):
             counts.append(int(part.batch_sizes[0]))
-            return part
-        if isinstance(part, Tensor) and part.dim():
+        elif isinstance(part, Tensor) and part.dim():
             counts.append(part.size(0))
         return part if counts else None
 
-    _Change(look).of(value)
+    _replace(value, look)
     return counts[0] if counts else None
 
 
-class _Change:
-    """Copies a value with something else in the place of some of its parts.
+def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
+    """Return a value with something else in the place of some of its parts; the value itself where nothing changes.
 
     Args:
-        part: returns what takes a part's place; None to go through it.
+        new_of: returns what takes a part's place; None to go through it.
     """
-
-    def __init__(self, part: Callable[[Any], Any]) -> None:
-        self._part = part
-        # By identity, which only an object that is kept keeps for itself.
-        self._seen: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Any) -> Any:
-        if id(value) not in self._seen:
-            self._seen[id(value)] = (value, value)  # what holds itself ends here
-            changed = self._part(value)
-            self._seen[id(value)] = (value, self._within(value) if changed is None else changed)
-        return self._seen[id(value)][1]
-
-    def _within(self, value: Any) -> Any:
-        if not _is_container(value):
-            return value
-        parts = _parts(value)
-        changed = {key: new for key, part in parts.items() if (new := self.of(part)) is not part}
-        if not changed:
-            return value
-        try:
-            return self._copy(value, parts | changed, changed)
-        except Exception:  # classes of users copy themselves, or do not, in ways of their own
-            return value
-
-    def _copy(self, value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-        if isinstance(value, tuple):
-            new = _tuple(type(value), parts.values())
-            _vars_of(new).update(_vars_of(value))
-        elif isinstance(value, MappingProxyType):
-            new = MappingProxyType(parts)
-        else:
-            new = copy.copy(value)
-            for key, part in changed.items():
-                _put(new, key, part)
-        if _vars_of(value) is value:  # a dict whose attributes are its items
-            new.__dict__ = new
-        for name, part in [*_vars_of(new).items()]:  # what is an item may be an attribute as well
-            _vars_of(new)[name] = self._seen.get(id(part), (part, part))[1]
+    new = new_of(value)
+    if new is not None:
         return new
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, type | bytearray | array):
-        return False
-    return isinstance(value, Mapping | tuple | MutableSequence) or is_dataclass(value)
+    parts = _parts(value)
+    changed = {key: new for key, part in parts.items() if (new := _replace(part, new_of)) is not part}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        every = (parts | changed).values()
+        return type(value)(*every) if hasattr(value, "_fields") else type(value)(every)
+    new = copy.copy(value)
+    for key, part in changed.items():
+        if is_dataclass(value):
+            object.__setattr__(new, key, part)  # also where it is frozen
+        else:
+            new[key] = part
+    return new
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """Return what a container is made of: its items, or the attributes in which it keeps them."""
-    if isinstance(value, dict | MappingProxyType):
-        return dict(value)
-    if isinstance(value, tuple | list | deque):
+    """Return what a container is made of, by index, key or field; nothing for any other value."""
+    if isinstance(value, list | tuple):
         return dict(enumerate(value))
-    names = [field.name for field in fields(value)] if is_dataclass(value) else []
-    return {name: getattr(value, name) for name in names if hasattr(value, name)} | _vars_of(value)
-
-
-def _put(value: Any, key: Any, part: Any) -> None:
-    """Set a part past what the class itself would do with it: refuse to be changed, or convert it."""
-    kind: Any = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
-    (kind.__setitem__ if kind else object.__setattr__)(value, key, part)
-
-
-def _tuple(kind: type[Any], parts: Iterable[Any]) -> Any:
-    try:
-        return tuple.__new__(kind, parts)  # past a `__new__` of its own, which may take something else
-    except TypeError:  # of torch.return_types, say
-        return kind(parts)
-
-
-def _vars_of(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {})
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {}
 
 
 def _has(value: Any, method: str) -> bool:
-    """Return whether an object has a method; what a container holds under that name is none."""
-    if isinstance(value, type):
-        return False
-    return callable(getattr(type(value) if _is_container(value) else value, method, None))
+    """Return whether an object has a method; what a named tuple holds under that name is none."""
+    return callable(getattr(type(value), method, None))

@@ -21,6 +21,7 @@ from trainer.loop.weighing import Weighing
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import UpdateCounter
+from trainer.watch.spans import EXCHANGE, span
 
 
 class Exchange:
@@ -72,10 +73,10 @@ class Exchange:
             reached = [
                 synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
             ]
-        for synchronizer in reached:
-            if synchronizer is not None:
+        for synchronizer in filter(None, reached):
+            with span(EXCHANGE):
                 synchronizer.discard() if failed else synchronizer.complete()
-                self._stepped[synchronizer] = set()
+            self._stepped[synchronizer] = set()
         if not prepared.has_optimizers:
             self.completed.on_step(self._batches.has_loader)
         if prepared.active and self._periodic.is_due():

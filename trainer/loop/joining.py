@@ -13,12 +13,10 @@ import torch
 
 from trainer.cluster.forks import wait_for_threads_before_forks
 from trainer.cluster.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
-from trainer.cluster.nccl_log import NcclLog, describe_transports, read_transports
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line, write_whole_lines
 from trainer.cluster.world import World, current_world
 from trainer.config import RunConfig
-from trainer.loop.consistency import check_devices
 from trainer.strategies import choose_strategy, has_nccl, make_strategy, wrapped
 from trainer.strategies.base import Strategy
 from trainer.tuning.host import share_machine
@@ -32,9 +30,6 @@ _UNCONNECTED = (
     "the ranks have not connected so far: one of them has not come to trainer.init, or a host cannot reach another; "
     "`trainer doctor`, with -H as the job has it, says why"
 )
-_UNCONNECTED_BY_NCCL = (
-    "NCCL has not connected the ranks so far; `trainer doctor --gpu`, with -H as the job has it, says why"
-)
 
 
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
@@ -47,15 +42,11 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     if isinstance(strategy, Strategy):
         return wrapped(strategy)
     world = _world_to_join(strategy, config)
-    log = NcclLog() if world.size > 1 and world.device.type == "cuda" else None  # before NCCL's first call
     with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
         joined = wrapped(make_strategy(strategy, world))
-        facts = (world.host, machine_id(), gpu_id(world.device), joined.is_over_nccl, hang.describe(world))
-        hosts, machines, gpus, over_nccl, watched = zip(*joined.all_gather_object(facts), strict=True)
+        facts = (world.host, machine_id(), gpu_id(world.device), hang.describe(world))
+        hosts, machines, gpus, watched = zip(*joined.all_gather_object(facts), strict=True)
     hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)
-    if log is not None:
-        joined.description += _connect(joined, log) if all(over_nccl) else ""
-        log.close()
     if sharing_is_on() and (shared := describe_sharing(gpus)):
         joined.description += f"; {shared}"
     tuning = dict(joined.tuning) | share_machine(world, machines)
@@ -78,26 +69,12 @@ def _world_to_join(strategy: str, config: RunConfig) -> World:
 
 
 def _print_first_line(strategy: Strategy, hosts: Sequence[str], tuning: Mapping[str, str]) -> None:
-    """Print on rank 0 which ranks have joined, as in "4 ranks on a: 2, b: 2", how they are connected, what is tuned."""
+    """Print on rank 0 which ranks have joined, as in "4 ranks on a: 2, b: 2", over what, and what is tuned."""
     if strategy.world.is_root:
         per_host = ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
         ranks = f"{len(hosts)} ranks on {per_host}; " if len(hosts) > 1 else ""
         tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
         print_line(f"trainer: {ranks}{strategy.description}{'; tuned: ' + tuned if tuned else ''}", sys.stderr)
-
-
-def _connect(strategy: Strategy, log: NcclLog) -> str:
-    """Connect the ranks over NCCL; return how they are connected, for the first line of output. Collective.
-
-    They would be connected by the first exchange of weights, so that it takes no time of the run. Only then it is known
-    whether GPUDirect RDMA is used, which is why the line comes after it.
-    """
-    check_devices(strategy)
-    with _said_until_connected(strategy.world, _UNCONNECTED_BY_NCCL):
-        strategy.all_reduce(torch.ones(1, device=strategy.world.device)).item()  # waits for the device
-    by_rank = strategy.all_gather_object(read_transports(log.read()))
-    transports = describe_transports(set().union(*by_rank))
-    return f"; NCCL: {transports}" if transports else ""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.strategies.collectives import Collectives
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
+from trainer.watch.spans import WAIT, span
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """The smallest size of a bucket, except for the last: its latency does not count beside it."""
@@ -140,7 +141,8 @@ class BucketSynchronizer(GradientSynchronizer):
             self._send_next()
         for bucket in self.buckets:
             if bucket.wait is not None:
-                bucket.wait()
+                with span(WAIT):
+                    bucket.wait()
             held = [parameters[place] for place in bucket.means]
             assign_means(held, [*bucket.means.values()], bucket.has_gradient)
             bucket.empty()

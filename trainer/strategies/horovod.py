@@ -23,6 +23,7 @@ from trainer.strategies.collectives import in_place
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
+from trainer.watch.spans import WAIT, span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """What is sent without a compression in place of a type in which sums would keep eight bits."""
@@ -203,7 +204,8 @@ class HorovodSynchronizer(GradientSynchronizer):
         for place, parameter in enumerate(parameters):
             if place not in self._sent:
                 self._begin(place, parameter.grad if parameter is not None else None)
-        self._distributed.synchronize()  # which replaces the values of the gradients
+        with span(WAIT):
+            self._distributed.synchronize()  # which replaces the values of the gradients
         for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
             mean, placeholder.grad = placeholder.grad, None
             if parameter is None or mean is None or parameter.grad is mean:

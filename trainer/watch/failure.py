@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import io
 import os
 import socket
 import sys
@@ -33,8 +31,8 @@ _LET_WATCHER_EXPLAIN_S = 1.5
 # Horovod's and torch.distributed's exceptions for a rank that has gone.
 _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
-# Time for other libraries to write what they hold, such as loggers of metrics.
-_FLUSH_S = 3.0
+# Time for exit handlers, by which other libraries write what they hold, such as loggers of metrics.
+_EXIT_S = 3.0
 
 _earlier_hooks: list[Callable[..., object]] = []
 _collective_handlers: list[Callable[[], object]] = []
@@ -127,10 +125,10 @@ def end_process(message: str, code: int) -> None:
         sys.stdout.flush()
     if message:
         _print_line(f"trainer: {message}")
-    flushing = threading.Thread(target=_flush, daemon=True)
+    handlers = threading.Thread(target=_run_exit_handlers, daemon=True)
     with suppress(RuntimeError, KeyboardInterrupt):  # no thread can be started, or a second Ctrl-C
-        flushing.start()
-        flushing.join(_FLUSH_S)
+        handlers.start()
+        handlers.join(_EXIT_S)
     os._exit(code)
 
 
@@ -141,21 +139,11 @@ def _print_line(text: str) -> None:
             print_line(text, sys.__stderr__)
 
 
-def _flush() -> None:
-    """Flush files and call exit handlers as Python does at its end, without those that wait for other ranks."""
+def _run_exit_handlers() -> None:
+    """Call exit handlers as Python does at its end, without those that wait for other ranks."""
     horovod = sys.modules.get("horovod.torch.mpi_ops")
     for handler in (*_collective_handlers, *([horovod._basics.shutdown] if horovod else [])):
         atexit.unregister(handler)
-    _flush_files()  # before exit handlers that may hang
     atexit._run_exitfuncs()
-    _flush_files()
-
-
-def _flush_files() -> None:
-    # TensorBoard's writers have no exit handler, and by themselves write every two minutes.
-    board = sys.modules.get("tensorboard.summary.writer.event_file_writer")
-    kinds = (io.IOBase, *([board.EventFileWriter] if board else []))
-    for value in gc.get_objects():
-        if issubclass(type(value), kinds):  # isinstance would wake proxies that warn
-            with suppress(Exception):
-                value.flush()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # what they have printed

@@ -283,32 +283,6 @@ def open_record(rank: int, stacks: int = 0) -> Path | None:
     return Path(f"/proc/{os.getpid()}/fd/{_record.descriptor}")
 
 
-def observe(rank: int, on_state: Callable[[int, str], object], on_phase: Callable[[str], object]) -> None:
-    """Have functions called at each change of this process's record, which is made if need be.
-
-    Args:
-        on_state: called with a `State` and what is waited for, by the thread that trains.
-        on_phase: called with the phase that begins, by any thread.
-    """
-    global _record
-    if _record is None:  # not "in memory": it stays when the watch ends
-        _record = _Record.make(os.memfd_create("trainer-heartbeat"), rank, is_in_memory=False)
-    plain_set, plain_put = _Record.set, _Record.put
-
-    def set_state(record: _Record, state: int, what: bytes, *counts: Any) -> None:
-        plain_set(record, state, what, *counts)
-        on_state(state, what.decode())
-
-    def put(record: _Record, **fields: Any) -> None:
-        plain_put(record, **fields)
-        if "phase" in fields:
-            on_phase(fields["phase"])
-
-    # In place of an `if` at each change, which happens some ten times a step.
-    setattr(_Record, "set", set_state)  # noqa: B010 (mypy lets nobody assign a method)
-    setattr(_Record, "put", put)  # noqa: B010
-
-
 def close_record() -> None:
     """Close the record, as the watch ends, unless `trainer run` reads it too."""
     global _record

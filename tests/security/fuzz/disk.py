@@ -164,11 +164,6 @@ def _quietly(call: Callable[[], object]) -> None:
         call()
 
 
-def _run_config(data: bytes) -> None:
-    path = _file("job.toml", data)
-    _quietly(lambda: supervise.parse(["--config", str(path)], _run_parser()))
-
-
 _submit_parser = cache(submit._make_parser)
 """Makes the parser once: it takes as long as all the rest."""
 
@@ -178,32 +173,17 @@ def _submit(words: list[str]) -> None:
         _quietly(lambda: submit.to_options(words))
 
 
-def _submit_config(data: bytes) -> None:
-    _submit(["--config", str(_file("job.toml", data))])
-
-
-def _configs() -> list[bytes]:
-    return [
-        b'command = "python train.py --epochs 90"\n[run]\nnp = 4\nhosts = "a:2,b:2"\ntake-back = true\ntimeout = 1.5\n',
-        b'command = ["python", "train.py"]\n[submit]\nscheduler = "slurm"\nnodes = 2\nranks-per-node = 2\n'
-        b'time = "2h"\ndirective = ["--partition=gpu", "--exclusive"]\ngpus-per-node = 2\nmemory = "16GB"\n',
-        b"[submit]\nnodes = 0x1f\nname = 2020-01-01\narray = '''0-3,7'''\nlabels = {a.b = [1e999, nan]}\n",
-    ]
-
-
 def _words(data: bytes) -> list[str]:
     # As Python has them from a command line: without NULs, and with what is no UTF-8 as surrogates.
     return [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
 
 
 def _run_options(data: bytes) -> None:
-    words = [word for word in _words(data) if not word.startswith("--config")]
-    _quietly(lambda: supervise.parse(words, _run_parser()))
+    _quietly(lambda: supervise.parse(_words(data), _run_parser()))
 
 
 def _submit_options(data: bytes) -> None:
-    words = [word for word in _words(data) if not word.startswith("--config")]
-    _submit(words)
+    _submit(_words(data))
 
 
 def _run_lines() -> list[bytes]:
@@ -267,8 +247,6 @@ TARGETS = (
     Target("job.json", _former, _formers),
     Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
     Target("hostfile", _hostfile, lambda: [b"a slots=2\nb slots=4  # c\n\n", b"a.b slots=1\n"], (ValueError,)),
-    Target("trainer run --config", _run_config, _configs, (ConfigError,)),
-    Target("trainer submit --config", _submit_config, _configs, (ConfigError,)),
     Target("trainer run's options", _run_options, _run_lines, (ConfigError,)),
     Target("trainer submit's options", _submit_options, _submit_lines, (ConfigError,)),
     Target("requeue's logs", _requeue, lambda: [b"1\nsrun: error: a: task 0: Exited with exit code 75\n", b"\n"]),

@@ -25,6 +25,7 @@ from trainer.loop.consistency import check_consistency
 from trainer.loop.random_numbers import set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.heartbeat import PREEMPTED, report_phase
+from trainer.watch.spans import CHECKPOINT, span
 
 _DEFAULT_EVERY_S = 600.0
 _REDUCE_EVERY_S = 0.5
@@ -270,7 +271,8 @@ class Checkpoints:
         report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
-        self._saver.save(self._state(), score=score, is_complete=is_complete, again=again)
+        with span(CHECKPOINT):
+            self._saver.save(self._state(), score=score, is_complete=is_complete, again=again)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
-from trainer.cluster.nccl_log import describe_transports, read_transports
+from trainer.ops.doctor.nccl_log import describe_transports, read_transports
 
 _RESULT = '{"bytes": '
 """How the line begins in which an all-reduce tells its result."""

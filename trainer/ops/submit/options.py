@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
-from trainer.ops.config_file import read_config
 from trainer.ops.submit.job import INDEX, OPTIONS, Job
 from trainer.ops.submit.schedulers import SCHEDULERS, Scheduler
 from trainer.ops.submit.secrets import secrets_in
@@ -85,17 +84,7 @@ def to_options(arguments: Sequence[str]) -> Options | None:
     if parsed.help:
         parser.print_help()
         return None
-    if parsed.config is None:
-        return _read(parser, typed, command, made_by)
-    file = read_config(parsed.config, "submit", parser)
-    # The scheduler is the only word of the file's that is no option: that of the command line counts.
-    words = [word for word in file.words if word.startswith("-") or not parsed.scheduler]
-    if not command and file.command:
-        command = ["--", *file.command]
-    try:
-        return _read(parser, [*words, *typed], command, made_by)
-    except ConfigError as error:
-        raise ConfigError(file.locate(str(error), typed)) from None
+    return _read(parser, typed, command, made_by)
 
 
 def _read(parser: _Parser, words: list[str], command: list[str], made_by: str) -> Options:
@@ -155,7 +144,6 @@ def _make_parser() -> _Parser:
     group = parser.add_argument_group("what is done")
     group.add_argument("--dry-run", action="store_true", help="print the job file; submit nothing")
     group.add_argument("--follow", action="store_true", help="print the job's output until it ends")
-    group.add_argument("--config", metavar="FILE", help="read options and command from [submit] of a TOML file first")
     group.add_argument("-h", "--help", action="store_true", help="show this help")
     return parser
 

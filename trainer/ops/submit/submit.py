@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
 def _check_script(options: Options) -> None:
     """Raise `ConfigError` if a command's script or program names no file in the folder that the nodes see."""
     target = target_of(options.job.command)
-    if not options.scheduler.runs_here(options.job) or not target.is_here:
+    if not options.scheduler.runs_here(options.job):
         return
     # The PATH of the nodes may have a program without a slash.
     program = target.program if "/" in target.program or target.program.endswith(".py") else ""

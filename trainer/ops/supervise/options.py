@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
-from trainer.ops.config_file import read_config
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
 
 _DESCRIPTION = """\
@@ -22,6 +22,7 @@ _EPILOG = """\
 examples:
   trainer run -np 2 python train.py
   trainer run -np 4 -H a:2,b:2 --min-np 2 python train.py --epochs 90
+  trainer run @options.txt python train.py     # with the options that are in a file
 
 exit codes:
   0    the training is done
@@ -96,9 +97,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="trainer run -np N [-H HOST:SLOTS,…] [options] COMMAND …",
+        usage="trainer run [@FILE] -np N [-H HOST:SLOTS,…] [options] COMMAND …",
     )
-    parser.add_argument("--config", metavar="FILE", help="read options and command from [run] of a TOML file first")
     group = parser.add_argument_group("the job")
     group.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks")
     group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
@@ -125,26 +125,26 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Options:
-    """Return the checked options of `trainer run`, those of a --config file among them.
+    """Return the checked options of `trainer run`.
 
     Args:
-        arguments: behind "run".
+        arguments: behind "run". If the first is @FILE, the words in that file take its place, split as by a shell.
         parser: which `add_parser` has returned.
 
     Raises:
-        ConfigError: a value is not valid, or there is no command.
+        ConfigError: a value is not valid, there is no command, or the file cannot be read.
     """
-    parsed = parser.parse_args(arguments)
-    if parsed.config is None:
-        return to_options(parsed)
-    file = read_config(parsed.config, "run", parser)
-    # Of two launchers, the command line's counts; argparse would refuse them.
-    of_launchers = {f"--{name}" for name in _LAUNCHERS} if parsed.launcher != Options.launcher else ()
-    words = [word for word in file.words if word not in of_launchers]
+    return to_options(parser.parse_args(_from_file(arguments)))
+
+
+def _from_file(arguments: Sequence[str]) -> Sequence[str]:
+    # argparse's fromfile_prefix_chars would also replace words of the command that the ranks run.
+    if not arguments or not arguments[0].startswith("@"):
+        return arguments
     try:
-        return to_options(parser.parse_args([*words, *arguments, *(() if parsed.command else file.command)]))
-    except ConfigError as error:
-        raise ConfigError(file.locate(str(error), arguments)) from None
+        return [*shlex.split(Path(arguments[0][1:]).read_text(), comments=True), *arguments[1:]]
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no text, or an open quote
+        raise ConfigError(f"{arguments[0]} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def to_options(parsed: argparse.Namespace) -> Options:
