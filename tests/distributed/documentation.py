@@ -72,7 +72,7 @@ HERE = {
     ),
     "python examples/language_model_plain.py --no-shuffle": _LANGUAGE_MODEL,
     "horovodrun -np 2 python examples/language_model.py --no-shuffle": _LANGUAGE_MODEL,
-    "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s --keep 3": Run(
+    "horovodrun -np 2 python examples/mnist.py --checkpoint runs/checkpoints --checkpoint-every 30s": Run(
         append=f"{_DIGITS} --output none --checkpoint $(mktemp -d)", prints="evaluated 297/297"
     ),
     "trainer run -np 2 python examples/mnist.py": replace(_MNIST, is_slow=True),
