@@ -26,44 +26,43 @@ from trainer.strategies import NAMES
 parser = argparse.ArgumentParser(
     usage="%(prog)s …", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
 )
-parser.add_argument("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
-parser.add_argument("--batch-size", dest="per_rank", type=int, metavar="N", help="per rank (default: 64 of all ranks)")
-parser.add_argument("--lr", type=float, default=0.1, help="with --batch-size, for one rank (default: %(default)s)")
-parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
-parser.add_argument("--network", choices=NETWORKS, default="default", help="large: 25 MB (default: %(default)s)")
-parser.add_argument(
-    "--dataset", default="auto", metavar="|".join(DATASETS), help="auto: MNIST if it can be had (default: %(default)s)"
-)
-parser.add_argument(
-    "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)"
-)
-parser.add_argument(
-    "--strategy", default="auto", metavar="|".join((*NAMES, *STRATEGIES)), help="(default: %(default)s, by launcher)"
-)
-parser.add_argument("--output", default="auto", metavar="DIR", help="of the run's record, or none (default: in runs/)")
-parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard events there, too")
-parser.add_argument("--target-accuracy", type=float, metavar="PERCENT", help="end with code 1 below it")
-parser.add_argument("--checkpoint-every", default="60s", metavar="30s|200|1epoch", help="(default: 60s)")
-trainer.add_options(parser, trainer.TrainerConfig, log_every_s="--log-every", batch_size=None, global_batch_size=None)
-trainer.add_options(
-    parser, trainer.CheckpointConfig, folder="--checkpoint", every_s=None, every_updates=None, every_epochs=None
-)
-parser.set_defaults(warmup_epochs=0.25, channels_last=True)
+add = parser.add_argument
+add("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
+add("--batch-size", type=int, metavar="N", help="per rank (default: 64 of all ranks)")
+add("--accumulate", type=int, default=1, metavar="N", help="batches per update (default: %(default)s)")
+add("--lr", type=float, default=0.1, help="with --batch-size, for one rank (default: %(default)s)")
+add("--momentum", type=float, default=0.9, metavar="M", help="of SGD (default: %(default)s)")
+add("--warmup-epochs", type=float, default=0.25, metavar="X", help="from rate 0 (default: %(default)s)")
+add("--decay", default="cosine", metavar="none|cosine", help="of the rate, afterwards (default: %(default)s)")
+add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+add("--network", choices=NETWORKS, default="default", help="large: 25 MB (default: %(default)s)")
+add("--dataset", default="auto", metavar="|".join(DATASETS), help="auto: MNIST if it can be had (default: %(default)s)")
+add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)")
+add("--strategy", default="auto", metavar="|".join((*NAMES, *STRATEGIES)), help="(default: %(default)s, by launcher)")
+add("--device", default="auto", metavar="auto|cpu|cuda", help="(default: %(default)s)")
+add("--precision", default="fp32", metavar="fp32|bf16|fp16", help="of the forward pass (default: %(default)s)")
+add("--no-channels-last", dest="channels_last", action="store_false", help="keep images as the dataset has them")
+add("--compile", action="store_true", help="run the model through torch.compile")
+add("--compression", default="none", metavar="none|fp16|bf16|powersgd:RANK", help="of gradients (default: %(default)s)")
+add("--sync-every", type=int, default=1, metavar="N", help="updates between exchanges (default: %(default)s)")
+add("--checkpoint", metavar="DIR", help="save there, and go on from there")
+add("--checkpoint-every", default="60s", metavar="30s|200|1epoch", help="(default: %(default)s)")
+add("--output", default="auto", metavar="DIR", help="of the run's record, or none (default: in runs/)")
+add("--target-accuracy", type=float, metavar="PERCENT", help="end with code 1 below it")
 
 trainer.report_failures()
 args = parser.parse_args()
-# The recipe is for a global batch of 64, on any number of ranks. --batch-size lets batch and rate grow with them.
-size = {"global_batch_size": 64} if args.per_rank is None else {"batch_size": args.per_rank}
-evaluation_batch = args.eval_batch_size or max(1000, args.per_rank or 0)
-config = trainer.from_options(trainer.TrainerConfig, args, eval_batch_size=evaluation_batch, **size)
-every = trainer.parse_interval(args.checkpoint_every)
-checkpoint = trainer.from_options(trainer.CheckpointConfig, args, **every) if args.folder is not None else None
 if not 0 < args.lr < math.inf:
     raise trainer.ConfigError(f"lr is {args.lr}; it must be finite and positive")
 if not 0 <= args.momentum < 1:
     raise trainer.ConfigError(f"momentum is {args.momentum}; it must be at least 0 and below 1")
-if args.tensorboard and args.output == "none":
-    raise trainer.ConfigError("tensorboard needs a folder to write to, and output is 'none'")
+# The recipe is for a global batch of 64, on any number of ranks. --batch-size lets batch and rate grow with them.
+names = "accumulate warmup_epochs decay seed device precision channels_last compile compression sync_every"
+options = {name: getattr(args, name) for name in names.split()}
+options |= {"global_batch_size": 64} if args.batch_size is None else {"batch_size": args.batch_size}
+config = trainer.TrainerConfig(eval_batch_size=max(1000, args.batch_size or 0), **options)
+every = trainer.parse_interval(args.checkpoint_every)
+checkpoint = trainer.CheckpointConfig(folder=args.checkpoint, **every) if args.checkpoint is not None else None
 
 run = trainer.init(full_name(args.strategy), config=config)
 train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
@@ -78,7 +77,6 @@ records = trainer.Trainer(
     run=run,
     metrics={"accuracy": trainer.accuracy},
     output=None if args.output == "none" else args.output,
-    tensorboard=args.tensorboard,
     checkpoint=checkpoint,
 ).fit(train, test, epochs=args.epochs)
 

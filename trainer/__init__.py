@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from trainer.fit.trainer import Trainer
     from trainer.loop.metrics import accuracy
     from trainer.ops.launch.launch import launch
-    from trainer.options import add_options, from_options
     from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
     from trainer.strategies.base import Strategy
@@ -37,7 +36,6 @@ _MODULES = {
     "cluster.world": ("World", "current_world"),
     "loop.metrics": ("accuracy",),
     "ops.launch.launch": ("launch",),
-    "options": ("add_options", "from_options"),
     "run": ("Run", "init"),
     "strategies.base": ("Strategy",),
     "fit.trainer": ("Trainer",),
@@ -68,9 +66,7 @@ __all__ = [
     "UpdateRecord",
     "World",
     "accuracy",
-    "add_options",
     "current_world",
-    "from_options",
     "init",
     "launch",
     "parse_interval",

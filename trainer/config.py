@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
-COMPRESSIONS = ["none", "fp16", "bf16", "powersgd", "powersgd:RANK"]
+_COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "powersgd:RANK")
 DEVICES = ("auto", "cpu", "cuda")
 CHECKPOINT_FILES = ("auto", "one")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
@@ -25,7 +25,7 @@ _INTERVALS = ("every_s", "every_updates", "every_epochs")
 class Bound:
     """What a number must be.
 
-    It stands in a field's `Annotated`. There, a tuple holds every valid value, and a list is shown in an option's help.
+    It stands in a field's `Annotated`. There, a tuple holds every valid value.
     """
 
     words: str
@@ -129,7 +129,7 @@ class RunConfig(_Checked):
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
     precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
     """bf16 and fp16 run the forward pass under autocast. fp16 needs a GradScaler, which `Trainer` has."""
-    compression: Annotated[str | None, COMPRESSIONS] = "none"
+    compression: str | None = "none"
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
     fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32. None is the same as none.
@@ -169,7 +169,7 @@ class RunConfig(_Checked):
 
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
-            yield f"compression is {self.compression!r}; valid are {', '.join(COMPRESSIONS)} (from 1)"
+            yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
         yield from self._not_shared()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"

@@ -24,7 +24,7 @@ OPTIONS = {
     "bf16": ["--precision", "bf16"],
     "fp16": ["--precision", "fp16"],
     "channels first": ["--no-channels-last", "--precision", "bf16"],
-    "accumulated and clipped": ["--accumulate", "2", "--clip-norm", "1", "--batch-size", "50"],
+    "accumulated": ["--accumulate", "2", "--batch-size", "50"],
     "compiled": ["--compile"],
 }
 
