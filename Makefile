@@ -26,8 +26,8 @@ OCI ?= dist/trainer-cpu.oci.tar
 SBOM ?= true
 # A label of the image, by which `make image-gpu-if-changed` tells what it was compiled from.
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
-# Two files of tests at a time: jobs wait for one another, for timeouts and for what starts, half of the time.
-TWO_FILES := -n 2 --dist loadfile
+# Two files, or two jobs of checks, at a time: they wait for one another, for timeouts and for what starts, half of the time.
+TWO_AT_A_TIME := -n 2 --dist loadfile
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -49,13 +49,13 @@ test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
-	@$(IN_VENV) python -m pytest -m "not docker" $(TWO_FILES) $(ARGS)
+	@$(IN_VENV) python -m pytest -m "not docker" $(TWO_AT_A_TIME) $(ARGS)
 
 test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a minute or two
 	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal $(if $(filter tests/%,$(ARGS)),,tests/unit tests/security) $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
-	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_FILES) $(ARGS)
+	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_AT_A_TIME) $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
@@ -73,7 +73,7 @@ containers:
 	@docker info >/dev/null 2>&1 || { echo 'make: no Docker engine answers; these tests need one' >&2; exit 1; }
 	@# Before the tests, because the first build takes longer than any of them may.
 	@$(MAKE) --no-print-directory image
-	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(TWO_FILES) $(ARGS)
+	@DATA_DIR="$(DATA_DIR)" $(IN_VENV) python -m pytest -m "$(ONLY)" $(TWO_AT_A_TIME) $(ARGS)
 
 image:  ## Build the CPU image; its labels say the commit and the time
 	@DOCKER_BUILDKIT=1 docker build -t trainer:cpu . $(BASES) $(ORIGIN)

@@ -1,4 +1,4 @@
-"""Trains for chaos.py and the tests of lost nodes, and writes down which samples went into each update.
+"""Trains for the tests of lost nodes and for preemptions.py, and writes down which samples went into each update.
 
 Each rank of each start writes a record an update to a file of its own in a folder. A checkpoint holds its lineage: the
 starts of the job that have led to it, and the number of updates at which each began. At the end, rank 0 writes lineage

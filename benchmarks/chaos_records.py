@@ -1,4 +1,4 @@
-"""What the job of chaos.py has written down: whether each sample was in each epoch once, and when it was trained."""
+"""What chaos_job.py has written down: whether each sample was in each epoch once, and when it was trained."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import trainer
+from examples.strategies import full_name
 
 LONG_S = 600
 SLEEPS_S = {"sleeps": LONG_S, "late": 36}
@@ -154,7 +155,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    run = trainer.init(args.strategy, device=args.device, hang_timeout_s=args.hang_timeout)
+    run = trainer.init(full_name(args.strategy), device=args.device, hang_timeout_s=args.hang_timeout)
     is_faulty = run.rank == args.rank
     value = value_as_over_nccl if args.as_over_nccl else value_of
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

@@ -32,7 +32,6 @@ RANKS, UPDATES = 4, 150
 """Processes, and updates of an epoch."""
 SETTINGS = (
     "compression=none", "compression=powersgd:4", "compression=powersgd:8", "sync_every=8",
-    "sync_every=4,sync_overlap=true", "sync_every=8,sync_overlap=true",
     "compression=powersgd:16,sync_every=4,full_updates=2",
 )  # fmt: skip
 _RESULT = re.compile(r"^updates-to: (.*)$", re.M)

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import trainer
 from examples.datasets import DATASETS, load_dataset
 from examples.networks import NETWORKS
-from trainer import strategies
+from examples.strategies import STRATEGIES, full_name
+from trainer.strategies import NAMES
 
 parser = argparse.ArgumentParser(
     usage="%(prog)s …", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -37,7 +38,7 @@ add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
 add("--network", choices=NETWORKS, default="default", help="large: 25 MB (default: %(default)s)")
 add("--dataset", default="auto", metavar="|".join(DATASETS), help="auto: MNIST if it can be had (default: %(default)s)")
 add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)")
-add("--strategy", default="auto", metavar="|".join(strategies.NAMES), help="(default: %(default)s, by launcher)")
+add("--strategy", default="auto", metavar="|".join((*NAMES, *STRATEGIES)), help="(default: %(default)s, by launcher)")
 add("--device", default="auto", metavar="auto|cpu|cuda", help="(default: %(default)s)")
 add("--precision", default="fp32", metavar="fp32|bf16|fp16", help="of the forward pass (default: %(default)s)")
 add("--no-channels-last", dest="channels_last", action="store_false", help="keep images as the dataset has them")
@@ -63,7 +64,7 @@ config = trainer.TrainerConfig(eval_batch_size=max(1000, args.batch_size or 0), 
 every = trainer.parse_interval(args.checkpoint_every)
 checkpoint = trainer.CheckpointConfig(folder=args.checkpoint, **every) if args.checkpoint is not None else None
 
-run = trainer.init(args.strategy, config=config)
+run = trainer.init(full_name(args.strategy), config=config)
 train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
 torch.manual_seed(args.seed)
 model = NETWORKS[args.network]()

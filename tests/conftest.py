@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from tests import requirements
 
@@ -30,6 +32,18 @@ def pytest_configure() -> None:
     requirements.skipped()  # an unknown name ends the run here
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # there are as many workers as cores, or more
+
+
+class _JobScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist's schedulers have no types
+    """`--dist loadfile`, with each job of test_every_strategy.py by itself: it runs once, for all of its checks."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        job = re.search(r"/test_every_strategy\.py::\w+\[(.+?)(?:-check_\w+)?\]$", nodeid)
+        return job[1] if job else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return _JobScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

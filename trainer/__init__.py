@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.ops.launch.launch import launch
     from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
     from trainer.run import Run, init
+    from trainer.strategies.base import Strategy
     from trainer.watch.failure import report_failures
 
 _MODULES = {
@@ -36,6 +37,7 @@ _MODULES = {
     "loop.metrics": ("accuracy",),
     "ops.launch.launch": ("launch",),
     "run": ("Run", "init"),
+    "strategies.base": ("Strategy",),
     "fit.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -56,6 +58,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "ShardedLoader",
+    "Strategy",
     "StreamLoader",
     "Trainer",
     "TrainerConfig",

@@ -128,7 +128,7 @@ class RunConfig(_Checked):
     accumulate: Annotated[int, _FROM_1] = 1
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
     precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
-    """bf16 and fp16 run the forward pass under autocast, fp16 with a gradient scaler."""
+    """bf16 and fp16 run the forward pass under autocast. fp16 needs a GradScaler, which `Trainer` has."""
     compression: str | None = "none"
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
@@ -140,14 +140,10 @@ class RunConfig(_Checked):
     """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
-    sync_overlap: bool = False
-    """Send the weights in parts during the round; each is averaged when the next one is sent (Streaming DiLoCo)."""
     outer_lr: float | None = None
     """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer optimizer."""
-    reduction: Annotated[str, ("average", "adasum")] = "average"
-    """how gradients are combined. Adasum (Maleki et al. 2020) needs Horovod over MPI."""
     seed: Annotated[int, _FROM_0] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
@@ -179,28 +175,18 @@ class RunConfig(_Checked):
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
-        if self.reduction == "adasum" and self.precision == "fp16":
-            yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with fp16"
-        if self.reduction == "adasum" and self.compression == "bf16":
-            yield "reduction is 'adasum', which has no bfloat16: valid with it are compression none and fp16"
 
     def _not_shared(self) -> Iterator[str]:
         if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
             yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
-        if self.sync_overlap and not self.averages_weights:
-            yield "sync_overlap is True, and nothing averages weights; set sync_every to 2 or more"
         if not (setting := self.shared_mechanism):
             return
-        if self.reduction == "adasum":
-            yield f"{setting}, which does not go with reduction 'adasum'; valid with it is average"
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.dynamic_graph and self.averages_weights:
             yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
-        if self.sync_overlap and self.powersgd_rank:
-            yield f"sync_overlap is True, and the second message of compression {self.compression!r} needs the first"
 
     @property
     def averages_weights(self) -> bool:
@@ -240,7 +226,7 @@ class TrainerConfig(RunConfig):
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
     scale_lr: bool = True
-    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017). Never done for Adasum.
+    """Multiply the learning rate by world size × accumulate (Goyal et al. 2017).
 
     With `global_batch_size`, which does not grow with the ranks, by accumulate alone.
     """
@@ -265,8 +251,6 @@ class TrainerConfig(RunConfig):
         yield from super()._problems()
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
-        if self.reduction == "adasum" and self.clip_norm is not None:
-            yield "reduction is 'adasum', which combines finished steps, not gradients: it does not go with clip_norm"
 
 
 @dataclass(frozen=True, kw_only=True)

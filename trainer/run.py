@@ -260,7 +260,7 @@ class Run:
             optimizers: if given, each is checked to have been prepared.
 
         Raises:
-            ConfigError: an optimizer was not prepared, or the reduction is adasum, which combines steps, not gradients.
+            ConfigError: an optimizer was not prepared.
         """
         self._updates.synchronize(optimizers)
 
@@ -409,7 +409,7 @@ class Run:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.
 
         A checkpoint holds the prepared models and optimizers, the positions of the training loaders, the epoch of
-        `epochs`, the random states, and the loss scale under fp16. Call this before the loop, after all of these exist.
+        `epochs`, and the random states. Call this before the loop, after all of these exist.
 
         Args:
             folder: on a disk of each host, or on a file system that hosts share.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.strategies import STRATEGIES
 from trainer.cluster.mpi import import_mpi
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
@@ -174,7 +175,7 @@ class OurRing(StrategyTransport):
     name = "ring (trainer)"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
-        super().__init__(make_strategy("ring", world))
+        super().__init__(make_strategy(STRATEGIES["ring"], world))
 
 
 class OurParameterServer(StrategyTransport):
@@ -183,7 +184,7 @@ class OurParameterServer(StrategyTransport):
     name = "parameter server (trainer)"
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
-        super().__init__(make_strategy("parameter_server", world))
+        super().__init__(make_strategy(STRATEGIES["parameter_server"], world))
 
 
 # Horovod comes last: after its shutdown no other user of MPI may start.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from examples.strategies import full_name
 from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
 from trainer.errors import ConfigError
 from trainer.ops.processes import Finished, run
@@ -93,7 +94,7 @@ def time_steps(
         timed = [sys.executable, str(ROOT / "scripts/timed.py"), *(["--steps", str(plan.steps)] if plan.steps else [])]
         timed += [str(file)] if exchanges else ["--no-exchange", str(file)]
         command = [*timed, *plan.script, *options, *plan.batch_option(batch, shape.ranks)]
-        env = {"TRAINER_STRATEGY": strategy}
+        env = {"TRAINER_STRATEGY": full_name(strategy)}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         done = _run(plan.launch(shape, command), env, plan.timeout_s)

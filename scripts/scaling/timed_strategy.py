@@ -36,7 +36,6 @@ from trainer.data.loader import InMemory, ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.tuning.host import host_cores
 
@@ -98,11 +97,10 @@ class TimedStrategy(Strategy):
             loader.through = lambda steps: self.timer.epoch(loader, steps)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        """Count the time between the first message of a backward pass and the end of the last one, as ddp sends."""
-        wait, timer = super().start_gradients(flat, name), self.timer
-        if isinstance(self, SummingStrategy):  # whose messages are counted one by one
-            return wait
+        """Count the time between the first message of a backward pass and the end of the last one."""
+        timer = self.timer
         timer.sending.append(time.perf_counter())
+        wait = super().start_gradients(flat, name)
 
         def wait_and_count() -> None:
             wait()
@@ -111,12 +109,6 @@ class TimedStrategy(Strategy):
                 timer.exchange_seconds += time.perf_counter() - began
 
         return wait_and_count
-
-    def sum_gradients(self, flat: Tensor) -> None:
-        """Count the time of a message, as strategies send that implement the sum of one."""
-        began = time.perf_counter()
-        super().sum_gradients(flat)  # type: ignore[misc]
-        self.timer.exchange_seconds += time.perf_counter() - began
 
 
 class TimedSynchronizer(Synchronizer):

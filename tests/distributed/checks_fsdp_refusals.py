@@ -69,7 +69,6 @@ def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:
         (nn.Linear(2, 2, device="meta"), {}, r"parameter weight is on the meta device"),
         (make_model(), {"compression": "fp16"}, r"compression is 'fp16', which strategy 'fsdp' does not have"),
         (make_model(), {"sync_every": 4}, r"sync_every is 4, and under FSDP no rank has whole gradients"),
-        (make_model(), {"reduction": "adasum"}, r"reduction is 'adasum', which strategy 'fsdp' does not have"),
         (
             make_model(),
             {"fsdp": FsdpConfig(blocks=("Attention",))},

@@ -127,15 +127,18 @@ def check_half_precision_of_ones_own_loop(strategy: Strategy) -> None:
         model = make_model(torch.float32)
         run = init(strategy, precision=precision)
         forward, optimizer = run.prepare(model, sgd(model))
+        scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
         for inputs, targets in run.loader(data, BATCH):
             optimizer.zero_grad()
             with run.autocast():
                 outputs = forward(inputs)
                 loss = F.cross_entropy(outputs, targets)
             assert outputs.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-            run.backward(loss)
+            run.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
             assert run.clip_grad_norm_(forward, CLIP) < 100, "the gradients are unscaled"
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
         assert_equal(model, exact, 5e-3)
         assert_same_on_all_ranks(strategy, model)
 
@@ -196,30 +199,41 @@ def check_models_that_share_parameters_are_refused(strategy: Strategy) -> None:
         init(strategy).prepare(encoder, nn.Sequential(encoder, nn.ReLU()))
 
 
-def check_fp16_with_two_optimizers_that_step_when_they_like(strategy: Strategy) -> None:
-    """Each steps on unscaled gradients, also after the other one was synchronized, and after an overflow."""
+def check_fp16_with_two_optimizers_of_which_one_overflows_on_one_rank(strategy: Strategy) -> None:
+    """All ranks skip the same optimizer's step, and take the other's."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     run = init(strategy, precision="fp16")
     forwards = run.prepare(*models)
     optimizers = [run.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
-    ones = torch.ones(1, 1, device=run.device)
+    scaler, ones = torch.amp.GradScaler(run.device.type), torch.ones(1, 1, device=run.device)
     before = [gather(model.weight).item() for model in models]
-    run.backward(forwards[0](ones).sum() + forwards[1](ones).sum())
-    run.synchronize()
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    optimizers[1].step()
-    optimizers[1].zero_grad()
-    assert [gather(model.weight).item() for model in models] == pytest.approx([value - 1 for value in before], abs=1e-3)
-    run.backward(forwards[1](ones).sum())  # the second one accumulates over an overflow of the first
-    run.backward(forwards[0](ones * 1e36).sum())
-    run.synchronize(optimizers[0])
-    torch.nn.utils.clip_grad_value_(models[0].parameters(), 1.0)  # which makes the infinity finite
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    run.backward(forwards[1](ones).sum())
-    optimizers[1].step()
-    assert [gather(model.weight).item() for model in models] == pytest.approx([before[0] - 1, before[1] - 3], abs=1e-3)
+    for is_large in (False, True, False):
+        factor = 1e36 if is_large and run.rank == run.world_size - 1 else 1.0
+        run.backward(scaler.scale(forwards[0](ones * factor).sum() + forwards[1](ones).sum()))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(models[0].parameters(), 1.0)  # which makes the infinity finite
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    assert [gather(model.weight).item() for model in models] == pytest.approx([before[0] - 2, before[1] - 3], abs=1e-3)
+
+
+def check_fp16_without_a_scaler_or_with_gradients_that_are_not_complete_is_told(strategy: Strategy) -> None:
+    run, model = init(strategy, precision="fp16"), nn.Linear(1, 1, bias=False)
+    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler, ones = torch.amp.GradScaler(run.device.type), torch.ones(1, 1, device=run.device)
+    run.backward(forward(ones).sum())
+    with pytest.raises(TrainerError, match=r"optimizer\.step\(\) was not called by an enabled GradScaler"):
+        optimizer.step()
+    optimizer.zero_grad()
+    if run.world_size == 1 or strategy.shards:  # where no pass may be the last one within no_sync
+        return
+    with run.no_sync():
+        run.backward(scaler.scale(forward(ones).sum()))
+    with pytest.raises(TrainerError, match=r"run\.synchronize\(\) after run\.no_sync"):
+        scaler.step(optimizer)
 
 
 def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:

@@ -18,7 +18,7 @@ from tests.distributed.reference import assert_equal, fingerprint, make_data, ma
 from trainer import InMemory, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.local_sgd import LocalSynchronizer, _divide, _Piece
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 
 EVERY, FULL, STEPS = 3, 2, 10
 
@@ -91,59 +91,6 @@ def check_ranks_differ_within_a_round_only(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_overlapped_rounds_equal_models_trained_in_turns(strategy: Strategy) -> None:
-    ranks = strategy.world.size
-    if ranks == 1:
-        return
-    data, model = make_data(STEPS * BATCH * ranks), make_model()
-    run = init(strategy, sync_every=EVERY, full_updates=0, sync_overlap=True)
-    wrapped, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(data, BATCH):
-        optimizer.zero_grad()
-        run.backward(F.cross_entropy(wrapped(inputs), targets))
-        optimizer.step()
-        run.all_gather(run.rank)  # a collective of the user's, while weights are on their way
-    assert_equal(model, train_overlapped_in_turns(data, ranks), 1e-12)
-    assert_same_on_all_ranks(strategy, model)
-
-
-@torch.no_grad()
-def average(models: Sequence[nn.Module], pieces: Sequence[_Piece], sent: Sequence[Sequence[Tensor]]) -> None:
-    """Give all models the mean of what was sent of these pieces, and let each keep what it has changed since."""
-    for model, here in zip(models, sent, strict=True):
-        named = dict(model.named_parameters())
-        for number, piece in enumerate(pieces):
-            mean = torch.stack([weights[number] for weights in sent]).mean(0)
-            piece.of(named[piece.name]).add_(mean - here[number])
-
-
-def weights_of(models: Sequence[nn.Module], pieces: Sequence[_Piece]) -> list[list[Tensor]]:
-    held = [dict(model.named_parameters()) for model in models]
-    return [[piece.of(named[piece.name]).detach().clone() for piece in pieces] for named in held]
-
-
-def train_overlapped_in_turns(data: InMemory, ranks: int) -> nn.Module:
-    """Train one model for each rank in this process; each part of the weights is averaged when the next one is sent."""
-    models = [make_model() for _ in range(ranks)]
-    optimizers = [sgd(model) for model in models]
-    parts = _divide([*models[0].named_parameters()], EVERY)
-    pieces: Sequence[_Piece] = ()
-    sent: list[list[Tensor]] = [[] for _ in models]
-    batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
-    for step in range(STEPS):
-        give_gradients(models, data, batches[step * ranks : (step + 1) * ranks])
-        for optimizer in optimizers:
-            optimizer.step()
-        if step % EVERY + 1 in parts:
-            average(models, pieces, sent)
-            pieces = parts[step % EVERY + 1]
-            sent = weights_of(models, pieces)
-    average(models, pieces, sent)
-    whole = [_Piece(name) for name, _ in models[0].named_parameters()]
-    average(models, whole, weights_of(models, whole))
-    return models[0]
-
-
 def check_compressed_rounds_end_with_the_same_weights_near_the_exact_ones(strategy: Strategy) -> None:
     data, exact = make_data(STEPS * BATCH * strategy.world.size), make_model()
     make_trainer(strategy, exact, sync_every=EVERY, full_updates=FULL).fit(data, epochs=1)
@@ -156,7 +103,7 @@ def check_compressed_rounds_end_with_the_same_weights_near_the_exact_ones(strate
 
 
 def check_compressed_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy, sync_overlap=False, compression="powersgd:1")
+    _check_going_on(strategy, compression="powersgd:1")
 
 
 def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) -> None:
@@ -170,17 +117,11 @@ def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) 
 
 
 def check_local_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy, sync_overlap=False)
+    _check_going_on(strategy)
 
 
-def check_overlapped_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy, sync_overlap=True)
-
-
-def _check_going_on(strategy: Strategy, *, sync_overlap: bool, **others: Any) -> None:
-    every = 1 if sync_overlap else 3  # weights are on their way when a checkpoint is written
-    settings: dict[str, Any] = {"sync_every": every, "sync_overlap": sync_overlap, "full_updates": 1, "outer_lr": 0.7}
-    settings.update(others)
+def _check_going_on(strategy: Strategy, **others: Any) -> None:
+    settings: dict[str, Any] = {"sync_every": 3, "full_updates": 1, "outer_lr": 0.7, **others}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks_checkpoints, "init", partial(init, **settings))
         with shared_folder(strategy) as folder:

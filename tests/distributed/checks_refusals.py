@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.reference import make_model, sgd
-from trainer import ConfigError, init
+from examples.strategies import STRATEGIES
+from trainer import ConfigError
 from trainer.strategies import make_strategy
 from trainer.strategies.base import Strategy
 
@@ -15,18 +15,12 @@ def check_a_ring_is_refused_without_mpi(strategy: Strategy) -> None:
     with pytest.raises(
         ConfigError, match=rf"^strategy 'ring' needs MPI, and {launcher} started .*start with `horovodrun --mpi`"
     ):
-        make_strategy("ring", strategy.world)
+        make_strategy(STRATEGIES["ring"], strategy.world)
 
 
 def check_single_is_refused_among_several_ranks(strategy: Strategy) -> None:
     with pytest.raises(ConfigError, match=f"strategy 'single' trains alone, but {strategy.world.launcher} started"):
         make_strategy("single", strategy.world)
-
-
-def check_adasum_is_refused_without_mpi(strategy: Strategy) -> None:
-    model = make_model()
-    with pytest.raises(ConfigError, match="--mpi"):
-        init(strategy, reduction="adasum").prepare(model, sgd(model))
 
 
 def check_horovod_is_refused_under_torchrun(strategy: Strategy) -> None:

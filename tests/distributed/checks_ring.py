@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from examples.strategies.ring import SEGMENT_BYTES, Ring, RingStrategy
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import init
 from trainer.strategies import buckets
-from trainer.strategies.comparisons.ring import SEGMENT_BYTES, Ring, RingStrategy
 
 # Nothing, less than a rank's share, what no number of ranks divides, and several segments with a rest.
 LENGTHS = (0, 1, 2, 3, 7, 1000, 1009, SEGMENT_BYTES + 13)

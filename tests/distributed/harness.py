@@ -171,8 +171,20 @@ class Checks:
     """What the check functions did on every rank of one job."""
 
     outcome: Outcome
+    names: list[str]
+    """All checks, in the order in which they run."""
     by_rank: list[dict[str, str]]
-    """Per rank, each check's name with "passed" or its traceback."""
+    """Per rank, each check's name with "passed" or its traceback; a failed check ends the job."""
+
+    @property
+    def passed(self) -> set[str]:
+        """The checks that passed on all ranks."""
+        return {name for name in self.names if all(report.get(name) == "passed" for report in self.by_rank)}
+
+    @property
+    def ended_by(self) -> str | None:
+        """The first check that did not pass on all ranks; None where all passed. Those behind it did not run."""
+        return next((name for name in self.names if name not in self.passed), None)
 
     def failures(self, check: str) -> list[str]:
         """Return what kept a check from passing, rank by rank, with all that is known of it; empty where it passed."""
@@ -211,4 +223,4 @@ def run_checks(
             report = Path(folder, f"rank-{rank}.jsonl")
             lines = report.read_text().splitlines() if report.exists() else []
             by_rank.append({entry["check"]: entry["outcome"] for entry in map(json.loads, lines)})
-        return Checks(outcome, by_rank)
+        return Checks(outcome, list(modules_of), by_rank)

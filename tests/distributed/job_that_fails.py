@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from examples.strategies import full_name
 from tests.distributed.harness import leave_stacks_on_request
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import Callback, Trainer, TrainerConfig, TrainerError
@@ -48,7 +49,7 @@ def main() -> None:
     mishap = Mishap(kind, rank)
     model = make_model(torch.float32)
     config = TrainerConfig(batch_size=4, device="cpu")
-    trainer = Trainer(model, sgd(model), mishap, strategy=strategy, config=config, output=None)
+    trainer = Trainer(model, sgd(model), mishap, strategy=full_name(strategy), config=config, output=None)
     trainer.fit(make_data(40000, torch.float32), epochs=1)
     print("the epoch ended")
 

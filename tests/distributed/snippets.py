@@ -19,6 +19,14 @@ for snippet in sorted(Path("snippets").glob("*.py")):
     weights = [value.tolist() for value in model.state_dict().values()]
     Path(f"{snippet}.{trainer.current_world().rank}").write_text(json.dumps(weights))
 """
+# The launchers' table of README.md, and the ranks that each starts; test_srun.py has the same under Slurm.
+LAUNCHED = {
+    "python train.py": 1,
+    "horovodrun -np 2 python train.py": 2,
+    "horovodrun --gloo -np 2 python train.py": 2,
+    "mpirun -np 2 --bind-to none python train.py": 2,
+    "torchrun --nproc-per-node 2 train.py": 2,
+}
 RECIPES = "docs/trackers.md"
 """The page whose blocks make a script in pairs, and need the trackers: tests/distributed/test_trackers.py runs them."""
 _IN_SHELL = "import os, sys; os.chdir(sys.argv[1]); os.execvp('bash', ['bash', '-c', sys.argv[2]])"

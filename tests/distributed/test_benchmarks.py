@@ -144,18 +144,11 @@ def test_the_time_to_the_first_step_has_a_row() -> None:
 
 
 @pytest.mark.slow
-def test_what_it_costs_ranks_to_join_and_the_hub_to_hear_them_is_measured() -> None:
-    options = ["--only", "join", "hub", "--ranks", "2", "--simulated", "4", "8", "--repeats", "1"]
-    command = [sys.executable, "-m", "benchmarks.growth", *options]
+def test_what_it_costs_ranks_to_join_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.join", "--ranks", "2", "--repeats", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    for head in (
-        "| hub | 4 | 8 | exponent |",
-        "| lost | 0 | 0 | 0.0 |",
-        "| join, torchrun | 2 |",
-        "| join, horovodrun",
-    ):
-        assert head in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith(("| torchrun | 2", "| horovodrun | 2"))]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tests.distributed.harness import leave_stacks_on_request
 def main() -> int:
     import torch
 
+    from examples.strategies import full_name
     from trainer.cluster.environment import read_launch
     from trainer.config import TrainerConfig
     from trainer.loop.joining import join
@@ -26,7 +27,7 @@ def main() -> int:
     leave_stacks_on_request(rank)
     # References are computed in full precision, and some are compared bit for bit.
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
-    strategy = join(name, TrainerConfig(device=device))
+    strategy = join(full_name(name), TrainerConfig(device=device))
     with Path(folder, f"rank-{rank}.jsonl").open("w") as report:
         for check in checks:
             module, function = check.split(":")

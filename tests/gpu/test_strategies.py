@@ -16,7 +16,6 @@ from tests.gpu.machine import DEVICE, JOB_TIMEOUT_S, ON_GPU, has_package, need, 
 
 pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
 
-# Adasum is left out: among the GPUs of one host, Horovod takes the mean instead.
 JOBS = [
     Job("single", "python", 1, (NETWORKS,)),
     Job("horovod", "horovodrun-mpi", 1, (NETWORKS, BROADCAST)),

@@ -23,8 +23,9 @@ def wait_in_training(strategy: str) -> None:
     import torch
 
     import trainer
+    from examples.strategies import full_name
 
-    run = trainer.init(strategy=strategy)
+    run = trainer.init(full_name(strategy))
     model = torch.nn.Linear(2, 1)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.backward(model(torch.ones(1, 2)).sum())

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from examples.strategies.summing import SummingStrategy
 from tests.unit.ranks_as_threads import Threads
 from trainer import TrainerError, World
 from trainer.config import RunConfig
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
@@ -325,9 +325,7 @@ def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientS
 
 
 def local(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
-    return LocalSynchronizer(
-        named(held), strategy, RunConfig(sync_every=2, full_updates=0, sync_overlap=True, outer_lr=0.7)
-    )
+    return LocalSynchronizer(named(held), strategy, RunConfig(sync_every=2, full_updates=0, outer_lr=0.7))
 
 
 KINDS_AND_LOCAL = {**KINDS, "local": local}

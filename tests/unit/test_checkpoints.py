@@ -208,9 +208,7 @@ def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
     checkpoints.finish()
     made.pop().close()
     del held
-    with pytest.raises(
-        ConfigError, match=r"weight of state 'layer', a Linear, has shape \(1, 2\) there and \(1, 3\) here"
-    ):
+    with pytest.raises(ConfigError, match=r"state 'layer' of the checkpoint does not fit this Linear: .*size mismatch"):
         start(tmp_path, state={"layer": nn.Linear(3, 1)})
 
 

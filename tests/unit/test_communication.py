@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.strategies.summing import SummingStrategy
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies.buckets import BucketSynchronizer
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.gradients import NamedParameters, Synchronizer

@@ -51,7 +51,6 @@ ON_ANOTHER_NODE = {**BESIDE_MPIRUN, "OMPI_MCA_orte_local_daemon_uri": "1.1;tcp:/
         ("sync_every", 0, "sync_every is 0; it must be at least 1"),
         ("outer_lr", 0.0, "outer_lr is 0.0; it must be finite and positive"),
         ("outer_momentum", 1.0, "outer_momentum is 1.0; it must be at least 0 and below 1"),
-        ("reduction", "median", "reduction is 'median'; valid are average, adasum"),
         ("decay", "steps", "decay is 'steps'; valid are none, cosine"),
         ("device", "tpu", "device is 'tpu'; valid are auto, cpu, cuda"),
         ("batch_size", 0, "batch_size is 0; it must be at least 1"),
@@ -99,35 +98,17 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"compression": "powersgd:2"}, {"sync_every": 4}, {"outer_lr": 0.7}])
-@pytest.mark.parametrize("other", [{"reduction": "adasum"}, {"precision": "fp16"}])
-def test_what_sends_less_goes_with_neither_adasum_nor_a_loss_scale(
-    setting: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_what_sends_less_does_not_go_with_a_loss_scale(setting: dict[str, Any]) -> None:
     TrainerConfig(**setting)
-    (name, value), (other_name, other_value) = *setting.items(), *other.items()
-    with pytest.raises(
-        ConfigError, match=f"^{name} is '?{value}'?, which does not go with {other_name} '{other_value}'"
-    ):
-        TrainerConfig(**setting, **other)
-
-
-def test_two_messages_are_not_overlapped() -> None:
-    assert TrainerConfig(sync_every=4, compression="bf16", sync_overlap=True).sync_overlap
-    assert TrainerConfig(sync_every=4, compression="powersgd").powersgd_rank == 4
-    with pytest.raises(ConfigError, match="sync_overlap is True, and the second message of compression 'powersgd'"):
-        TrainerConfig(sync_every=4, compression="powersgd", sync_overlap=True)
+    [(name, value)] = setting.items()
+    with pytest.raises(ConfigError, match=f"^{name} is '?{value}'?, which does not go with precision 'fp16'"):
+        TrainerConfig(**setting, precision="fp16")
 
 
 def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:
     with pytest.raises(ConfigError, match="sync_every is 4, which does not go with dynamic_graph"):
         TrainerConfig(sync_every=4, dynamic_graph=True)
     assert TrainerConfig(compression="powersgd", dynamic_graph=True).dynamic_graph
-
-
-def test_an_overlap_needs_something_to_overlap() -> None:
-    assert TrainerConfig(sync_overlap=True, outer_lr=0.7).shared_mechanism
-    with pytest.raises(ConfigError, match="sync_overlap is True, and nothing averages weights; set sync_every to 2"):
-        TrainerConfig(sync_overlap=True)
 
 
 @pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("bf16", None), ("none", None)])
@@ -137,13 +118,6 @@ def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
 
 def test_no_compression_is_the_same_as_compression_none() -> None:
     assert TrainerConfig(compression=None) == TrainerConfig(compression="none")
-
-
-@pytest.mark.parametrize("setting", [{"clip_norm": 1.0}, {"precision": "fp16"}, {"compression": "bf16"}])
-def test_adasum_goes_with_nothing_that_changes_gradients_and_has_no_bfloat16(setting: dict[str, Any]) -> None:
-    TrainerConfig(**setting)
-    with pytest.raises(ConfigError, match="reduction is 'adasum'"):
-        TrainerConfig(reduction="adasum", **setting)
 
 
 def test_a_configuration_error_is_a_value_error() -> None:

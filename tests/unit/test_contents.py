@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import ConfigError, TrainerError
+from trainer import ConfigError, TrainerError, World
+from trainer.checkpoint.run import contents as contents_module
 from trainer.checkpoint.run.contents import Contents
 from trainer.strategies.gradients import Synchronizer
 
@@ -41,36 +43,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def make(
-    model: nn.Module | None = None, optimizer: Callable[[Any], Any] = sgd, scaler: Any = None, **objects: Any
-) -> tuple[Contents, Any]:
+def make(model: nn.Module | None = None, optimizer: Callable[[Any], Any] = sgd, **objects: Any) -> tuple[Contents, Any]:
     model = model or nn.Linear(2, 3)
     calls: list[str] = []
     prepared: Any = SimpleNamespace(
-        models={model: Noted(calls)},
-        optimizers=[optimizer(model.parameters())],
-        scaler=scaler,
-        finish_step=lambda: calls.append("finish_step"),
-        calls=calls,
+        models={model: Noted(calls)}, optimizers=[optimizer(model.parameters())], calls=calls
     )
     return Contents(prepared, objects), prepared
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
     return sgd([{"params": [parameter]} for parameter in parameters])
-
-
-class Scaler:
-    """Stands for fp16's."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale = state["scale"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +69,7 @@ class Scaler:
         ({"model": nn.Linear(2, 3).double()}, ["weight is torch.float64 there and torch.float32 here", "bias is"]),
         ({"optimizer": torch.optim.Adam}, ["the optimizer is a Adam there and a SGD here"]),
         ({"optimizer": two_groups}, ["the optimizer has [1, 1] parameters per group there and [2] here"]),
-        ({"scaler": Scaler()}, ["it was made under precision fp16"]),
+        ({"scaler": torch.amp.GradScaler("cpu")}, ["it has a state 'scaler'"]),
         ({"totals": {}}, ["it has a state 'totals'"]),
     ],
 )
@@ -98,8 +81,8 @@ def test_what_keeps_a_checkpoint_from_being_loaded_is_told(there: dict[str, Any]
 
 def test_what_a_checkpoint_is_without_is_told() -> None:
     saved = make()[0].state()
-    contents = make(scaler=Scaler(), totals={})[0]
-    assert contents.differences(saved) == ["it has no state 'totals'", "it was made without precision fp16"]
+    contents = make(scaler=torch.amp.GradScaler("cpu"), totals={})[0]
+    assert contents.differences(saved) == ["it has no state 'scaler'", "it has no state 'totals'"]
     saved["models"] *= 2
     saved["optimizers"] = []
     problems = make()[0].differences(saved)
@@ -134,21 +117,39 @@ def test_a_value_that_cannot_be_loaded_is_told_before_the_first_step() -> None:
         make(mine={"what": object()})[0].bytes()
 
 
-def test_steps_are_finished_and_weights_settled_before_the_state_is_read() -> None:
+def test_weights_are_settled_before_the_state_is_read() -> None:
     contents, prepared = make()
     contents.state()
-    assert prepared.calls == ["finish_step", "settle 1", "state"]
+    assert prepared.calls == ["settle 1", "state"]
+
+
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_the_loss_scale_of_an_older_checkpoint_is_that_of_the_state_scaler(
+    monkeypatch: pytest.MonkeyPatch, has_scaler: bool
+) -> None:
+    saved = make()[0].state()
+    position = {"epoch": 0, "updates": 3, "loaders": [], "saved_in": None, "random": [None, None]}
+    saved |= {**position, "scaler": {**torch.amp.GradScaler("cpu").state_dict(), "scale": 8.0}}
+    monkeypatch.setattr(contents_module, "read_state", lambda *_, **__: saved)
+    checkpoint: Any = SimpleNamespace(path=Path("a"), facts={"complete": False, "written": "today"})
+    strategy: Any = SimpleNamespace(shards=False, world=World())
+    scaler = torch.amp.GradScaler("cpu")
+    contents, _ = make(scaler=scaler) if has_scaler else make()
+    if not has_scaler:
+        with pytest.raises(ConfigError, match="checkpoint a does not fit this run: it has a state 'scaler'; give"):
+            contents.resume(checkpoint, strategy)
+        return
+    contents.resume(checkpoint, strategy)
+    assert scaler.get_scale() == 8.0
 
 
 def test_everything_is_given_back() -> None:
-    scaler, totals = Scaler(), {"seen": 1, "since": 2}
-    contents, prepared = make(scaler=scaler, totals=totals, layer=nn.Linear(1, 1))
-    scaler.scale = 8.0
+    totals = {"seen": 1, "since": 2}
+    contents, prepared = make(totals=totals, layer=nn.Linear(1, 1))
     saved = contents.state()
     saved["objects"]["totals"] = {"seen": 5}
-    other, there = make(scaler=Scaler(), totals=totals, layer=nn.Linear(1, 1))
+    other, there = make(totals=totals, layer=nn.Linear(1, 1))
     other.load(saved)
-    assert there.scaler.scale == 8.0
     assert totals == {"seen": 5}  # what the checkpoint does not have is gone
     assert torch.equal(next(iter(there.models)).weight, next(iter(prepared.models)).weight)
     assert torch.equal(other.objects["layer"].weight, contents.objects["layer"].weight)

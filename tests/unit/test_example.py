@@ -48,7 +48,7 @@ def test_one_epoch_on_the_digits_ends_with_the_test_accuracy(tmp_path: Path) -> 
 # Each with what its line says.
 INVALID = {
     "--strategy nope": (
-        "strategy is 'nope'; valid are auto, single, horovod, ddp, fsdp, ring, data_parallel, parameter_server"
+        "strategy is 'nope'; valid are auto, single, horovod, ddp, fsdp, and module:Class for one of your own"
     ),
     "--dataset nope": "dataset is 'nope'; valid are auto, mnist, digits",
     "--precision nope": "precision is 'nope'; valid are fp32, bf16, fp16",

@@ -149,7 +149,7 @@ def test_a_difference_from_the_script_is_told_in_one_line(tmp_path: Path, capfd:
         edited = Fit(tmp_path, lr=0.01, weight_decay=0.5).run(epochs=epochs)
         (line,) = [line for line in capfd.readouterr().err.splitlines() if "differs" in line]
         assert ("lr of group 1 = 0.1 from the script (checkpoint: 0.5)" in line) == (epochs == 3)  # which counts
-        assert "weight_decay of group 1 = 0 from the checkpoint (script: 0.5); to change what is the" in line
+        assert "weight_decay of group 1 = 0 from the checkpoint (script: 0.5); see docs/surviving.md" in line
         assert edited.trainer.optimizer.param_groups[1]["weight_decay"] == 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer import RunConfig, World
+from trainer import RunConfig
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.local_sgd import LocalSynchronizer, _divide
+from trainer.strategies.compress.local_sgd import LocalSynchronizer
 
 RANKS = 2
 DIRECTIONS = torch.tensor([[1.0, -2.0, 0.5], [0.5, 3.0, -1.0]], dtype=torch.float64)
@@ -39,18 +37,11 @@ class Outer(NamedTuple):
     momentum: float
 
 
-def rounds(
-    *, every: int, full_updates: int = 0, overlap: bool = False, outer: Outer | None = None, compression: str = "none"
-) -> RunConfig:
+def rounds(*, every: int, full_updates: int = 0, outer: Outer | None = None, compression: str = "none") -> RunConfig:
     """Return the settings of rounds of local updates."""
     lr, momentum = outer or (None, 0.0)
     return RunConfig(
-        sync_every=every,
-        full_updates=full_updates,
-        sync_overlap=overlap,
-        outer_lr=lr,
-        outer_momentum=momentum,
-        compression=compression,
+        sync_every=every, full_updates=full_updates, outer_lr=lr, outer_momentum=momentum, compression=compression
     )
 
 
@@ -144,166 +135,6 @@ def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: in
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
-PARTS = {
-    1: {1: [0, 1, 2, 3, 4, 5, 6, 7]},
-    3: {1: [0, 1, 2], 2: [3, 4, 5], 3: [6, 7]},
-    4: {1: [0, 1, 2], 2: [], 3: [3, 4, 5], 4: [6, 7]},
-    8: {2: [0, 1, 2], 4: [], 6: [3, 4, 5], 8: [6, 7]},
-}
-"""The weights that are sent after each update of a round of so many: rows of the matrix, then of the biases."""
-
-
-class ByHand:
-    """Both ranks' models, trained in turns; their weights are sent in parts, each averaged when the next is sent."""
-
-    def __init__(self, outer: Outer | None, every: int) -> None:
-        self.models, self._parts = [network() for _ in range(RANKS)], PARTS[every]
-        self._optimizers = [sgd(model) for model in self.models]
-        self._every, self._sent = every, 0
-        self._here: list[Tensor] = []
-        first = self.weights()[0]
-        self._anchors = {update: nn.Parameter(first[place]) for update, place in self._parts.items()}
-        self._outside = (
-            {
-                update: torch.optim.SGD([anchor], outer.lr, outer.momentum, nesterov=True)
-                for update, anchor in self._anchors.items()
-            }
-            if outer
-            else {}
-        )
-
-    def train(self, steps: int) -> None:
-        for step in range(steps):
-            for rank, (model, optimizer) in enumerate(zip(self.models, self._optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss(model, rank, step).backward()
-                optimizer.step()
-            update = step % self._every + 1
-            if update in self._parts:
-                self.receive()
-                self.send(update)
-
-    def send(self, update: int) -> None:
-        self._sent, self._here = update, [weights[self._parts[update]] for weights in self.weights()]
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """Take the average of the part that was sent; each rank keeps what it has added since."""
-        if not self._sent:
-            return
-        place, anchor, average = self._parts[self._sent], self._anchors[self._sent], torch.stack(self._here).mean(0)
-        if self._outside:
-            anchor.grad = anchor - average
-            self._outside[self._sent].step()
-        else:
-            anchor.copy_(average)
-        for model, weights, here in zip(self.models, self.weights(), self._here, strict=True):
-            weights[place] = anchor + (weights[place] - here)
-            nn.utils.vector_to_parameters(weights, model.parameters())
-        self._sent = 0
-
-    def settle(self) -> None:
-        """Take what is on its way, then the average of all weights."""
-        self.receive()
-        for update in self._parts:
-            self.send(update)
-            self.receive()
-
-    def weights(self) -> list[Tensor]:
-        return [nn.utils.parameters_to_vector(model.parameters()).detach().clone() for model in self.models]
-
-
-@pytest.mark.parametrize(
-    ("outer", "every", "steps"),
-    [
-        *((Outer(lr=0.7, momentum=0.9), *pair) for pair in ((1, 5), (3, 2), (3, 3), (3, 11), (4, 12), (8, 17))),
-        *((None, *pair) for pair in ((3, 2), (3, 3), (3, 11), (4, 12), (8, 17))),  # with 1, nothing averages weights
-    ],
-)
-def test_a_part_of_the_weights_is_averaged_when_the_next_one_is_sent(
-    outer: Outer | None, every: int, steps: int
-) -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=every, overlap=True, outer=outer)
-        replica.train(steps)
-        before = replica.weights()
-        replica.synchronizer.settle()
-        return before, replica.weights()
-
-    by_hand = ByHand(outer, every)
-    by_hand.train(steps)
-    before = by_hand.weights()
-    by_hand.settle()
-    results = Threads(RANKS).run(job)
-    for rank in range(RANKS):
-        torch.testing.assert_close(results[rank][0], before[rank], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(results[rank][1], by_hand.weights()[rank], rtol=1e-12, atol=1e-12)
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_a_part_is_awaited_only_when_the_next_one_is_sent() -> None:
-    events: list[str] = []
-
-    def start(flat: Tensor, name: str) -> Callable[[], Tensor]:
-        events.append(f"{flat.numel()} begun after {replica.steps + 1}")
-
-        def wait() -> Tensor:
-            events.append(f"awaited after {replica.steps + 1}")
-            return flat.add_(1.0)
-
-        return wait
-
-    strategy: Any = SimpleNamespace(start_gradients=start, world=World())
-    replica = Rank(0, strategy, every=8, overlap=True)
-    replica.train(7)
-    assert events == ["3 begun after 2", "awaited after 4", "3 begun after 6"]
-    before = replica.weights()
-    replica.synchronizer.load_state_dict({})  # what is on its way is received, and left out
-    assert events[3:] == ["awaited after 8"]
-    replica.synchronizer._take_average()
-    assert torch.equal(replica.weights(), before)
-
-
-def test_parts_have_about_as_many_numbers_whatever_the_shapes() -> None:
-    shapes = ((1000, 30), (), (7,), (0, 5), (64, 16, 3, 3), (10, 2000))
-    parameters = [(str(number), nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
-    held = dict(parameters)
-    parts = _divide(parameters, 16)
-    assert [*parts] == [4, 8, 12, 16]
-    sizes = [sum(piece.of(held[piece.name]).numel() for piece in part) for part in parts.values()]
-    total = sum(parameter.numel() for parameter in held.values())
-    assert sum(sizes) == total
-    assert all(abs(size - total / 4) <= 2000 for size in sizes)  # a row
-    with torch.no_grad():
-        for part in parts.values():
-            for piece in part:
-                piece.of(held[piece.name]).add_(1)
-    assert all(bool((parameter == 1).all()) for parameter in held.values())
-
-
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
-@pytest.mark.parametrize("writers", [(0, 1), (1,)])
-def test_what_somebody_writes_into_weights_that_were_sent_stays(outer: Outer | None, writers: tuple[int]) -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=3, overlap=True, outer=outer)
-        replica.train(3)
-        sent = replica.weights()
-        if rank in writers:
-            with torch.no_grad():
-                for parameter in replica.model.parameters():
-                    parameter.add_(10.0)
-        replica.synchronizer.settle()
-        return sent, replica.weights()
-
-    results = Threads(RANKS).run(job)
-    assert torch.equal(results[0][1], results[1][1])
-    mean_sent = torch.stack([sent for sent, _ in results]).mean(0)
-    if outer is None:
-        torch.testing.assert_close(results[0][1], mean_sent + 10.0 * len(writers) / RANKS)
-    else:
-        assert (results[0][1] - mean_sent).min() > 2.0
-
-
 @pytest.mark.parametrize("writers", [(0, 1), (1,)])
 def test_what_somebody_writes_into_weights_between_rounds_is_no_change_to_an_outer_optimizer(
     writers: tuple[int, ...],
@@ -323,10 +154,9 @@ def test_what_somebody_writes_into_weights_between_rounds_is_no_change_to_an_out
         torch.testing.assert_close(after, before + 10.0 * len(writers) / RANKS)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_outer_optimizers_momentum_moves_no_frozen_parameter(overlap: bool) -> None:
+def test_an_outer_optimizers_momentum_moves_no_frozen_parameter() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=2, outer=Outer(lr=0.7, momentum=0.9), overlap=overlap)
+        replica = Rank(rank, strategy, every=2, outer=Outer(lr=0.7, momentum=0.9))
         replica.train(6)
         replica.synchronizer.settle()
         weight, bias = replica.model.parameters()

@@ -21,9 +21,9 @@ SHAPES = [(64, 48), (48,), ()]
 class Changed:
     """A rank's model, each step of which adds what the rank alone has drawn."""
 
-    def __init__(self, rank: int, strategy: Strategy, compression: str, *, overlap: bool = False) -> None:
+    def __init__(self, rank: int, strategy: Strategy, compression: str) -> None:
         self.model = nn.ParameterList(torch.ones(shape) for shape in SHAPES)
-        config = rounds(every=EVERY, compression=compression, overlap=overlap)
+        config = rounds(every=EVERY, compression=compression)
         self.synchronizer = LocalSynchronizer([*self.model.named_parameters()], strategy, config)
         self.rank, self._drawn = rank, torch.Generator().manual_seed(rank)
         self.added = torch.zeros(())
@@ -43,12 +43,12 @@ def flat(tensors: object) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # type: ignore[attr-defined]
 
 
-def run(compression: str, job: Callable[[Changed], None], *, overlap: bool = False) -> tuple[Tensor, Tensor, Threads]:
+def run(compression: str, job: Callable[[Changed], None]) -> tuple[Tensor, Tensor, Threads]:
     """Return the weights, which are every rank's, and 1 + the mean of what all have added."""
     threads = Threads(RANKS)
 
     def train(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        training = Changed(rank, strategy, compression, overlap=overlap)
+        training = Changed(rank, strategy, compression)
         job(training)
         training.synchronizer.settle()
         return flat(training.model), training.added
@@ -58,15 +58,14 @@ def run(compression: str, job: Callable[[Changed], None], *, overlap: bool = Fal
     return weights[0], 1 + torch.stack(added).mean(0), threads
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("compression", "digits"), [("fp16", 11), ("bf16", 8)])
-def test_changes_are_rounded_and_weights_are_not(compression: str, digits: int, overlap: bool) -> None:
+def test_changes_are_rounded_and_weights_are_not(compression: str, digits: int) -> None:
     # Changes of a thousandth are below half a digit of a weight of 1 in bfloat16: sent as weights they would be lost.
     def job(training: Changed) -> None:
         for _ in range(6 * EVERY):
             training.step(scale=1e-3)
 
-    weights, exact, threads = run(compression, job, overlap=overlap)
+    weights, exact, threads = run(compression, job)
     assert float((weights - exact).abs().max()) < 6 * 8e-3 * 2**-digits
     types = {"fp16": torch.float16, "bf16": torch.bfloat16}
     assert threads.types["weights.float32"] == types[compression]
@@ -153,7 +152,7 @@ def test_a_parameter_that_one_rank_frees_before_the_others_is_sent_as_unchanged(
             training.step()
 
     for compression in ("bf16", "fp16"):
-        run(compression, job, overlap=True)
+        run(compression, job)
 
 
 def test_what_powersgd_has_left_is_in_its_state() -> None:

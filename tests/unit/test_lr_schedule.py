@@ -62,7 +62,6 @@ def test_a_warm_up_over_all_updates_leaves_nothing_to_decay() -> None:
         (TrainerConfig(global_batch_size=64, accumulate=3), 1, 3.0, 10),
         (TrainerConfig(global_batch_size=64, scale_lr=False), 4, 1.0, 0),
         (TrainerConfig(), 1, 1.0, 0),
-        (TrainerConfig(reduction="adasum", accumulate=2), 4, 1.0, 0),
     ],
 )
 def test_the_schedule_follows_the_settings(config: TrainerConfig, world_size: int, scale: float, warmup: int) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from examples.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
+from examples.strategies.parameter_server.wire import METHOD, decode, encode
 from trainer import ConfigError, TrainerError, World
 from trainer.cluster.identity import prove
-from trainer.strategies.comparisons.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
-from trainer.strategies.comparisons.parameter_server.wire import METHOD, decode, encode
 
 TOKEN = "the job's"  # noqa: S105
 TIMEOUT_S = 4.0
@@ -94,7 +94,7 @@ def test_bfloat16_is_added_up_in_float32_and_rounded_once(server: ServerProcess)
 
 
 def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.strategies.comparisons.parameter_server.strategy.CHUNK_BYTES", 16)
+    monkeypatch.setattr("examples.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     links = [Stream(process.endpoint, "gradients", TOKEN, World()) for process in (first, second)]

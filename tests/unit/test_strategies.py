@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from examples.strategies import STRATEGIES
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies import NAMES, choose_strategy, make_strategy
@@ -31,10 +32,22 @@ def _leave_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
-    with pytest.raises(
-        ConfigError, match="'nope'; valid are auto, single, horovod, ddp, fsdp, ring, data_parallel, parameter_server"
-    ):
+    with pytest.raises(ConfigError, match="'nope'; valid are auto, single, horovod, ddp, fsdp, and module:Class"):
         make_strategy("nope", World())
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("examples.nowhere:Ring", "No module named 'examples.nowhere'"),
+        ("examples.strategies.ring:Rings", "has no attribute 'Rings'"),
+        ("examples.strategies.ring:Ring", "which is no subclass of trainer.Strategy"),
+        (":Ring", "Empty module name"),
+    ],
+)
+def test_a_strategy_of_ones_own_that_is_not_there_is_one_line(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"strategy is '{name}'.*{problem}"):
+        make_strategy(name, World())
 
 
 @pytest.mark.parametrize(
@@ -97,17 +110,17 @@ def test_importing_the_library_imports_no_strategys_package() -> None:
 def test_data_parallel_without_several_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"needs two GPUs or more in one host, .* this one shows 1"):
-        make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
+        make_strategy(STRATEGIES["data_parallel"], World(device=torch.device("cuda", 0)))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ConfigError, match="and the device is cpu"):
-        make_strategy("data_parallel", World())
+        make_strategy(STRATEGIES["data_parallel"], World())
     with pytest.raises(ConfigError, match="one process with several GPUs, but mpirun started 2 ranks"):
-        make_strategy("data_parallel", TWO)
+        make_strategy(STRATEGIES["data_parallel"], TWO)
 
 
 def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    strategy = make_strategy("data_parallel", World(device=torch.device("cuda", 0)))
+    strategy = make_strategy(STRATEGIES["data_parallel"], World(device=torch.device("cuda", 0)))
     assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
     model = nn.Linear(2, 1)
     wrapped = strategy.wrap(model)

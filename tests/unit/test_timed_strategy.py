@@ -160,8 +160,8 @@ def test_a_mistake_in_the_options_is_named(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINER_STRATEGY", "ring")
-    assert choose_strategy("auto", World()) == "ring"
+    monkeypatch.setenv("TRAINER_STRATEGY", "fsdp")
+    assert choose_strategy("auto", World()) == "fsdp"
     assert choose_strategy("ddp", World()) == "ddp"
     monkeypatch.setenv("TRAINER_STRATEGY", "rings")
     with pytest.raises(ConfigError, match="strategy is 'rings'; valid are auto, single"):

@@ -59,7 +59,14 @@ class Fit:
     """
 
     def __init__(
-        self, folder: Path, steps: int = -1, *, output: Any = None, schedule: bool = False, **options: Any
+        self,
+        folder: Path,
+        steps: int = -1,
+        *,
+        output: Any = None,
+        schedule: bool = False,
+        precision: str = "fp32",
+        **options: Any,
     ) -> None:
         self.counter, self._left = Counter(), steps
         model = network(dropout=0.3)
@@ -69,7 +76,7 @@ class Fit:
             optimizer,
             self._loss,
             strategy="single",
-            config=TrainerConfig(device="cpu", batch_size=10, log_every_updates=1, accumulate=2),
+            config=TrainerConfig(device="cpu", batch_size=10, log_every_updates=1, accumulate=2, precision=precision),
             metrics={"accuracy": accuracy},
             lr_scheduler=StepLR(optimizer, 4) if schedule else None,
             callbacks=[self.counter],
@@ -113,6 +120,23 @@ def test_it_ends_as_if_it_had_not_been_interrupted(steps: list[int], schedule: b
     assert torch.equal(weights(again.trainer), weights(whole.trainer))
     assert plain(resumed) == plain(expected)
     assert again.counter.epochs == EPOCHS
+
+
+def test_it_goes_on_with_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+    def fit(folder: str, steps: int = -1) -> Fit:
+        made = Fit(tmp_path / folder, steps, precision="fp16")
+        made.trainer._scaler.set_growth_interval(4)
+        return made
+
+    whole = fit("whole")
+    whole.run()
+    with pytest.raises(Interrupted):
+        fit("parts", 17).run()
+    again = fit("parts")
+    again.run()
+    assert torch.equal(weights(again.trainer), weights(whole.trainer))
+    assert again.trainer._scaler.state_dict() == whole.trainer._scaler.state_dict()
+    assert whole.trainer._scaler.get_scale() > 65536.0
 
 
 def test_a_complete_fit_returns_its_records_and_trains_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from examples.strategies.parameter_server.wire import decode, encode
 from trainer.checkpoint.disk.committed import Manifest, load, name_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import FolderLock
@@ -22,7 +23,6 @@ from trainer.ops.submit import options as submit
 from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.report.run_record import _append, _checkpoints_of, _keep
-from trainer.strategies.comparisons.parameter_server.wire import decode, encode
 from trainer.untrusted import parse_json, read_file
 from trainer.watch.heartbeat import Heartbeat
 from trainer.watch.job_folder import parse_verdict

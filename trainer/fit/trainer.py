@@ -99,6 +99,7 @@ class Trainer:
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._has_fitted = checkpoint, False
+        self._scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.config.precision == "fp16")
         self.checkpoints: Checkpoints | None = None
         """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
 
@@ -155,7 +156,9 @@ class Trainer:
             raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
         self._has_fitted = True
         users = self._users_schedule
-        kept = {"fit": self._state, "learning rate": users.scheduler if users is not None else self._learning_rate}
+        kept: dict[str, Any] = {"fit": self._state, "learning rate": users.scheduler if users else self._learning_rate}
+        if self._scaler.is_enabled():
+            kept["scaler"] = self._scaler
         return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 
     def evaluate(self, data: Dataset[Any]) -> Evaluation:
@@ -238,14 +241,16 @@ class Trainer:
         inputs, targets = _pair(step)
         with self.run.autocast():
             loss = self.loss(self._forward(self._layout(inputs)), targets)
-        self.run.backward(loss)
+        self.run.backward(self._scaler.scale(loss))
         return loss
 
     def _update(self) -> None:
         """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
+            self._scaler.unscale_(self.optimizer)
             self.run.clip_grad_norm_(parameters_of(self.optimizer), self.config.clip_norm)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         self.optimizer.zero_grad()
         self._state.updates += 1
         self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import PeriodicCheck
+from trainer.loop.grad_scaler import check_step_is_scaled
 from trainer.loop.gradients import gradients_of
 from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
@@ -27,12 +28,12 @@ class Exchange:
     """The all-reduces of one `Run`'s gradients, and the optimizers' steps that follow them.
 
     An optimizer is not wrapped, because its gradients are complete before its step. Hooks on the step serve only
-    mechanisms that combine steps or weights, the loss scale, and checks.
+    mechanisms that combine weights, and checks.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig, prepared: Prepared, weighing: Weighing) -> None:
         self._strategy, self._config, self._prepared, self._weighing = strategy, config, prepared, weighing
-        self._batches, self._scaler = weighing.batches, prepared.scaler
+        self._batches = weighing.batches
         self._periodic = PeriodicCheck(strategy)
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """By a model's synchronizer: the ids of the optimizers that have stepped since its last exchange."""
@@ -76,8 +77,6 @@ class Exchange:
             with span(EXCHANGE):
                 synchronizer.discard() if failed else synchronizer.complete()
             self._stepped[synchronizer] = set()
-        if self._scaler is not None:
-            self._scaler.unscale(prepared.optimizers)
         if not prepared.has_optimizers:
             self.completed.on_step(self._batches.has_loader)
         if prepared.active and self._periodic.is_due():
@@ -102,16 +101,16 @@ class Exchange:
     ) -> Any:
         if id(optimizer) in self._running:  # this is the parent class's step, called by the subclass's
             return None
+        closure, is_fp16 = args[1] if len(args) > 1 else kwargs.get("closure"), self._config.precision == "fp16"
+        if is_fp16 and closure is None:
+            check_step_is_scaled()
         self._running.add(id(optimizer))
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             for synchronizer in self._complete(known, optimizer):
                 synchronizer.before_step()
-            if self._scaler is not None:
-                self._scaler.before_step(optimizer)
             return None
-        if self._scaler is not None or self._config.reduction == "adasum" or self._config.shared_mechanism:
-            raise ConfigError("a closure cannot be combined with fp16, adasum, powersgd, sync_every or outer_lr")
+        if is_fp16 or self._config.shared_mechanism:
+            raise ConfigError("a closure cannot be combined with fp16, powersgd, sync_every or outer_lr")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs
@@ -152,6 +151,12 @@ class Exchange:
             for synchronizer in synchronizers
             if synchronizer.has_local_gradients or (is_repeated and self._was_missed(synchronizer, optimizer))
         ]:
+            if self._config.precision == "fp16":
+                raise TrainerError(
+                    "scaler.step has unscaled gradients that were not all-reduced yet; under precision 'fp16' call "
+                    "run.backward on every rank before each step, and run.synchronize() after run.no_sync, before "
+                    "scaler.unscale_ and scaler.step"
+                )
             self.run(wanted)
         for synchronizer in synchronizers:
             self._stepped.setdefault(synchronizer, set()).add(id(optimizer))
@@ -169,5 +174,3 @@ class Exchange:
         self.completed.on_step(self._batches.has_loader)
         for synchronizer in self._prepared.synchronizers_of(known, optimizer):
             synchronizer.after_step()
-        if self._scaler is not None:
-            self._scaler.after_step(optimizer)

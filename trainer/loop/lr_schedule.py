@@ -69,11 +69,10 @@ class Schedule:
 def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: int, epochs: int) -> Schedule:
     """Return the schedule of a configuration.
 
-    Adasum combines gradients so that the step needs no scaling with the world size (Maleki et al. 2020), so there is
-    neither scale nor warm-up with it. With a global batch the learning rate is the same on any number of ranks. There
-    is no single rank's to climb from, so it climbs from 0.
+    With a global batch the learning rate is the same on any number of ranks. There is no single rank's to climb from,
+    so it climbs from 0.
     """
-    scaled, is_global = config.scale_lr and config.reduction != "adasum", config.global_batch_size is not None
+    scaled, is_global = config.scale_lr, config.global_batch_size is not None
     scale = float(config.accumulate * (1 if is_global else world_size)) if scaled else 1.0
     start = 0.0 if scaled and is_global else 1.0
     total = updates_per_epoch * epochs

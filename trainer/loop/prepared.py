@@ -25,7 +25,6 @@ from trainer.loop.consistency import (
     is_plain,
 )
 from trainer.loop.gradients import parameters_of
-from trainer.loop.loss_scaler import LossScaler
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
@@ -45,7 +44,7 @@ def _end_earlier(prepared: nn.Module | Optimizer) -> None:
 
 
 class Prepared:
-    """The prepared models and optimizers of one `Run`, with the loss scale that they are trained with.
+    """The prepared models and optimizers of one `Run`.
 
     They are held weakly: a sweep over many of them keeps none that nobody else holds. So are the synchronizers, which
     the hooks on a model's parameters own; one that has nothing to do is owned by nobody, and is made when asked for.
@@ -53,8 +52,6 @@ class Prepared:
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
         self._strategy, self._config = strategy, config
-        self.scaler = LossScaler(strategy.world.device.type) if config.precision == "fp16" else None
-        """The loss scale of precision fp16; None under the others."""
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, PreparedOptimizer] = WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -91,11 +88,6 @@ class Prepared:
         """Return whether an optimizer has stepped on what the last backward pass has left, as far as is known."""
         steps = [known.backwards_at_step for known in self._optimizers.values()]
         return not steps or self.backwards in (0, *steps)
-
-    def finish_step(self) -> None:
-        """Complete what a step leaves for the next backward pass."""
-        if self.scaler is not None:
-            self.scaler.update()
 
     def trained(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are trained."""

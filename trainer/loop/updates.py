@@ -78,25 +78,20 @@ class Updates:
 
     def backward(self, loss: Tensor, samples: float | None, **options: Any) -> None:
         """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
-        prepared, scaler = self.prepared, self.prepared.scaler
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
         self._weighing.begin_pass(samples, is_in_no_sync=self._in_no_sync > 0)
         weight, is_local = self._weighing.weight, self._weighing.is_local
-        for synchronizer in prepared.synchronizers:
+        for synchronizer in self.prepared.synchronizers:
             synchronizer.before_backward(is_local=is_local, is_weightless=weight == 0.0)
-        if scaler is not None:
-            scaler.before_backward(prepared.optimizers)
         self._run_pass(loss, weight, options)
-        if scaler is not None:
-            scaler.after_backward()
-        prepared.backwards += 1
+        self.prepared.backwards += 1
         self.exchange.had_no_sync |= self._in_no_sync > 0
         if not is_local:
             self.exchange.run(self._reached())
         elif not self.batches.current.closes_update:
-            kept = next((parameter for parameter in prepared.trained() if parameter.grad is not None), None)
+            kept = next((parameter for parameter in self.prepared.trained() if parameter.grad is not None), None)
             self._kept = weakref.ref(kept) if kept is not None else None
 
     def _run_pass(self, loss: Tensor, weight: float, options: dict[str, Any]) -> None:
@@ -107,11 +102,10 @@ class Updates:
         hooks = (
             [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
         )
-        scaler = self.prepared.scaler
         self._is_in_pass = self.batches.is_in_pass = True
         leave_out_gradients(self.prepared.norms, not weight)
         try:
-            (scaler.scale(weighted) if scaler else weighted).backward(**options)
+            weighted.backward(**options)
         finally:
             self.batches.end_pass()
             leave_out_gradients(self.prepared.norms, False)
@@ -157,10 +151,10 @@ class Updates:
                 "run.backward came before run.prepare: each rank would train a model of its own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
-        if self.prepared.scaler is not None and not self.prepared.optimizers:
+        if self._config.precision == "fp16" and not self.prepared.optimizers:
             raise TrainerError(
-                "precision is 'fp16', whose loss scale skips steps with gradients that overflow, but no optimizer "
-                "was prepared: call run.prepare(model, optimizer), or keep torch.amp.GradScaler under precision 'fp32'"
+                "precision is 'fp16', and no optimizer was prepared, so nothing tells whether a GradScaler takes its "
+                "steps; call run.prepare(model, optimizer), or write torch.autocast yourself under precision 'fp32'"
             )
         kept, self._kept = self._kept() if self._kept is not None else None, None
         if kept is not None and kept.grad is None:
@@ -172,10 +166,6 @@ class Updates:
 
     def synchronize(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """See `Run.synchronize`."""
-        if self._config.reduction == "adasum":
-            raise ConfigError(
-                "reduction is 'adasum', which combines steps, not gradients: there are no mean gradients to read"
-            )
         for optimizer in optimizers:
             if optimizer not in self.prepared.optimizers:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")

@@ -1,4 +1,4 @@
-"""Strategies by name. A strategy's module is imported when it is chosen, not before."""
+"""Strategies by name, or by `module:Class`. A strategy's module is imported when it is chosen, not before."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ _REGISTRY = {
     "horovod": ("trainer.strategies.horovod", "HorovodStrategy"),
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "fsdp": ("trainer.strategies.fsdp", "FSDPStrategy"),
-    "ring": ("trainer.strategies.comparisons.ring", "RingStrategy"),
-    "data_parallel": ("trainer.strategies.comparisons.data_parallel", "DataParallelStrategy"),
-    "parameter_server": ("trainer.strategies.comparisons.parameter_server.strategy", "ParameterServerStrategy"),
 }
 # The default strategy of a launcher. All others connect their ranks by MPI, or by Horovod over Gloo.
 _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
@@ -41,8 +38,8 @@ def choose_strategy(name: str, world: World) -> str:
         # `srun -n 1` needs no PMIx, which Horovod would require.
         alone = world.launcher == "srun" and world.size == 1
         return "single" if alone else _BY_LAUNCHER.get(world.launcher, "horovod")
-    if name not in _REGISTRY:
-        raise ConfigError(f"strategy is {name!r}; valid are {', '.join(NAMES)}")
+    if name not in _REGISTRY and ":" not in name:
+        raise ConfigError(f"strategy is {name!r}; valid are {', '.join(NAMES)}, and module:Class for one of your own")
     return name
 
 
@@ -61,9 +58,17 @@ def make_strategy(name: str, world: World) -> Strategy:
     Raises:
         ConfigError: there is no such strategy, its package is missing, or it does not fit the launcher.
     """
-    module, kind = _REGISTRY[choose_strategy(name, world)]
-    strategy: Strategy = getattr(importlib.import_module(module), kind)(world)
-    return strategy
+    name = choose_strategy(name, world)
+    module, kind = _REGISTRY.get(name) or name.split(":", 1)
+    try:
+        made = getattr(importlib.import_module(module), kind)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if name in _REGISTRY or (isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name))):
+            raise  # what the strategy's module itself imports is missing
+        raise ConfigError(f"strategy is {name!r}: {error}") from None
+    if not (isinstance(made, type) and issubclass(made, Strategy)):
+        raise ConfigError(f"strategy is {name!r}, which is no subclass of trainer.Strategy")
+    return made(world)
 
 
 def wrapped(strategy: Strategy) -> Strategy:

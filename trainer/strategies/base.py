@@ -70,10 +70,8 @@ class Strategy(Collectives):
         return self.synchronize(model, parameters, config)
 
     def check(self, config: RunConfig) -> None:
-        """Raise `ConfigError` for settings that the strategy does not support."""
-        if config.reduction == "adasum":
-            name = type(self).__name__.removesuffix("Strategy")
-            raise ConfigError(f"reduction is 'adasum', which {name} does not support; valid there is average")
+        """Raise `ConfigError` for settings that the strategy does not support; by default it supports all."""
+        return
 
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Return the synchronizer of a model that is the same on all ranks, for several ranks and whole gradients."""

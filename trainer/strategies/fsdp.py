@@ -71,11 +71,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         if config.shared_mechanism and self.world.size > 1:
             setting = config.shared_mechanism
             raise ConfigError(f"{setting}, and under FSDP no rank has whole gradients; valid there is none")
-        for name, valid in (("reduction", ("average",)), ("compression", ("none", "bf16"))):
-            if (value := getattr(config, name)) not in valid:
-                raise ConfigError(
-                    f"{name} is {value!r}, which strategy 'fsdp' does not have; valid there: {', '.join(valid)}"
-                )
+        if config.compression not in ("none", "bf16"):
+            raise ConfigError(
+                f"compression is {config.compression!r}, which strategy 'fsdp' does not have; valid there: none, bf16"
+            )
         if config.dynamic_graph:
             raise ConfigError(
                 "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze "

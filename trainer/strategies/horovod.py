@@ -23,7 +23,6 @@ from trainer.strategies.collectives import in_place
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
-from trainer.watch.failure import at_exit
 from trainer.watch.spans import WAIT, span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
@@ -59,9 +58,7 @@ class HorovodStrategy(Strategy):
         self._check_build()
         self._hvd.init()
         self._closed = False
-        self._started: set[int] = set()
         self._all_reduces = itertools.count()
-        at_exit(self._finish_started)
         self._check_world()
         self.is_over_nccl = world.device.type == "cuda"
         self.description = f"Horovod over {self._transport()}, {world}"
@@ -86,24 +83,9 @@ class HorovodStrategy(Strategy):
                 f"{_VALID_LAUNCHERS}"
             )
 
-    def check(self, config: RunConfig) -> None:
-        if config.reduction != "adasum":
-            return
-        if not self._hvd.mpi_enabled():
-            raise ConfigError(
-                "reduction is 'adasum', which Horovod has over MPI only; start with "
-                "`horovodrun --mpi`, or take reduction 'average'"
-            )
-        if self.world.size & (self.world.size - 1):
-            raise ConfigError(
-                f"reduction is 'adasum', which needs a power of two ranks, and there are {self.world.size}"
-            )
-
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         hvd = self._hvd
         compression = _AnyTensor(WIRE_TYPES.get(config.compression))
-        if config.reduction == "adasum":
-            return AdasumSynchronizer(hvd, _with_unique_names(parameters), compression)
         modules = [module for module in model.modules() if getattr(module, "sparse", False)]
         sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         held = [parameter for _, parameter in parameters]
@@ -119,13 +101,7 @@ class HorovodStrategy(Strategy):
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
         handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
-        self._started.add(handle)
-
-        def wait() -> None:
-            self._started.discard(handle)
-            self._hvd.synchronize(handle)
-
-        return wait
+        return partial(self._hvd.synchronize, handle)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         self.broadcast_tensors([tensor])
@@ -182,13 +158,7 @@ class HorovodStrategy(Strategy):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._finish_started()
             self._hvd.shutdown()
-
-    def _finish_started(self) -> None:
-        # The shutdown of one rank ends what others have not begun.
-        while self._started:
-            self._hvd.synchronize(self._started.pop())
 
 
 class HorovodSynchronizer(GradientSynchronizer):
@@ -357,35 +327,6 @@ def _import_horovod() -> Any:
             "`python scripts/install/build_horovod.py`"
         )
     return hvd
-
-
-class AdasumSynchronizer(GradientSynchronizer):
-    """Adasum (Maleki et al. 2020): each rank takes a step of its own, and the steps are combined, not the gradients."""
-
-    def __init__(self, hvd: Any, parameters: NamedParameters, compression: Any) -> None:
-        super().__init__(parameters)
-        self._hvd, self._compression = hvd, compression
-        self._before: list[Tensor] = []
-
-    def _complete(self) -> None:
-        """Leave each rank its own gradients, with which it takes a step of its own."""
-
-    def before_step(self) -> None:
-        self._before = [parameter.detach().clone() for parameter in self.parameters if parameter is not None]
-
-    def after_step(self) -> None:
-        if not self._before:  # a step within a step, of a class that calls its parent's
-            return
-        parameters = [parameter for parameter in self.parameters if parameter is not None]
-        started = []
-        for name, parameter, before in zip(self.names, parameters, self._before, strict=True):
-            delta, context = self._compression.compress(parameter.detach() - before)
-            started.append((self._hvd.allreduce_async_(delta, name=name, op=self._hvd.Adasum), context))
-        for parameter, before, (handle, context) in zip(parameters, self._before, started, strict=True):
-            combined = self._compression.decompress(self._hvd.synchronize(handle), context)
-            with torch.no_grad():
-                parameter.copy_(before.add_(combined))
-        self._before = []
 
 
 def _pickled(value: Any) -> Tensor:

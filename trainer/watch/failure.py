@@ -35,7 +35,6 @@ _LOST_PEER_OF_GLOO = "gloo/transport"
 _EXIT_S = 3.0
 
 _earlier_hooks: list[Callable[..., object]] = []
-_explanations: list[Callable[[BaseException], str]] = []
 _collective_handlers: list[Callable[[], object]] = []
 
 
@@ -55,12 +54,6 @@ def report_failures() -> None:
         sys.excepthook = _end_job
 
 
-def explain_failures(explain: Callable[[BaseException], str]) -> None:
-    """Report an error of another library as a mistake of the user's if `explain` returns a line about it."""
-    if explain not in _explanations:
-        _explanations.append(explain)
-
-
 def at_exit(handler: Callable[[], object]) -> None:
     """Register an exit handler that waits for other ranks, and is therefore not called if this rank fails."""
     _collective_handlers.append(handler)
@@ -74,8 +67,6 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     launch = _read_launch()
-    if explanation := next(filter(None, (explain(error) for explain in _explanations)), ""):
-        kind, error = ConfigError, ConfigError(explanation)
     if issubclass(kind, KeyboardInterrupt):
         end_process("interrupted" if launch.rank == 0 else "", 130)
     lost_peer = launch.size > 1 and is_lost_peer(error)

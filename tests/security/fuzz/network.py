@@ -17,6 +17,8 @@ from unittest import mock
 import numpy as np
 from horovod.runner.http.http_server import Server, Store, _Handler
 
+from examples.strategies.parameter_server import wire
+from examples.strategies.parameter_server.wire import decode, encode
 from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
 from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, spoke_of, waiting
@@ -26,8 +28,6 @@ from trainer.ops.doctor.agent import network
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.watcher.wire import Link, RefusedError
-from trainer.strategies.comparisons.parameter_server import wire
-from trainer.strategies.comparisons.parameter_server.wire import decode, encode
 from trainer.watch.heartbeat import SIZE, Heartbeat, State
 from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 

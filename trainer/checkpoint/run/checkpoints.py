@@ -12,7 +12,6 @@ import torch
 
 from trainer.checkpoint.disk.committed import find, order_of
 from trainer.checkpoint.run.contents import Contents
-from trainer.checkpoint.run.differences import describe_ends, explain
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import Preemption
 from trainer.checkpoint.run.saver import Saver
@@ -23,10 +22,8 @@ from trainer.config import CheckpointConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import check_consistency
-from trainer.loop.lr_schedule import MORE_STEPS
 from trainer.loop.random_numbers import set_random_state
 from trainer.strategies.base import Strategy
-from trainer.watch.failure import explain_failures
 from trainer.watch.heartbeat import PREEMPTED, report_phase
 from trainer.watch.spans import CHECKPOINT, span
 
@@ -83,7 +80,6 @@ class Checkpoints:
         self._is_postponed = self._is_stopping = self._is_failing = False
         self._score: float | None = None
         self.preemption = Preemption(self._save_alone, config.grace_s)
-        explain_failures(explain)
 
     @property
     def newest_path(self) -> Path | None:
@@ -166,9 +162,6 @@ class Checkpoints:
                 sys.stderr,
             )
         left = range(self.epoch, epochs.stop) if self.resumed else epochs
-        if self.resumed is not None and self.resumed.is_complete and left and self._world.is_root:
-            for end in describe_ends(self._contents.objects):
-                print_line(f"trainer: WARNING: epochs {left.start + 1} to {left.stop}: {end}; {MORE_STEPS}", sys.stderr)
         return self._count(left)
 
     def _count(self, epochs: range) -> Iterator[int]:

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
 from trainer.checkpoint.run.differences import (
-    kind_differences,
-    kind_of,
+    class_of,
     merge_settings,
     model_differences,
     optimizer_differences,
@@ -77,7 +76,7 @@ class Contents:
                 )
             if any(value is held for held in self._held):
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
-        self._kinds = {name: kind_of(value) for name, value in self.objects.items()}
+        self._kinds = {name: {"class": class_of(value)} for name, value in self.objects.items()}
         self.settings = settings_of(self.prepared.optimizers, self.objects)
         """Settings of the script's optimizers and schedulers; after `load` the checkpoint's, where these apply."""
         # Of a script's own loop, the learning rate is a part of the optimizer's state.
@@ -94,9 +93,8 @@ class Contents:
 
     def state(self) -> dict[str, Any]:
         """Return everything, with the live tensors. Every rank calls it: an object's `state_dict` may be collective."""
-        models, optimizers, scaler = self.prepared.models, self.prepared.optimizers, self.prepared.scaler
+        models, optimizers = self.prepared.models, self.prepared.optimizers
         self._held = [*models, *optimizers]
-        self.prepared.finish_step()
         for synchronizer in models.values():
             synchronizer.settle(optimizers)
         return {
@@ -105,7 +103,6 @@ class Contents:
                 {"class": type(optimizer).__name__, "state": optimizer.state_dict()} for optimizer in optimizers
             ],
             "synchronizers": [synchronizer.state_dict() for synchronizer in models.values()],
-            "scaler": scaler.state_dict() if scaler is not None else None,
             "objects": {
                 name: value if type(value) is dict else value.state_dict() for name, value in self.objects.items()
             },
@@ -129,6 +126,8 @@ class Contents:
             TrainerError: it cannot be loaded.
         """
         saved = read_state(checkpoint.path, is_mapped=strategy.shards)
+        if saved.get("scaler") is not None:  # the scale under fp16, which earlier versions kept apart
+            saved["objects"].setdefault("scaler", saved["scaler"])
         if problems := self.differences(saved):
             raise ConfigError(
                 f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "
@@ -169,9 +168,9 @@ class Contents:
             problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
         kinds = saved.get("kinds", {})  # an older checkpoint has none, and no settings
         for name in [name for name in self._kinds if name in kinds]:
-            problems += kind_differences(name, self._kinds[name], kinds[name])
-        if (self.prepared.scaler is None) != (saved["scaler"] is None):
-            problems.append(f"it was made {'without' if saved['scaler'] is None else 'under'} precision fp16")
+            here, there = self._kinds[name]["class"], kinds[name]["class"]
+            if here != there:
+                problems.append(f"state {name!r} is a {there} there and a {here} here")
         return problems
 
     def load(self, saved: Mapping[str, Any]) -> str:
@@ -189,8 +188,6 @@ class Contents:
         for synchronizer, state in zip(self.prepared.models.values(), states, strict=True):
             # It takes what it can use: other settings than the checkpoint's are fine.
             synchronizer.load_state_dict(shard_as(state, None))
-        if self.prepared.scaler is not None:
-            self.prepared.scaler.load_state_dict(shard_as(saved["scaler"], None))
         self._load_objects(saved["objects"])
         self.settings, differences = merge_settings(
             self.settings, saved.get("settings", {}), rate_is_scripts=self._rate_is_scripts

@@ -3,20 +3,15 @@
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217): post-local
 SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
 Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
-optimizer. Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv:2501.18512): parts of the
-weights are sent one after the other while the next updates are computed; what these have changed is added to the
-average, Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging"
-(2020, arXiv:2006.00441). With a compression, what is sent is not the weights but what the round has changed, Basu et
-al., "Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
+optimizer. With a compression, what is sent is not the weights but what the round has changed, Basu et al.,
+"Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
 docs/strategies.md has the drawing and the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,22 +23,6 @@ from trainer.strategies.collectives import Collectives
 from trainer.strategies.compress.power_sgd import PowerSGD
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES, WholeSynchronizer, exact_type
 from trainer.strategies.gradients import NamedParameters
-
-_PARTS = 4
-"""Parts of the weights that an overlapped round sends one after the other: with more, a part has less time to arrive,
-and with fewer, its average comes later."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A parameter, or some of its rows."""
-
-    name: str
-    rows: slice | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of this piece of the parameter, or of what has its shape."""
-        return tensor if self.rows is None else tensor[self.rows]
 
 
 class _Anchors:
@@ -75,20 +54,21 @@ class _Anchors:
         named = parameters.items()
         return all(torch.equal(parameter, self.weights[name].to(parameter.dtype)) for name, parameter in named)
 
-    def to_send(self, pieces: Sequence[_Piece], parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-        """Return what this rank sends of each piece: its weights, or what it has changed since the anchor.
+    def to_send(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        """Return what this rank sends of each parameter: its weights, or what it has changed since the anchor.
 
-        A parameter that was freed has changed nothing; without changes it is to be none of the pieces.
+        A parameter that was freed has changed nothing; without changes it is to be none of the names.
         """
         if not self._sends_changes:
-            return [piece.of(parameters[piece.name].detach()) for piece in pieces]
-        anchors = [piece.of(self.weights[piece.name]) for piece in pieces]
+            return [parameters[name].detach() for name in names]
         return [
-            anchor - piece.of(parameters[piece.name].detach()) if piece.name in parameters else torch.zeros_like(anchor)
-            for piece, anchor in zip(pieces, anchors, strict=True)
+            self.weights[name] - parameters[name].detach()
+            if name in parameters
+            else torch.zeros_like(self.weights[name])
+            for name in names
         ]
 
-    def go_on_from(self, piece: _Piece, mean: Tensor, *, is_trained: bool) -> Tensor:
+    def go_on_from(self, name: str, mean: Tensor, *, is_trained: bool) -> Tensor:
         """Return the weights that follow from the ranks' mean of what was sent; they become the anchor if there is one.
 
         It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it,
@@ -96,37 +76,23 @@ class _Anchors:
         """
         if not self.weights:
             return mean
-        anchor = piece.of(self.weights[piece.name])
+        anchor = self.weights[name]
         change = mean if self._sends_changes else anchor - mean
         if self._rate is None or not is_trained:
             return anchor.sub_(change)
-        velocity = piece.of(self.velocities[piece.name])
+        velocity = self.velocities[name]
         velocity.mul_(self._momentum).add_(change)
         return anchor.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._rate)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Pieces of the weights that were sent, and whose mean has not been taken yet."""
-
-    pieces: Sequence[_Piece]
-    here: Sequence[Tensor | None]
-    """This rank's weights, as they were sent; None for those of a parameter that was freed."""
-    are_trained: Sequence[bool]
-    means: Callable[[], list[Tensor]]
-    """Waits for the exchange; returns the mean over all ranks of each piece, or of its change."""
 
 
 class LocalSynchronizer(WholeSynchronizer):
     """Averages weights in place of gradients, after each round of updates that every rank takes by itself.
 
     With `outer_lr`, ranks go on from a step of an outer optimizer instead of the average itself: of SGD with Nesterov
-    momentum (Sutskever et al. 2013). With `sync_overlap`, a round sends its weights in parts, each of which is averaged
-    when the next one is sent.
+    momentum (Sutskever et al. 2013).
 
     Args:
-        config: `sync_every`, `full_updates`, `compression`, `sync_overlap`, `outer_lr` and `outer_momentum` are used
-            here.
+        config: `sync_every`, `full_updates`, `compression`, `outer_lr` and `outer_momentum` are used here.
     """
 
     def __init__(self, parameters: NamedParameters, ranks: Collectives, config: RunConfig) -> None:
@@ -135,10 +101,8 @@ class LocalSynchronizer(WholeSynchronizer):
         self._power = PowerSGD(parameters, config.powersgd_rank) if config.powersgd_rank else None
         self._sends_changes = self._wire_type is not None or self._power is not None
         self._anchors = _Anchors(parameters, config, sends_changes=self._sends_changes)
-        self._parts = _divide(parameters, config.sync_every) if config.sync_overlap else {}
         self._in_round = 0
         self._states_differ = self._differs = False
-        self._sent: _Sent | None = None
         self._is_new = True
         """Whether the next step is the first one of an update."""
         self._has_begun = False
@@ -168,7 +132,7 @@ class LocalSynchronizer(WholeSynchronizer):
             self._anchors.take(self._named)
             if self._sends_changes:  # which would not make ranks equal that did not begin so
                 self._average_anchors()
-        elif self._in_round == 0 and self._anchors.weights and not self._parts:
+        elif self._in_round == 0 and self._anchors.weights:
             # What another optimizer has changed since is training, and a part of this round's change.
             self._was_written_to_between = not self._differs and not self._anchors.equal(self._named)
             if self._was_written_to_between:
@@ -177,11 +141,11 @@ class LocalSynchronizer(WholeSynchronizer):
             if parameter.requires_grad:
                 self._trained_at[name] = self.updates
 
-    def _are_trained(self, pieces: Sequence[_Piece]) -> list[bool]:
-        """Return which pieces have required a gradient in some pass since their last average."""
+    def _are_trained(self, names: Sequence[str]) -> list[bool]:
+        """Return which parameters have required a gradient in some pass since their last average."""
         # The last update counts where another optimizer has stepped since.
         first = self.updates - min(self._config.sync_every, max(self.updates - self._averaged_at, 1))
-        return [self._trained_at.get(piece.name, -1) >= first for piece in pieces]
+        return [self._trained_at.get(name, -1) >= first for name in names]
 
     def _average_anchors(self) -> None:
         anchors = [*self._anchors.weights.values()]
@@ -197,47 +161,20 @@ class LocalSynchronizer(WholeSynchronizer):
         if was_synchronous:
             return
         self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
-        if self._in_round in self._parts:
-            self._exchange_part(self._in_round)
         if self._in_round == self._config.sync_every:
-            if not self._parts:
-                self._average_weights()
-            self._in_round = 0
-
-    @torch.no_grad()
-    def _exchange_part(self, update: int) -> None:
-        """Take the average of the part that was sent last, and send the one that follows this update of the round."""
-        self._take_average()
-        named = self._named
-        pieces = [piece for piece in self._parts[update] if piece.name in named or self._sends_changes]
-        here = [_copy(piece.of(named[piece.name])) if piece.name in named else None for piece in pieces]
-        sent = self._anchors.to_send(pieces, named)
-        means = self.start_mean(sent, f"weights.{update}", self._wire_type)
-        self._sent = _Sent(pieces, here, self._are_trained(pieces), means)
-
-    def _take_average(self) -> None:
-        """Go on from the average of the part that was sent, and from what this rank has changed of it since."""
-        if self._sent is None:
-            return
-        sent, self._sent = self._sent, None
-        named = self._named
-        for piece, here, is_trained, mean in zip(sent.pieces, sent.here, sent.are_trained, sent.means(), strict=True):
-            weights = self._anchors.go_on_from(piece, mean, is_trained=is_trained)
-            if piece.name in named and here is not None:
-                parameter = piece.of(named[piece.name])
-                parameter.copy_(weights + (parameter - here))
+            self._average_weights()
 
     @torch.no_grad()
     def _average_weights(self) -> None:
         named = self._named
         # A parameter that was freed has its place among changes, too: PowerSGD knows tensors by theirs.
-        pieces = [_Piece(name) for name in (self._anchors.weights if self._sends_changes else named)]
-        means = self._means_of(self._anchors.to_send(pieces, named))
-        for piece, is_trained, mean in zip(pieces, self._are_trained(pieces), means, strict=True):
+        names = [*(self._anchors.weights if self._sends_changes else named)]
+        means = self._means_of(self._anchors.to_send(names, named))
+        for name, is_trained, mean in zip(names, self._are_trained(names), means, strict=True):
             if self._power is not None and not is_trained:
                 mean.zero_()  # what is left of a parameter comes with later rounds, but not to one that is frozen
-            if piece.name in named:
-                named[piece.name].copy_(self._anchors.go_on_from(piece, mean, is_trained=is_trained))
+            if name in named:
+                named[name].copy_(self._anchors.go_on_from(name, mean, is_trained=is_trained))
         self._in_round, self._differs, self._averaged_at = 0, False, self.updates
 
     def _means_of(self, sent: list[Tensor]) -> list[Tensor]:
@@ -259,7 +196,6 @@ class LocalSynchronizer(WholeSynchronizer):
 
     @torch.no_grad()
     def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
-        self._take_average()
         if self._differs:
             self._average_weights()
         if not self._states_differ or not optimizers:
@@ -301,9 +237,6 @@ class LocalSynchronizer(WholeSynchronizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._has_begun = self._differs = False
         self._in_round = 0
-        if self._sent is not None:  # the weights that it belongs to are gone
-            self._sent.means()
-            self._sent = None
         if state.get("kind") != "local":
             return
         self.updates = self._averaged_at = state["updates"]
@@ -316,28 +249,6 @@ class LocalSynchronizer(WholeSynchronizer):
             for name, tensor in tensors.items():
                 if name in saved and saved[name].shape == tensor.shape:
                     tensor.copy_(saved[name])
-
-
-def _divide(parameters: NamedParameters, every: int) -> dict[int, list[_Piece]]:
-    """Divide the parameters between their rows into parts of about as many numbers.
-
-    Returns:
-        Each part by the update of a round of `every` after which it is sent.
-    """
-    count = min(_PARTS, every)
-    parts: list[list[_Piece]] = [[] for _ in range(count)]
-    total = sum(parameter.numel() for _, parameter in parameters)
-    before = 0
-    for name, parameter in parameters:
-        rows = len(parameter) if parameter.ndim else 1
-        numbers_in_row = max(1, parameter.numel() // max(1, rows))
-        cuts = [(number * total / count - before) / numbers_in_row for number in range(1, count)]
-        cut_rows = [0, *(min(max(0, round(cut)), rows) for cut in cuts), rows]
-        for part, (first, end) in zip(parts, pairwise(cut_rows), strict=True):
-            if first < end:
-                part.append(_Piece(name, slice(first, end) if parameter.ndim else None))
-        before += parameter.numel()
-    return {-(-number * every // count): part for number, part in enumerate(parts, 1)}
 
 
 def _copy(parameter: Tensor) -> Tensor:

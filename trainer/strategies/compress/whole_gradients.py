@@ -6,7 +6,7 @@ Nothing is sent before the last gradient is there: what is sent may then be chos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,16 +37,9 @@ class WholeSynchronizer(GradientSynchronizer):
             name: of the messages.
             wire_type: what is sent in place of the exact type, so that it rounds.
         """
-        return self.start_mean(tensors, name, wire_type)()
-
-    def start_mean(
-        self, tensors: Sequence[Tensor], name: str, wire_type: torch.dtype | None = None
-    ) -> Callable[[], list[Tensor]]:
-        """Begin what `mean_of_all` does, with the present values of the tensors; return what waits for the means."""
         places_by_type: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
             places_by_type.setdefault(exact_type(tensor.dtype), []).append(place)
-        shapes = [tensor.shape for tensor in tensors]  # what waits must not keep the tensors, which may be a model's
         started = []
         for dtype, places in places_by_type.items():
             flat = torch.cat([tensors[place].detach().reshape(-1).to(dtype) for place in places])
@@ -56,16 +49,13 @@ class WholeSynchronizer(GradientSynchronizer):
             message = f"{name}.{str(dtype).removeprefix('torch.')}.{self._number}"
             started.append((dtype if rounds else None, places, flat, self._ranks.start_gradients(flat, message)))
 
-        def wait() -> list[Tensor]:
-            means: dict[int, Tensor] = {}
-            for exact, places, flat, wait_for_sum in started:
-                wait_for_sum()
-                mean = flat.div_(self._ranks.world.size) if exact is None else flat.to(exact)
-                pieces = mean.split([shapes[place].numel() for place in places])
-                means.update((place, piece.view(shapes[place])) for place, piece in zip(places, pieces, strict=True))
-            return [means[place] for place in range(len(shapes))]
-
-        return wait
+        means: dict[int, Tensor] = {}
+        for exact, places, flat, wait in started:
+            wait()
+            mean = flat.div_(self._ranks.world.size) if exact is None else flat.to(exact)
+            pieces = mean.split([tensors[place].numel() for place in places])
+            means |= {place: piece.view(tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
+        return [means[place] for place in range(len(tensors))]
 
     def _complete(self) -> None:
         self._average()

@@ -1,6 +1,6 @@
 """A job of a tiny model, each of whose ranks writes what it cost to join, and what the ranks have compared.
 
-It is started by benchmarks/growth.py, with a folder for the ranks' figures.
+It is started by benchmarks/join.py, with a folder for the ranks' figures.
 """
 
 from __future__ import annotations

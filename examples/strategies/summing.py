@@ -46,7 +46,7 @@ class SummingStrategy(Strategy):
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         synchronizer = super().prepare(model, parameters, config)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
-        overlaps = config.sync_overlap or (isinstance(synchronizer, BucketSynchronizer) and synchronizer.buckets[1:])
+        overlaps = isinstance(synchronizer, BucketSynchronizer) and synchronizer.buckets[1:]
         if overlaps and self.may_overlap and self._background is None:
             # OpenMP's number of threads is each thread's own, and PyTorch's default would be all cores.
             self._background = ThreadPoolExecutor(1, "exchange", torch.set_num_threads, (torch.get_num_threads(),))

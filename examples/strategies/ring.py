@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.strategies.summing import SummingStrategy
 from trainer.cluster.mpi import import_mpi
 from trainer.cluster.world import World
 from trainer.errors import TrainerError
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, cast
@@ -23,22 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from examples.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
+from examples.strategies.summing import SummingStrategy
 from trainer.cluster.environment import set_default
 from trainer.cluster.identity import job_token, prove, seal, unseal
 from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
-from trainer.strategies.comparisons.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
-from trainer.strategies.comparisons.summing import SummingStrategy
 from trainer.tuning import tune
 from trainer.watch.failure import at_exit
 
 _SERVER = Path(__file__).resolve().with_name("server.py")
 _CLOSE_TIMEOUT_S = 5.0
-TLS_FOLDER = "TRAINER_TLS"
-# Ranks connect to addresses, which certificates made in advance do not name. All carry this name instead.
-TLS_NAME = "parameter-server.trainer"
 
 
 class ParameterServerStrategy(SummingStrategy):
@@ -46,8 +42,7 @@ class ParameterServerStrategy(SummingStrategy):
 
     Ranks spread evenly over the job start the servers; the default is one, on rank 0's host.
     TRAINER_PARAMETER_SERVERS sets another number, among which the chunks of every tensor are distributed. Servers
-    listen on the network between the ranks only, and accept only clients that prove the job's token. TRAINER_TLS names
-    a folder with certificates, with which everything is encrypted; see docs/security.md.
+    listen on the network between the ranks only, and accept only clients that prove the job's token.
 
     Raises:
         ConfigError: gRPC is not installed, a setting is not valid, or the launcher provides no rendezvous.
@@ -57,7 +52,6 @@ class ParameterServerStrategy(SummingStrategy):
         super().__init__(world)
         servers, timeout_s = server_settings(world.size)
         _import_grpc()
-        certificates = read_certificates()
         self.tuning = tune(world)
         rendezvous = Rendezvous(world)
         host_ids = rendezvous.all_gather(host_id())
@@ -65,16 +59,16 @@ class ParameterServerStrategy(SummingStrategy):
         self._gathered = 0
         self._server: ServerProcess | None = None
         if world.rank in [number * world.size // servers for number in range(servers)]:
-            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s, certificates)
+            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s)
         endpoints = [*filter(None, rendezvous.all_gather(self._server.endpoint if self._server else ""))]
         self._streams = {
-            channel: [Stream(endpoint, channel, self._token, world, certificates) for endpoint in endpoints]
+            channel: [Stream(endpoint, channel, self._token, world) for endpoint in endpoints]
             for channel in ("gradients", "values")
         }
         rendezvous.close()
         at_exit(self.close)
         count = "a parameter server" if servers == 1 else f"{servers} parameter servers"
-        self.description = f"{count} over gRPC{' with TLS' if certificates else ''}, {world}"
+        self.description = f"{count} over gRPC, {world}"
 
     def sum_gradients(self, flat: Tensor) -> None:
         _sum(self._streams["gradients"], flat)
@@ -123,37 +117,6 @@ def _sum(streams: list[Stream], flat: Tensor) -> None:
         chunk[:] = np.frombuffer(streams[number % len(streams)].pull(), np.uint8)
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """PEM texts of one host. Servers and ranks both show a certificate, and take those of this authority only."""
-
-    authority: str
-    certificate: str
-    key: str
-
-
-def read_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | None:
-    """Return what is in the folder that TRAINER_TLS names; None without it.
-
-    Raises:
-        ConfigError: a file is missing, or is no PEM file.
-    """
-    if not environ.get(TLS_FOLDER):
-        return None
-    texts = []
-    for name in ("authority.pem", "certificate.pem", "key.pem"):
-        file = Path(environ[TLS_FOLDER], name)
-        try:
-            texts.append(file.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{TLS_FOLDER}: cannot read {file}: {getattr(error, 'strerror', 'no PEM file')}"
-            ) from None
-        if not texts[-1].startswith("-----BEGIN "):
-            raise ConfigError(f"{TLS_FOLDER}: {file} is no PEM file")
-    return Certificates(*texts)
-
-
 class Stream:
     """This rank's stream to one server.
 
@@ -162,9 +125,7 @@ class Stream:
         channel: "gradients" or "values"; each has its own order of chunks.
     """
 
-    def __init__(
-        self, endpoint: str, channel: str, token: str, world: World, certificates: Certificates | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, channel: str, token: str, world: World) -> None:
         grpc = _import_grpc()
         self._error = grpc.RpcError
         self._endpoint = endpoint
@@ -174,13 +135,7 @@ class Stream:
         facts = {"rank": str(world.rank), "channel": channel, "host": world.host}
         proof = prove(token, "parameter server", endpoint, *facts.values())
         metadata = (("proof-bin", proof), *facts.items())
-        if certificates is None:
-            self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
-        else:
-            texts = certificates.authority, certificates.key, certificates.certificate
-            credentials = grpc.ssl_channel_credentials(*(text.encode() for text in texts))
-            options = (*OPTIONS, ("grpc.ssl_target_name_override", TLS_NAME))
-            self._connection = grpc.secure_channel(endpoint, credentials, options=options)
+        self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)
         # Without serializers, gRPC hands bytes over as they are.
         self._answers = self._connection.stream_stream(METHOD)(self._messages(), metadata=metadata)
 
@@ -227,12 +182,9 @@ class ServerProcess:
         TrainerError: it does not start.
     """
 
-    def __init__(
-        self, address: str, token: str, ranks: int, timeout_s: float, certificates: Certificates | None = None
-    ) -> None:
+    def __init__(self, address: str, token: str, ranks: int, timeout_s: float) -> None:
         settings: dict[str, Any] = {"address": address, "token": token, "ranks": ranks, "timeout_s": timeout_s}
-        settings["tls"] = asdict(certificates) if certificates else None
-        paths = [str(_SERVER.parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(_SERVER.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own, so that Ctrl-C reaches the ranks only; the server ends after them.
         self._process = subprocess.Popen(
             [sys.executable, str(_SERVER)],

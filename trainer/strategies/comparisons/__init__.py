@@ -1,1 +1,0 @@
-"""Strategies for readers of the texts on distributed training, not for daily use."""
