@@ -229,7 +229,7 @@ def committing(ranks: int) -> Figures:
             contribute(place, name, part, lambda file: file.write(b"weights"))
         own = {part_name(0): lambda file: file.write(b"weights")}
         with costs(figures):
-            done = commit(place, name, own, {}, is_begun=True, others=parts)
+            done = commit(place, name, own, {}, others=parts)
         return {**figures, "kB": (done.path / "manifest.json").stat().st_size / 1000}
 
 

@@ -49,8 +49,8 @@ class Checkpoints:
         facts: written into each manifest: the run's settings, versions and world.
 
     Raises:
-        ConfigError: the checkpoint to resume from does not fit the run, or the disk has no room for one.
-        TrainerError: the folder cannot be written, or is in use.
+        ConfigError: the checkpoint to resume from does not fit the run.
+        TrainerError: the folder cannot be written, or is in use; or the state cannot be loaded again as data.
     """
 
     def __init__(self, config: CheckpointConfig, strategy: Strategy, contents: Contents, facts: dict[str, Any]) -> None:
@@ -61,11 +61,10 @@ class Checkpoints:
         try:
             checkpoint, self.attempt = self._storage.find_start(config.resume)
             resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None
-            self._storage.discard_copy()
             self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
             self._saver = Saver(config, self._storage, strategy, self.attempt, facts, checkpoint)
-            if resumed is None:  # a resumed run has checkpoints: if its disk is full by now, a warning is enough
-                self._saver.check_room(contents.bytes())
+            if resumed is None:  # what cannot be saved is told before the first step
+                self._saver.copy(contents.state())
         except BaseException:
             self._storage.close()
             raise
@@ -81,7 +80,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._is_postponed = self._is_stopping = self._is_failing = False
         self._score: float | None = None
-        self.preemption = Preemption(self._save_alone, config.grace_s)
+        self.preemption = Preemption(self._is_saved, config.grace_s)
         explain_failures(explain)
 
     @property
@@ -202,12 +201,6 @@ class Checkpoints:
             if not self._is_postponed:
                 self._save_or_end()
 
-    def exhausted(self, loader: Loader) -> None:
-        """Note that a loader has given its last batch."""
-        if self._counts(loader):
-            # A long evaluation without updates may follow. A preemption during it saves this copy.
-            self._saver.take_standby(self._state())
-
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         """Note that a pass has ended; `was_left` if its loop was left early, after an update."""
         self.updates += was_left and self._positions.has_begun and loader is self._positions.first
@@ -297,9 +290,9 @@ class Checkpoints:
             set_random_state(self.resumed.random, self._world.device)
             self.resumed.random = None
 
-    def _save_alone(self) -> bool:
-        """Save without the other ranks, if no update will follow soon; return whether this process may end."""
-        return self._positions.first is None and self._saver.commit_standby(self.updates)
+    def _is_saved(self) -> bool:
+        """Return whether this rank has written all updates, as in an evaluation after the end of the training."""
+        return self._positions.first is None and self._saver.has_written(self.updates)
 
 
 class FlagReduction:
