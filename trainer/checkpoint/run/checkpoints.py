@@ -1,4 +1,22 @@
-"""Checkpoints: save a run while it trains, and resume where an interrupted run stopped."""
+"""Checkpoints: save a run while it trains, and resume where an interrupted run stopped.
+
+Every rank calls the following collectives in this order; threads call none, neither that which writes nor that which
+waits for a signal.
+
+1. At the start, `check_consistency` compares the settings. `Storage` broadcasts the job's id; rank 0 locks the folder,
+   then the first rank of each other host; the ranks gather who writes. Here and in 2, they gather after each work on
+   the disk what has failed, so that all of them raise it.
+2. `Storage.find_start` gathers the number of the last start, then what each writer has found as its newest checkpoint.
+   All choose the same one. If another was named, rank 0 broadcasts what it is, and the ranks gather which hosts lack
+   it. They gather whether a writer lacks the chosen one. If so, a rank that has it broadcasts its files in chunks. Then
+   each rank reads the files alone. If there is no checkpoint, `Saver.copy` copies the state as in 4.
+3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
+   signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
+   before.
+4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Saver.save` gathers
+   sharded tensors, unless the ranks write parts, then the random states, and with parts whether the writer has begun.
+5. If a rank could not write, and after each save that is waited for, `Saver.take_problem` gathers why.
+"""
 
 from __future__ import annotations
 

@@ -131,15 +131,16 @@ class Storage:
 
     def _take_named(self, path: Path) -> Committed:
         """Return the checkpoint at a path of rank 0's host: there if all hosts have it there, else in the folder."""
-        here, problem = None, ""
-        if self._world.local_rank == 0:
+        here, is_first_of_host = None, self._world.local_rank == 0
+        with self._together():
             try:
-                here = load_run(path)
+                here = load_run(path) if is_first_of_host else None
             except TrainerError as error:
-                problem = f"resume is {str(path)!r}, and {error}; valid are auto, none, and the path of a checkpoint"
-        self.raise_together(problem if self._world.is_root else "", ConfigError)
+                if self._world.is_root:
+                    valid = "valid are auto, none, and the path of a checkpoint"
+                    raise ConfigError(f"resume is {str(path)!r}, and {error}; {valid}") from None
         chosen: Committed = self._strategy.broadcast_object(here)
-        lacks = self._world.local_rank == 0 and (here is None or here.files != chosen.files)
+        lacks = is_first_of_host and (here is None or here.files != chosen.files)
         if not any(self._strategy.all_gather_object(lacks)):
             return replace(chosen, path=path)
         here = None
@@ -187,20 +188,17 @@ class Storage:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Raise an error of this context's on one rank on every rank. Collective."""
-        problem, is_mistake = "", False
+        """Raise an error of this context's on one rank on every rank: a user's mistake, or else the first rank's."""
+        error: TrainerError | None = None
         try:
             yield
-        except TrainerError as error:
-            problem, is_mistake = str(error), isinstance(error, ConfigError)
-        self.raise_together(problem if is_mistake else "", ConfigError)
-        self.raise_together(problem)
-
-    def raise_together(self, problem: str, kind: type[TrainerError] = TrainerError) -> None:
-        """Raise the first rank's problem on every rank, if one has any."""
-        for rank, (host, text) in enumerate(self._strategy.all_gather_object((self._world.host, problem))):
-            if text:
-                raise kind(name_rank(text, rank, self._world.size, host))
+        except TrainerError as caught:
+            error = caught
+        named = name_rank(str(error), self._world.rank, self._world.size, self._world.host)
+        found = self._strategy.all_gather_object((not isinstance(error, ConfigError), named) if error else None)
+        is_no_mistake, text = min(filter(None, found), key=lambda told: told[0], default=(True, ""))
+        if text:
+            raise (TrainerError if is_no_mistake else ConfigError)(text)
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)
