@@ -14,7 +14,7 @@ waits for a signal.
    signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
    before.
 4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Saver.save` gathers
-   sharded tensors, unless the ranks write parts, then the random states, and with parts whether the writer has begun.
+   sharded tensors, unless the ranks write parts; then the random states, and whether parts can be written.
 5. If a rank could not write, and after each save that is waited for, `Saver.take_problem` gathers why.
 """
 

@@ -109,15 +109,13 @@ class Saver:
         self.copy(state)
         has_begun = self._begin((self._attempt, *place))
         # After the copy, because this waits for the slowest rank.
-        random_states = self._strategy.all_gather_object(random_state(self._strategy.world.device))
-        if self._storage.parts:
-            has_begun = all(self._strategy.all_gather_object(has_begun))
+        gathered = self._strategy.all_gather_object((random_state(self._strategy.world.device), has_begun))
         self._best_before = self._best
         if score is not None and self.is_better(score):
             self._best = (score, name_of(self._attempt, *place))
         self.saved, self.is_complete = place, is_complete
-        if self._storage.writes and has_begun:
-            self._snapshot.state["random"] = random_states
+        if self._storage.writes and all(has_begun for _, has_begun in gathered):
+            self._snapshot.state["random"] = [state for state, _ in gathered]
             self._writing = self._pool.submit(self._commit, self._describe(score, is_complete=is_complete))
 
     def wait(self) -> None:
