@@ -418,7 +418,7 @@ class Run:
             options: the other fields of `CheckpointConfig`, as in `every_s=60, keep=3, resume="auto"`.
 
         Raises:
-            ConfigError: an option is not valid, the checkpoint does not fit this run, or the disk is too small.
+            ConfigError: an option is not valid, or the checkpoint does not fit this run.
             TrainerError: the folder cannot be written, or another job uses it.
         """
         config = settings_from(CheckpointConfig, "run.checkpoints", folder=folder, **options)

@@ -1,12 +1,14 @@
-"""Files where others can write, of which nothing is known before they are read or opened, and JSON in them."""
+"""Files where others can write, of which nothing is known before they are read or opened, JSON in them, and locks."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +43,28 @@ def open_own(path: Path, mode: str) -> io.FileIO:
         OSError: it cannot be opened, or is a link or no regular file. Its folder may be a link.
     """
     return io.FileIO(path, mode, opener=open_no_link)
+
+
+def lock_own(path: Path, holder: str) -> io.FileIO | None:
+    """Lock a file that is opened as by `open_own`, and write into it who has it; return None if another process has.
+
+    The lock holds until the returned file is closed or the process ends. A file system without locks keeps nobody out.
+
+    Raises:
+        OSError: as for `open_own`.
+    """
+    file = open_own(path, "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # else the file system has no locks
+            file.close()
+            return None
+    with suppress(OSError):  # on a full disk the lock holds without its text
+        file.truncate(0)
+        file.write(holder.encode())
+        os.fsync(file)
+    return file
 
 
 def open_no_link(path: Path | str, flags: int) -> int:

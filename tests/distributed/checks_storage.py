@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ CONTENT = bytes(range(256)) * 1000
 @contextmanager
 def each_rank_a_host(strategy: Strategy) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.checkpoint.run.storage.host_id", lambda: f"host-{strategy.world.rank}")
+        patch.setattr(strategy, "world", replace(strategy.world, local_rank=0))
         yield
 
 
@@ -49,7 +50,7 @@ def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy
             save(folder, 2, 7)
         storage = Storage(folder, strategy)
         assert storage.is_writer
-        checkpoint = storage.newest()
+        checkpoint = storage.find_start("auto")[0]
         assert checkpoint is not None
         expected = (2, 0, 7)
         assert (checkpoint.path, checkpoint.order) == (folder / name_of(*expected), expected)
@@ -65,14 +66,14 @@ def check_a_host_whose_checkpoints_are_gone_gets_one(strategy: Strategy) -> None
         if rank == strategy.world.size - 1:
             save(folder, 3, 4)
         storage = Storage(folder, strategy)
-        checkpoint = storage.newest()
+        checkpoint = storage.find_start("auto")[0]
         assert checkpoint is not None
         assert [path.name for path in find(folder)] == [name_of(3, 0, 4)]
         storage.close()
         strategy.barrier()
         shutil.rmtree(folder)
         storage = Storage(folder, strategy)
-        assert storage.newest() is None
+        assert storage.find_start("auto")[0] is None
         storage.close()
 
 
@@ -86,12 +87,13 @@ def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> Non
         if rank:
             path = elsewhere / path.name  # the same path on each host
         storage = Storage(parent / f"host-{rank}", strategy)
-        checkpoint = storage.at(path)
+        checkpoint, attempt = storage.find_start(path)
+        assert checkpoint is not None
+        assert attempt == 2
         assert load(checkpoint.path).facts["update"] == 3
-        assert find(parent / f"host-{rank}") == []
         storage.close()
         with pytest.raises(TrainerError, match=r"manifest\.json is missing"):
-            Storage(parent / f"host-{rank}", strategy).at(parent / "nowhere")
+            Storage(parent / f"host-{rank}", strategy).find_start(parent / "nowhere")
 
 
 def check_a_checkpoint_without_a_runs_facts_is_damaged_on_all(strategy: Strategy) -> None:
@@ -99,9 +101,9 @@ def check_a_checkpoint_without_a_runs_facts_is_damaged_on_all(strategy: Strategy
         storage, path = Storage(folder, strategy), folder / name_of(1, 0, 3)
         if strategy.world.is_root:
             commit(folder, path.name, {}, {})
-        assert storage.newest() is None
+        assert storage.find_start("auto")[0] is None
         with pytest.raises(TrainerError, match=r"manifest\.json has no valid resume"):
-            storage.at(path)
+            storage.find_start(path)[0]
         storage.close()
 
 
@@ -117,5 +119,5 @@ def check_a_copy_that_cannot_be_written_ends_all_ranks(strategy: Strategy) -> No
         if rank == last:
             storage.folder = Path("/proc/no-such-folder")
         with pytest.raises(TrainerError, match=f"rank {last}.*no-such-folder"):
-            storage.newest()
+            storage.find_start("auto")[0]
         storage.close()

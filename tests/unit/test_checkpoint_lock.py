@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer import TrainerError
 from trainer.checkpoint.disk import lock
-from trainer.checkpoint.disk.lock import FolderLock
+from trainer.checkpoint.disk.lock import lock_folder
 
 
 @pytest.fixture(autouse=True)
@@ -21,54 +22,57 @@ def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_job_share_a_folder_and_one_writes(tmp_path: Path) -> None:
-    first, second = (FolderLock(tmp_path / "new", "job") for _ in range(2))
-    assert (first.acquire(), second.acquire()) == ("", "")
-    assert (first.is_held, second.is_held) == (True, False)
+    first, second = (lock_folder(tmp_path / "new", "job") for _ in range(2))
+    assert first is not None
+    assert second is None
+    first.close()
 
 
 def test_another_job_is_refused_and_the_holder_named(tmp_path: Path) -> None:
-    first, other = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "other job")
-    assert first.acquire() == ""
-    problem = other.acquire()
-    assert f"{tmp_path} is in use by an earlier run of this script, which was not closed" in problem
+    first = lock_folder(tmp_path, "job")
+    assert first is not None
+    with pytest.raises(TrainerError, match=f"{tmp_path} is in use by an earlier run of this script, which was not cl"):
+        lock_folder(tmp_path, "other job")
     (tmp_path / ".lock").write_text('{"job": "job", "process": 12, "host": "node7"}')
-    assert f"{tmp_path} is in use by process 12 on host node7; name another folder" in other.acquire()
-    first.release()
-    assert other.acquire() == ""
+    with pytest.raises(TrainerError, match=f"{tmp_path} is in use by process 12 on host node7; name another folder"):
+        lock_folder(tmp_path, "other job")
+    first.close()
+    other = lock_folder(tmp_path, "other job")
+    assert other is not None
     assert json.loads((tmp_path / ".lock").read_text())["job"] == "other job"
+    other.close()
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     code = (
-        f"from pathlib import Path; from trainer.checkpoint.disk.lock import FolderLock; import os, signal; "
-        f"assert not FolderLock(Path({str(tmp_path)!r}), 'job').acquire(); os.kill(os.getpid(), signal.SIGKILL)"
+        f"from pathlib import Path; from trainer.checkpoint.disk.lock import lock_folder; import os, signal; "
+        f"lock = lock_folder(Path({str(tmp_path)!r}), 'job'); assert lock; os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    folder_lock = FolderLock(tmp_path, "another")
-    assert folder_lock.acquire() == ""
-    assert folder_lock.is_held
+    folder_lock = lock_folder(tmp_path, "another")
+    assert folder_lock is not None
+    folder_lock.close()
 
 
-def test_a_file_system_without_locks_tells_jobs_apart_by_the_file(
+def test_a_file_system_without_locks_tells_ranks_of_a_job_by_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    first, second = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "job")
-    assert (first.acquire(), second.acquire()) == ("", "")
-    assert (first.is_held, second.is_held) == (True, False)
+    first, second = (lock_folder(tmp_path, "job") for _ in range(2))
+    assert first is not None
+    assert second is None
+    first.close()
 
 
-def test_where_locks_are_each_hosts_own_another_host_of_the_job_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_locks_are_each_hosts_own_another_host_of_the_job_writes(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text('{"job": "job", "process": 12, "host": "node7"}')
-    folder_lock, of_another = FolderLock(tmp_path, "job"), FolderLock(tmp_path, "next start")
-    assert (folder_lock.acquire(), folder_lock.is_held) == ("", False)
-    folder_lock.release()
-    assert (of_another.acquire(), of_another.is_held) == ("", True)
+    assert lock_folder(tmp_path, "job") is None
+    of_another = lock_folder(tmp_path, "next start")
+    assert of_another is not None
+    of_another.close()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -82,6 +86,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         ("gone/x", "gone is a link to /scratch/job, which is no folder"),
         ("circle", f"circle is a link to {tmp_path}/circle, which is no folder"),
     ]:
-        problem = FolderLock(tmp_path / name, "job").acquire()
-        assert f"folder {tmp_path}/{name} cannot be written: {tmp_path}/{reason}" in problem
-    assert "cannot be written: No such file or directory" in FolderLock(Path("/proc/x"), "job").acquire()
+        with pytest.raises(TrainerError) as caught:
+            lock_folder(tmp_path / name, "job")
+        assert f"folder {tmp_path}/{name} cannot be written: {tmp_path}/{reason}" in str(caught.value)
+    with pytest.raises(TrainerError, match="cannot be written: No such file or directory"):
+        lock_folder(Path("/proc/x"), "job")

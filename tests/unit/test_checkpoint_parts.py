@@ -46,7 +46,7 @@ def test_the_checkpoint_has_all_ranks_files_whoever_is_first(tmp_path: Path) -> 
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(contribute, tmp_path, name, "b", writing(b"22", partial(time.sleep, second_s)))
             files = {"a": writing(b"1", partial(time.sleep, first_s))}
-            committed = commit(tmp_path, name, files, {}, is_begun=True, others=["b"])
+            committed = commit(tmp_path, name, files, {}, others=["b"])
             other.result()
         assert {file: entry.size for file, entry in load(committed.path).files.items()} == {"a": 1, "b": 2}
         assert names(committed.path) == ["a", "b", "manifest.json"]
@@ -58,7 +58,7 @@ def test_a_rank_that_fails_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
     has_failed = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         slow = pool.submit(contribute, tmp_path, NAME, "b", writing(b"2", partial(has_failed.wait, 10)))
-        first = pool.submit(commit, tmp_path, NAME, {"a": writing(b"1")}, {}, is_begun=True, others=["b", "c"])
+        first = pool.submit(commit, tmp_path, NAME, {"a": writing(b"1")}, {}, others=["b", "c"])
         with pytest.raises(TrainerError, match=r"c\.partial: No space left on device"):
             contribute(tmp_path, NAME, "c", writing(b"3", partial(fail, errno.ENOSPC)))
         has_failed.set()
@@ -73,7 +73,7 @@ def test_a_rank_that_fails_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
 def test_the_rank_that_commits_fails_for_all(tmp_path: Path) -> None:
     begin(tmp_path, NAME)
     with pytest.raises(TrainerError, match="No space left"):
-        commit(tmp_path, NAME, {"a": writing(b"", partial(fail, errno.ENOSPC))}, {}, is_begun=True, others=["b"])
+        commit(tmp_path, NAME, {"a": writing(b"", partial(fail, errno.ENOSPC))}, {}, others=["b"])
     with pytest.raises(OthersFailedError):
         contribute(tmp_path, NAME, "b", writing(b"2"))
     assert names(tmp_path) == []
@@ -83,20 +83,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path) ->
     begin(tmp_path, NAME)
     contribute(tmp_path, NAME, "b", writing(b"2"))
     with pytest.raises(OthersFailedError, match=r"have not written c, d within 0\.1 s"):
-        commit(tmp_path, NAME, {"a": writing(b"1")}, {}, is_begun=True, others=["b", "c", "d"], timeout_s=0.1)
+        commit(tmp_path, NAME, {"a": writing(b"1")}, {}, others=["b", "c", "d"], timeout_s=0.1)
     assert find(tmp_path) == []
-
-
-def test_ranks_that_have_not_agreed_wait_for_the_one_that_commits(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(contribute, tmp_path, NAME, "b", writing(b"2"), begins_within_s=10)
-        time.sleep(0.05)
-        commit(tmp_path, NAME, {"a": writing(b"1")}, {}, others=["b"])
-        other.result()
-    started = time.monotonic()
-    with pytest.raises(OthersFailedError):
-        contribute(tmp_path, name_of(2, 0, 0), "b", writing(b"2"), begins_within_s=0.1)
-    assert time.monotonic() - started > 0.1
 
 
 def scattered() -> Scattered:

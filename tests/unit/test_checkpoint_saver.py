@@ -1,9 +1,7 @@
-"""The saver's commits: one snapshot at a time, whoever waits for it, and however often it is asked for."""
+"""The saver's commits: one snapshot at a time, however often it is asked for."""
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +63,6 @@ def test_an_old_one_that_cannot_be_removed_takes_nothing_from_the_new_one(
     assert saver.take_problem() == ""
     assert len(find(tmp_path)) == 2
     assert capsys.readouterr().err.count("cannot be removed: Directory not empty; the new one is saved") == 1
-    saver.close()
-
-
-def test_two_threads_may_wait_for_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = make(tmp_path)
-    monkeypatch.setattr(saver, "_commit", lambda *_: time.sleep(0.2))
-    save(saver)
-    waited: list[bool] = []
-
-    def wait() -> None:
-        saver.wait()
-        waited.append(not saver.is_busy)
-
-    threads = [threading.Thread(target=wait) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert waited == [True] * 4
     saver.close()
 
 

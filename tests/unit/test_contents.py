@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run: how it is compared, how large it is, and how it is given back."""
+"""What a checkpoint keeps of a run: how it is compared, and how it is given back."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import ConfigError, TrainerError, World
+from trainer import ConfigError, World
 from trainer.checkpoint.run import contents as contents_module
 from trainer.checkpoint.run.contents import Contents
 from trainer.strategies.gradients import Synchronizer
-
-PARAMETERS = 4 * (2 * 3 + 3)
-"""Bytes of `nn.Linear(2, 3)`."""
 
 
 class Noted(Synchronizer):
@@ -87,34 +84,6 @@ def test_what_a_checkpoint_is_without_is_told() -> None:
     saved["optimizers"] = []
     problems = make()[0].differences(saved)
     assert problems == ["it has 2 models, and 1 were prepared", "it has 0 optimizers, and 1 were prepared"]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "copies"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-        (sgd, 1),
-        (torch.optim.AdamW, 2),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
-    ],
-)
-def test_bytes_are_known_before_the_first_step(optimizer: Callable[[Any], Any], copies: int) -> None:
-    contents, prepared = make(optimizer=optimizer, mine={"average": torch.zeros(5)})
-    assert contents.bytes() == (1 + copies) * PARAMETERS + 20
-    (model,), (made,) = prepared.models, prepared.optimizers
-    model(torch.ones(1, 2)).sum().backward()
-    made.step()
-    counters = 4 * 2 if copies > 1 else 0  # Adam's steps, for each parameter
-    assert contents.bytes() == (1 + copies) * PARAMETERS + 20 + counters
-
-
-def test_bytes_of_a_state_that_is_made_with_the_optimizer_are_counted() -> None:
-    assert make(optimizer=torch.optim.Adagrad)[0].bytes() == 2 * PARAMETERS + 2 * 4
-
-
-def test_a_value_that_cannot_be_loaded_is_told_before_the_first_step() -> None:
-    with pytest.raises(TrainerError, match=r"objects\.mine\.what of the checkpoint's state is a object"):
-        make(mine={"what": object()})[0].bytes()
 
 
 def test_weights_are_settled_before_the_state_is_read() -> None:

@@ -16,16 +16,16 @@ from trainer.checkpoint.run.preemption import Preemption
 SCRIPT = """
 import os, signal, sys, time
 from trainer.checkpoint.run.preemption import Preemption
-preemption = Preemption(lambda: {save_alone}, grace_s=0.5)
+preemption = Preemption(lambda: {is_saved}, grace_s=0.5)
 {before}
 os.kill(os.getpid(), signal.SIGUSR2)
 {after}
 """
 
 
-def run(save_alone: str = "False", before: str = "", after: str = "time.sleep(30)") -> tuple[int, str, float]:
+def run(is_saved: str = "False", before: str = "", after: str = "time.sleep(30)") -> tuple[int, str, float]:
     """Return the exit code, the output, and the seconds of a process that gets a signal."""
-    script = SCRIPT.format(save_alone=save_alone, before=before, after=after)
+    script = SCRIPT.format(is_saved=is_saved, before=before, after=after)
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started
@@ -77,8 +77,8 @@ def test_a_signal_that_was_ignored_before_is_noted() -> None:
     assert signal.signal(signal.SIGUSR2, earlier) == signal.SIG_IGN
 
 
-def test_a_process_that_has_saved_alone_asks_for_another_start() -> None:
-    assert run(save_alone="True")[:2] == (75, "")
+def test_a_process_that_has_saved_asks_for_another_start() -> None:
+    assert run(is_saved="True")[:2] == (75, "")
 
 
 def test_one_that_cannot_save_ends_when_the_time_is_over() -> None:

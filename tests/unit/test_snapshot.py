@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer import TrainerError, init
-from trainer.checkpoint.run.snapshot import Snapshot, count_bytes
+from trainer.checkpoint.run.snapshot import Snapshot
 from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
@@ -44,7 +44,6 @@ def test_the_second_snapshot_uses_the_memory_of_the_first() -> None:
     first = snapshot.copy({"weight": torch.ones(3)})["weight"]
     second = snapshot.copy({"weight": torch.zeros(3)})["weight"]
     assert second.data_ptr() == first.data_ptr()
-    assert snapshot.bytes == 12
     third = snapshot.copy({"weight": torch.zeros(4)})["weight"]
     assert third.shape == (4,)
     assert snapshot.copy({"weight": torch.zeros(4).double()})["weight"].dtype == torch.float64
@@ -73,7 +72,6 @@ def test_tied_weights_are_copied_once_and_stay_tied() -> None:
     copied = loaded(snapshot.copy({"model": model.state_dict()}))["model"]
     assert isinstance(copied, OrderedDict)
     assert copied["0.weight"].data_ptr() == copied["1.weight"].data_ptr()
-    assert snapshot.bytes == 64
 
 
 def test_a_modules_versions_are_kept() -> None:
@@ -109,10 +107,6 @@ def test_what_cannot_be_loaded_as_data_is_named(value: object) -> None:
     kind = type(value).__name__
     with pytest.raises(TrainerError, match=rf"^objects\.schedule\.last of the checkpoint's state is a {kind}, which"):
         Snapshot().copy({"objects": {"schedule": {"last": value}}})
-
-
-def test_bytes_are_counted_in_nested_containers() -> None:
-    assert count_bytes({"a": [torch.ones(3), (torch.ones(2, dtype=torch.float64),)], "b": 1}) == 28
 
 
 def test_random_numbers_go_on() -> None:

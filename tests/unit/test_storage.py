@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from tests.unit.checkpoints import FACTS
 from trainer.checkpoint.disk.commit import commit
-from trainer.checkpoint.disk.committed import Committed, name_of
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, load, name_of
 from trainer.checkpoint.run import storage
-from trainer.checkpoint.run.storage import Storage
+from trainer.checkpoint.run.storage import Storage, load_run
+from trainer.errors import ConfigError, DataError, TrainerError
 
 
 class Ranks:
     """Two ranks, each a thread on a host of its own; stands for their strategies."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._own, self._values = threading.local(), [None, None]
+    shards, own = False, threading.local()
+
+    def __init__(self) -> None:
+        self._values: list[Any] = [None, None]
         self._barrier = threading.Barrier(2, timeout=20)
-        monkeypatch.setattr(storage, "host_id", lambda: "ab"[self._own.rank])
 
     @property
     def world(self) -> Any:
-        rank = self._own.rank
-        return SimpleNamespace(rank=rank, size=2, host="ab"[rank], is_root=rank == 0)
+        rank = self.own.rank
+        return SimpleNamespace(rank=rank, local_rank=0, size=2, host="ab"[rank], is_root=rank == 0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._values[self._own.rank] = value
+        self._values[self.own.rank] = value
         self._barrier.wait()
         values = list(self._values)
         self._barrier.wait()
@@ -43,7 +48,7 @@ class Ranks:
 
     def run(self, work: Callable[[int], Committed | None]) -> list[Committed | None]:
         def on(rank: int) -> Committed | None:
-            self._own.rank = rank
+            self.own.rank = rank
             return work(rank)
 
         with ThreadPoolExecutor(2) as pool:
@@ -54,29 +59,91 @@ def save(folder: Path, attempt: int, updates: int, content: str) -> None:
     commit(folder, name_of(attempt, 0, updates), {"state": lambda file: file.write(content.encode())}, FACTS)
 
 
-def contents(ranks: Ranks, folders: list[Path]) -> list[str]:
+def contents(folders: list[Path], resume: str | Path = "auto") -> list[str]:
     """Return what each host goes on from."""
+    ranks = Ranks()
 
-    def newest(rank: int) -> Committed | None:
+    def start(rank: int) -> Committed | None:
         kept = Storage(folders[rank], ranks)  # type: ignore[arg-type]
-        checkpoint = kept.newest()
-        kept.close()
-        return checkpoint
+        try:
+            return kept.find_start(resume)[0]
+        finally:
+            kept.close()
 
-    return [(checkpoint.path / "state").read_text() if checkpoint else "" for checkpoint in ranks.run(newest)]
+    return [(checkpoint.path / "state").read_text() if checkpoint else "" for checkpoint in ranks.run(start)]
 
 
-def test_the_newest_of_all_hosts_is_handed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_the_newest_of_all_hosts_is_handed_over(folders: list[Path]) -> None:
     save(folders[0], 1, 20, "older")
     save(folders[1], 1, 30, "newer")
-    assert contents(Ranks(monkeypatch), folders) == ["newer", "newer"]
+    assert contents(folders) == ["newer", "newer"]
+    path = folders[0] / name_of(1, 0, 30)
+    assert path.joinpath(MANIFEST).read_bytes() == (folders[1] / path.name / MANIFEST).read_bytes()
+    assert load(path).path == path
 
 
-def test_hosts_that_have_trained_the_same_updates_apart_go_on_from_one_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
+def test_hosts_that_have_trained_the_same_updates_apart_go_on_from_one_checkpoint(folders: list[Path]) -> None:
     save(folders[0], 2, 30, "on a")
     save(folders[1], 2, 30, "on b, which was cut off")
-    assert contents(Ranks(monkeypatch), folders) == ["on a", "on a"]
+    assert contents(folders) == ["on a", "on a"]
+
+
+def test_one_that_is_named_is_handed_over_and_replaces_none_of_its_name(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "other", 1, 20, "named")
+    path = tmp_path / "other" / name_of(1, 0, 20)
+    assert contents(folders, path) == ["named", "named"]
+    assert all(not folder.joinpath(path.name).exists() for folder in folders)  # both hosts see it at its path
+
+    def load_where_it_is(at: Path) -> Committed:
+        if at == path and Ranks.own.rank == 1:
+            raise DataError("it is missing")
+        return load_run(at)
+
+    monkeypatch.setattr(storage, "load_run", load_where_it_is)
+    save(folders[1], 1, 20, "mine")
+    with pytest.raises(ConfigError, match="are two checkpoints of one name; give another folder"):
+        contents(folders, path)
+    assert (folders[1] / path.name / "state").read_text() == "mine"
+    shutil.rmtree(folders[1] / path.name)
+    for _ in range(2):
+        assert contents(folders, path) == ["named", "named"]
+    assert [load(folder / path.name).facts for folder in folders] == [FACTS, FACTS]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_what_does_not_arrive_as_it_was_sent_is_not_there(
+    chunk: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_CHUNK_BYTES", chunk)
+    save(folders[0], 1, 30, "content")
+    whole = storage._read
+
+    def changed(path: Path) -> Iterator[tuple[bytes, str]]:
+        return ((data.replace(b"t", b"d"), problem) for data, problem in whole(path))
+
+    monkeypatch.setattr(storage, "_read", changed)
+    with pytest.raises(TrainerError, match="did not arrive as it was sent"):
+        contents(folders)
+    assert [path.name for path in folders[1].iterdir()] == [".lock"]
+    monkeypatch.setattr(storage, "_read", whole)
+    assert contents(folders) == ["content", "content"]
+
+
+def test_one_that_can_no_longer_be_read_is_told_on_all_hosts(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> BinaryIO:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(storage, "open_file", refuse)
+    save(folders[0], 1, 30, "content")
+    with pytest.raises(TrainerError, match="state cannot be read: Input/output error"):
+        contents(folders)
+    assert [path.name for path in folders[1].iterdir()] == [".lock"]

@@ -65,9 +65,6 @@ class Observer(Protocol):
     def updated(self, loader: Loader) -> None:
         """Runs after an update, before the next batch is drawn."""
 
-    def exhausted(self, loader: Loader) -> None:
-        """Runs after the last batch of a pass."""
-
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         """Runs when a pass has ended; `was_left` after an update, by a loop that was left early."""
 
@@ -301,8 +298,6 @@ class Loader(ABC):
                     observer.updated(self)
             if self._group is not None:
                 self._group.average_weights()
-            if observer is not None:
-                observer.exhausted(self)
         finally:  # also where the loop was left early
             self.taken = 0
             if observer is not None:

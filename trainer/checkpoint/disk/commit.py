@@ -13,14 +13,11 @@ collective is possible. A rank that cannot write its file takes the hidden folde
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,7 +43,6 @@ def commit(
     facts: Mapping[str, Any],
     check: Callable[[Path], object] | None = None,
     *,
-    is_begun: bool = False,
     others: Collection[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Committed:
@@ -58,8 +54,7 @@ def commit(
         files: by file name, what writes the file to the stream that it is given.
         facts: anything that JSON can hold.
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
-        is_begun: whether `begin` was called for it.
-        others: files that other ranks `contribute`.
+        others: files that other ranks `contribute`, once `begin` was called for the checkpoint.
         timeout_s: seconds to wait for them without a new byte.
 
     Raises:
@@ -68,7 +63,7 @@ def commit(
         Exception: whatever else `files` and `check` raise, with the same effect.
     """
     check_file_names(files)
-    with _committing(folder, name, is_begun=is_begun) as place:
+    with _committing(folder, name, is_begun=bool(others)) as place:
         with _stops_with_others() if others else nullcontext():
             entries = {file: write_file(place / file, write) for file, write in files.items()}
             entries |= _collect(place, frozenset(others), timeout_s) if others else {}
@@ -77,29 +72,19 @@ def commit(
         return _seal(place, Manifest(name=name, facts=facts, files=entries))
 
 
-def contribute(
-    folder: Path, name: str, file: str, write: Callable[[BinaryIO], object], *, begins_within_s: float = 0.0
-) -> None:
-    """Write one of the `others` of a checkpoint that another rank commits, and return once it is on the disk.
-
-    Args:
-        begins_within_s: seconds until the other rank's `begin` returns; 0 if it has.
+def contribute(folder: Path, name: str, file: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write one of the `others` of a checkpoint that another rank has begun, and return once it is on the disk.
 
     Raises:
         TrainerError: it cannot be written; then nothing of the checkpoint is left.
-        OthersFailedError: the other rank does not begin, or gives up.
+        OthersFailedError: another rank gives up.
         Exception: whatever else `write` raises.
     """
     place, removed = _hidden(folder, name), _hidden(folder, name, "removed")
     try:
-        with _told(f"checkpoint {folder / name} cannot be written", place):
-            for waited_s in _naps():
-                # Listing a folder asks a network file system's server; its clients remember what is not there.
-                if waited_s >= begins_within_s or (folder.is_dir() and place in folder.iterdir()):
-                    break
-            with _stops_with_others():
-                entry = write_file(place / f"{file}.partial", write)
-                (place / f"{file}.partial").rename(place / f"{file}.{entry.size}.{entry.sha256}")
+        with _told(f"checkpoint {folder / name} cannot be written"), _stops_with_others():
+            entry = write_file(place / f"{file}.partial", write)
+            (place / f"{file}.partial").rename(place / f"{file}.{entry.size}.{entry.sha256}")
     except BaseException as error:
         if not isinstance(error, OthersFailedError):
             with suppress(OSError):
@@ -110,30 +95,6 @@ def contribute(
 
 def _hidden(folder: Path, name: str, state: str = "partial") -> Path:
     return folder / f".{name}.{state}"
-
-
-def receive(folder: Path, chunks: Iterable[bytes]) -> Committed:
-    """Write the checkpoint that `send` has read, and return once it is committed with the same manifest.
-
-    Raises:
-        DataError: the chunks are not those that the manifest tells of.
-        TrainerError: as for `commit`.
-    """
-    stream = iter(chunks)
-    try:
-        manifest = Manifest.from_bytes(next(stream, b""))
-    except DataError as error:
-        raise DataError(f"a checkpoint did not arrive as it was sent: {error}") from None
-    with _committing(folder, manifest.name) as place:
-        for name, entry in manifest.files.items():
-            if write_file(place / name, partial(_copy, stream, entry.size)) != entry:
-                raise DataError(f"checkpoint {manifest.name}: {name} did not arrive as it was sent")
-        return _seal(place, manifest)
-
-
-def _copy(chunks: Iterator[bytes], size: int, file: BinaryIO) -> None:
-    while size > 0 and (chunk := next(chunks, b"")):
-        size -= file.write(chunk)
 
 
 def _seal(place: Path, manifest: Manifest) -> Committed:
@@ -149,7 +110,7 @@ def _committing(folder: Path, name: str, *, is_begun: bool = False) -> Iterator[
         raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
     final, place = folder / name, _hidden(folder, name)
     try:
-        with _told(f"checkpoint {final} cannot be written", place):
+        with _told(f"checkpoint {final} cannot be written"):
             if not is_begun:
                 begin(folder, name)
             yield place
@@ -191,32 +152,13 @@ def _check_is_free(path: Path) -> None:
 
 
 @contextmanager
-def _told(problem: str, place: Path | None = None) -> Iterator[None]:
-    """Raise an `OSError` as a `TrainerError` of one line: what failed, and why, and how much room `place` lacks."""
+def _told(problem: str) -> Iterator[None]:
+    """Raise an `OSError` as a `TrainerError` of one line: what failed, and why."""
     try:
         yield
     except OSError as error:
         where = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
-        lacks = _shortage(place, error) if place else ""
-        raise TrainerError(f"{problem}: {where}{error.strerror or error}{lacks}") from None
-
-
-def _shortage(place: Path, error: OSError) -> str:
-    """Say how much room a checkpoint takes and how much there is, if an error is the lack of it."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return ""
-    parts = []
-    with suppress(OSError):
-        written = _size(place)
-        parts.append(f"{written:,} bytes of it were written")
-        if error.errno == errno.ENOSPC:  # a quota's limit cannot be told from here
-            parts.append(f"{shutil.disk_usage(place).free + written:,} were free")
-        parts += [f"{before.name} takes {_size(before):,}" for before in find(place.parent)[:1]]
-    return "".join(f"; {part}" for part in parts)
-
-
-def _size(path: Path) -> int:
-    return sum(entry.stat().st_size for entry in path.iterdir())
+        raise TrainerError(f"{problem}: {where}{error.strerror or error}") from None
 
 
 def prune(folder: Path, keep: Collection[Path]) -> None:

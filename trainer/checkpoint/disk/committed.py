@@ -1,4 +1,4 @@
-"""Committed checkpoints: their names and manifests, finding them, checking them, and reading them for another host.
+"""Committed checkpoints: their names and manifests, finding them, and checking them.
 
 What is said here of a folder of checkpoints is all that "committed" means: a name that `name_of` makes, and a manifest
 whose files are what it says.
@@ -196,17 +196,3 @@ def newest(folder: Path, on_bad: Callable[[str], object], read: Callable[[Path],
             if path in find(folder):  # else the writer has just pruned it
                 on_bad(str(error))
     return None
-
-
-def send(path: Path) -> Iterator[bytes]:
-    """Return a checkpoint as chunks for `receive` on another host: its manifest, then its files.
-
-    Raises:
-        DataError: a file cannot be read. Whether the files are whole is for `load` to say before, and `receive` after.
-    """
-    manifest = _read_manifest(path)
-    yield manifest.to_bytes()
-    for name in manifest.files:
-        with _naming(path, name), open_file(path / name) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk

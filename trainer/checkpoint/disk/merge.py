@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.disk.committed import MANIFEST, Committed, load, newest
-from trainer.checkpoint.disk.durable import write_file
 from trainer.cluster.output import print_line
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, DataError
+from trainer.files import save_atomically
 
 _DESCRIPTION = """\
 Write the whole state of a checkpoint into one file, which plain PyTorch reads: torch.load(FILE, weights_only=True).
@@ -40,8 +37,6 @@ def merge(checkpoint: Path, file: Path) -> int:
         TrainerError: the file cannot be written; nothing of it is left.
     """
     # Late, because the command line starts without PyTorch.
-    import torch
-
     from trainer.checkpoint.disk.state_files import read_state
     from trainer.models.sharded import shard_as
 
@@ -49,18 +44,9 @@ def merge(checkpoint: Path, file: Path) -> int:
         raise ConfigError(f"{file} is there already; name another file, or remove it")
     committed = _find(checkpoint)
     state = shard_as(read_state(committed.path), None)
-    beside = file.with_name(f".{file.name}.partial")
-    try:
-        beside.unlink(missing_ok=True)
-        entry = write_file(beside, partial(torch.save, state))
-        os.link(beside, file)  # unlike a rename, this replaces no file that was made meanwhile
-    except OSError as error:
-        raise TrainerError(f"{file} cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+    save_atomically(file, state)
     parts = sum(name.startswith("part-") for name in committed.files)
-    print_line(f"{file}: {entry.size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
+    print_line(f"{file}: {file.stat().st_size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
     return 0
 
 

@@ -1,4 +1,22 @@
-"""Checkpoints: save a run while it trains, and resume where an interrupted run stopped."""
+"""Checkpoints: save a run while it trains, and resume where an interrupted run stopped.
+
+Every rank calls the following collectives in this order; threads call none, neither that which writes nor that which
+waits for a signal.
+
+1. At the start, `check_consistency` compares the settings. `Storage` broadcasts the job's id; rank 0 locks the folder,
+   then the first rank of each other host; the ranks gather who writes. Here and in 2, they gather after each work on
+   the disk what has failed, so that all of them raise it.
+2. `Storage.find_start` gathers the number of the last start, then what each writer has found as its newest checkpoint.
+   All choose the same one. If another was named, rank 0 broadcasts what it is, and the ranks gather which hosts lack
+   it. They gather whether a writer lacks the chosen one. If so, a rank that has it broadcasts its files in chunks. Then
+   each rank reads the files alone. If there is no checkpoint, `Saver.copy` copies the state as in 4.
+3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
+   signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
+   before.
+4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Saver.save` gathers
+   sharded tensors, unless the ranks write parts; then the random states, and whether parts can be written.
+5. If a rank could not write, and after each save that is waited for, `Saver.take_problem` gathers why.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +65,8 @@ class Checkpoints:
         facts: written into each manifest: the run's settings, versions and world.
 
     Raises:
-        ConfigError: the checkpoint to resume from does not fit the run, or the disk has no room for one.
-        TrainerError: the folder cannot be written, or is in use.
+        ConfigError: the checkpoint to resume from does not fit the run.
+        TrainerError: the folder cannot be written, or is in use; or the state cannot be loaded again as data.
     """
 
     def __init__(self, config: CheckpointConfig, strategy: Strategy, contents: Contents, facts: dict[str, Any]) -> None:
@@ -59,11 +77,10 @@ class Checkpoints:
         try:
             checkpoint, self.attempt = self._storage.find_start(config.resume)
             resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None
-            self._storage.discard_copy()
             self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
             self._saver = Saver(config, self._storage, strategy, self.attempt, facts, checkpoint)
-            if resumed is None:  # a resumed run has checkpoints: if its disk is full by now, a warning is enough
-                self._saver.check_room(contents.bytes())
+            if resumed is None:  # what cannot be saved is told before the first step
+                self._saver.copy(contents.state())
         except BaseException:
             self._storage.close()
             raise
@@ -79,7 +96,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._is_postponed = self._is_stopping = self._is_failing = False
         self._score: float | None = None
-        self.preemption = Preemption(self._save_alone, config.grace_s)
+        self.preemption = Preemption(self._is_saved, config.grace_s)
 
     @property
     def newest_path(self) -> Path | None:
@@ -196,12 +213,6 @@ class Checkpoints:
             if not self._is_postponed:
                 self._save_or_end()
 
-    def exhausted(self, loader: Loader) -> None:
-        """Note that a loader has given its last batch."""
-        if self._counts(loader):
-            # A long evaluation without updates may follow. A preemption during it saves this copy.
-            self._saver.take_standby(self._state())
-
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         """Note that a pass has ended; `was_left` if its loop was left early, after an update."""
         self.updates += was_left and self._positions.has_begun and loader is self._positions.first
@@ -292,9 +303,9 @@ class Checkpoints:
             set_random_state(self.resumed.random, self._world.device)
             self.resumed.random = None
 
-    def _save_alone(self) -> bool:
-        """Save without the other ranks, if no update will follow soon; return whether this process may end."""
-        return self._positions.first is None and self._saver.commit_standby(self.updates)
+    def _is_saved(self) -> bool:
+        """Return whether this rank has written all updates, as in an evaluation after the end of the training."""
+        return self._positions.first is None and self._saver.has_written(self.updates)
 
 
 class FlagReduction:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
@@ -19,7 +18,6 @@ from trainer.checkpoint.run.differences import (
     optimizer_differences,
     settings_of,
 )
-from trainer.checkpoint.run.snapshot import count_bytes
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
@@ -109,14 +107,6 @@ class Contents:
             "kinds": self._kinds,
             "settings": self.settings,
         }
-
-    def bytes(self) -> int:
-        """Return about how many bytes a checkpoint will take, also before the first step; raises as `count_bytes`."""
-        state = self.state()
-        return count_bytes(state) + sum(
-            max(0, _expected_bytes(optimizer) - count_bytes(saved["state"]["state"]))
-            for optimizer, saved in zip(self.prepared.optimizers, state["optimizers"], strict=True)
-        )
 
     def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
         """Take over a checkpoint, on every rank; say so on rank 0, and which settings the script has changed since.
@@ -208,14 +198,6 @@ class Contents:
                 raise ConfigError(
                     f"state {name!r} of the checkpoint does not fit this {type(value).__name__}: {reason}"
                 ) from None
-
-
-def _expected_bytes(optimizer: Optimizer) -> int:
-    """Return how many bytes of state torch's common optimizers keep, also before their first step has made it."""
-    settings = optimizer.defaults
-    copies = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
-    size: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-    return copies * size
 
 
 def _describe(resumed: Resumed, ranks: int) -> str:

@@ -1,8 +1,8 @@
 """Preemption: the signals with which a scheduler or a supervisor announces the end of a job.
 
 A signal only sets a flag: all ranks agree on the update after which they save. A thread watches the flag as well. It
-ends the process where the ranks cannot agree, because one of them has gone say, and it saves where no update is to
-come, as during an evaluation.
+ends the process if the ranks cannot agree in time, because one of them has gone say, or in a long evaluation. If all
+is saved already, it ends the process at once.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from trainer.watch.heartbeat import PREEMPTED, report_phase, report_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _POLL_S = 0.05
-_ALONE_AFTER_S = 1.0
+_AGREED_WITHIN_S = 1.0
 
 
 class Preemption:
     """The signals of `SIGNALS` that came since it was made, and what follows one.
 
     Args:
-        save_alone: called in a thread after a signal, again and again. Returns whether the process may end now, because
-            what is to be saved is saved.
+        is_saved: called in a thread after a signal, again and again. Returns whether the process may end now, because
+            all that it has to save is saved.
         grace_s: seconds after which the process ends in any case.
     """
 
-    def __init__(self, save_alone: Callable[[], bool], grace_s: float) -> None:
+    def __init__(self, is_saved: Callable[[], bool], grace_s: float) -> None:
         self.received: signal.Signals | None = None
         """The first signal that came."""
-        self._save_alone, self._grace_s = save_alone, grace_s
+        self._may_end, self._grace_s = is_saved, grace_s
         self._is_handled = self._is_closed = self._is_saved = False
         self._earlier: dict[signal.Signals, object] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -84,12 +84,12 @@ class Preemption:
         report_signal(number)
         started = time.monotonic()
         deadline = started + self._grace_s
-        # The ranks may be about to agree, which is better: all of them save then.
-        alone = started + min(_ALONE_AFTER_S, self._grace_s / 4)
+        # The ranks may be about to agree, which is better: all of them end then.
+        agreed = started + min(_AGREED_WITHIN_S, self._grace_s / 4)
         while time.monotonic() < deadline:
             if self._is_closed:
                 return
-            if not self._is_handled and time.monotonic() > alone and self._save_alone():
+            if not self._is_handled and time.monotonic() > agreed and self._may_end():
                 report_phase(PREEMPTED)
                 end_process("", exit_codes.PREEMPTED)
             time.sleep(_POLL_S)

@@ -34,8 +34,6 @@ class Snapshot:
         """What `copy` has returned last."""
         self.parts: dict[TensorPath, dict[str, Any]] = {}
         """This rank's parts of it, for a file; see `state_files.SavedParts`."""
-        self.bytes = 0
-        """Bytes of its tensors, those of other ranks' parts as well."""
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with copies of its tensors, in host memory. The next call overwrites them.
@@ -43,7 +41,7 @@ class Snapshot:
         Raises:
             TrainerError: a value is of a type that cannot be loaded again as data.
         """
-        self.bytes, self.parts, self._is_on_gpu = 0, {}, False
+        self.parts, self._is_on_gpu = {}, False
         # Tensors that share memory, such as tied weights, share it in the snapshot as well.
         copied: dict[tuple[Any, ...], Tensor] = {}
         self.state = self._copy(state, (), copied)
@@ -89,10 +87,8 @@ class Snapshot:
         return copied[key]
 
     def _copy_part(self, tensor: Tensor, path: TensorPath) -> Tensor:
-        part, size = local_part(tensor), self.bytes + tensor.nbytes
-        if part is not None:
+        if (part := local_part(tensor)) is not None:
             self.parts[path] = {"offset": part.offset, "values": self._copy_whole(part.values, path)}
-        self.bytes = size
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _copy_whole(self, tensor: Tensor, path: TensorPath) -> Tensor:
@@ -102,18 +98,4 @@ class Snapshot:
             self._buffers[path] = buffer
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         self._is_on_gpu |= tensor.is_cuda
-        self.bytes += tensor.nbytes
         return buffer
-
-
-def count_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of all tensors in a state, without copying them; raises as `Snapshot.copy`."""
-    counter = _Counter()
-    counter.copy(state)
-    return counter.bytes
-
-
-class _Counter(Snapshot):
-    def _copy_tensor(self, tensor: Tensor, path: TensorPath, copied: dict[tuple[Any, ...], Tensor]) -> Tensor:
-        self.bytes += tensor.nbytes
-        return tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -19,7 +17,7 @@ from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import write_atomically
 from trainer.ops.supervise.hosts import Host, parse_hosts
-from trainer.untrusted import open_own, parse_json, read_file
+from trainer.untrusted import lock_own, open_own, parse_json, read_file
 
 _JOB = re.compile("[0-9a-f]{32}")
 """A job's id, which finds its processes and names its folders: nothing else may be killed and removed by it."""
@@ -68,22 +66,16 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open_own(folder / "lock", "a+")
+        lock = lock_own(folder / "lock", f"{os.getpid()}\n")
+        holder = "".join(filter(str.isdecimal, read_file(folder / "lock")[:20].decode(errors="replace")))
     except OSError as error:
         raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
+    if lock is None:
+        raise ConfigError(
+            f"{folder} is already supervised by process {holder or 'another one'}; end that one, or choose another "
+            "--name"
+        )
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # and not what a file system without locks says
-                lock.seek(0)
-                holder = "".join(filter(str.isdecimal, lock.read(20).decode(errors="replace"))) or "another one"
-                raise ConfigError(
-                    f"{folder} is already supervised by process {holder}; end that one, or choose another --name"
-                ) from None
-        with suppress(OSError):  # on a full disk the lock holds without its text
-            lock.truncate(0)
-            lock.write(b"%d\n" % os.getpid())
         yield
 
 
