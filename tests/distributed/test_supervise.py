@@ -218,7 +218,7 @@ def test_ctrl_c_ends_the_job(supervised: Supervised, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", [slow("--gloo"), slow("--mpi"), slow("--torchrun")])
-def test_the_job_of_a_killed_supervisor_is_taken_over(supervised: Supervised, launcher: str) -> None:
+def test_the_same_command_goes_on_after_its_supervisor_was_killed(supervised: Supervised, launcher: str) -> None:
     process = supervised.start("-np", "2", launcher, *command("none", "--updates", "120"))
     supervised.wait_for(supervised.has_saved)
     second = supervised.start("-np", "2", launcher, *command("none", "--updates", "120"))
@@ -228,7 +228,6 @@ def test_the_job_of_a_killed_supervisor_is_taken_over(supervised: Supervised, la
     process.wait()
     ended = supervised.run("-np", "2", launcher, *command("none", "--updates", "120"))
     assert ended.code == 0, ended.output
-    assert "taken over" in ended.kinds()
     assert ended.attempts()[0]["updates"][1] == 120
     assert ended.attempts()[0]["updates"][0] > 1
 

@@ -43,6 +43,22 @@ def test_a_job_that_is_ended_may_print_more_than_a_pipe_holds() -> None:
     assert done.last_line == "bye"
 
 
+@pytest.mark.parametrize(("rest", "code"), [("; exit 3", 3), ("; sleep 60", None)])
+def test_a_survivor_that_keeps_the_pipes_open_is_not_waited_for(rest: str, code: int | None, tmp_path: Path) -> None:
+    """It has another environment, so it is not found; the output is what has come by then."""
+    pid = tmp_path / "pid"
+    try:
+        done = run(
+            ["sh", "-c", f"env -i sh -c 'echo $$ > {pid}; exec sleep 30' & echo said{rest}"],
+            env=os.environ,
+            timeout_s=1.0,
+        )
+        assert (done.code, done.stdout) == (code, "said\n")
+        assert done.seconds < 8
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
 @pytest.mark.distributed
 def test_an_interrupt_while_a_job_is_ended_is_raised_afterwards(tmp_path: Path) -> None:
     earlier = {number: signal.getsignal(number) for number in INTERRUPTS}

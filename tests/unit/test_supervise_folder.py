@@ -8,13 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops.supervise.folder import Events, Former, locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
 from trainer.ops.supervise.summary import recovery_of, summarize, training_share
@@ -48,17 +47,6 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainerError, match="cannot be written: Not a directory"), locked(tmp_path / "file" / "x"):
         pass
-
-
-def test_a_job_that_was_not_ended_is_found_again(tmp_path: Path) -> None:
-    assert read_former(tmp_path) is None
-    job = uuid.uuid4().hex
-    write_job(tmp_path, job, HOSTS)
-    assert read_former(tmp_path) == Former(job, HOSTS, os.getpid())
-    write_job(tmp_path, "", ())
-    assert read_former(tmp_path) is None
-    (tmp_path / "job.json").write_text("{")
-    assert read_former(tmp_path) is None
 
 
 def test_an_event_is_a_line_for_people_and_one_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

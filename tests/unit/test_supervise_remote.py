@@ -125,8 +125,11 @@ def test_a_host_that_cannot_be_reached_is_not_well() -> None:
     assert here.is_well
 
 
-def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path) -> None:
-    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
+@pytest.mark.parametrize(
+    "hangs", ["exec sleep 60", "sleep 20; exit"]
+)  # the second leaves a process that keeps its pipes
+def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path, hangs: str) -> None:
+    (tmp_path / "bin" / "ssh").write_text(f"#!/bin/sh\n{hangs}\n")
     began = time.monotonic()
     (lost,) = on_all_hosts([THERE], "one", "look", timeout_s=0.5)
     assert (lost.is_well, lost.problem) == (False, "does not answer in time")

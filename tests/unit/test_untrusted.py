@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.submit import options as submit
-from trainer.ops.supervise.folder import Events, locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.report.run_record import _append, _checkpoints_of, _keep
 from trainer.untrusted import parse_json, read_file
@@ -65,20 +62,6 @@ def test_a_file_name_that_no_disk_has_is_refused(name: str) -> None:
         Manifest.from_bytes(Manifest(name=NAME, facts={}, files=files).to_bytes())
 
 
-def test_a_former_job_is_neither_an_option_nor_a_path(tmp_path: Path) -> None:
-    entry: dict[str, Any] = {"job": uuid.uuid4().hex, "hosts": [["a", 1]], "supervisor": 1}
-
-    def write(**changes: Any) -> None:
-        (tmp_path / "job.json").write_text(json.dumps({**entry, **changes}))
-
-    write()
-    assert read_former(tmp_path) is not None
-    changes: list[dict[str, Any]] = [{"job": "x/../.."}, {"job": "0"}, {"hosts": [["-oProxyCommand=touch /tmp/x", 1]]}]
-    for change in [*changes, {"hosts": [["a", "1" * 5000]]}, {"supervisor": float("inf")}]:
-        write(**change)
-        assert read_former(tmp_path) is None
-
-
 def test_the_lock_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
@@ -92,8 +75,6 @@ def test_the_lock_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "job.json": lambda folder: write_job(folder, "", ()),
-    ".job.json.partial": lambda folder: write_job(folder, "", ()),
     ".model.pt.partial": lambda folder: save_atomically(folder / "model.pt", 1),
     "events.jsonl": lambda folder: Events(folder / "events.jsonl").note("start"),
     "lock": lambda folder: locked(folder).__enter__(),
@@ -118,7 +99,7 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
         WRITERS[name](folder)
     assert precious.read_text() == "text\n"
     assert not any(path.read_bytes() == b"text\n" for path in folder.iterdir() if not path.is_symlink())
-    assert {path.name for path in folder.iterdir()} == before | ({name} - {".job.json.partial", ".model.pt.partial"})
+    assert {path.name for path in folder.iterdir()} == before | ({name} - {".model.pt.partial"})
 
 
 @pytest.mark.parametrize("text", ["a:" + "9" * 5000, "a:٣", "a:0"])

@@ -22,6 +22,8 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 20.0
 """Time for a launcher to end its ranks, those on other hosts included."""
 _POLL_S = 0.1
+_REST_S = 1.0
+"""Time to read what is left in the pipes of a command that has ended."""
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
 _RANK_MARK = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
@@ -83,12 +85,24 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=timeout_s)
-            code = process.returncode
+        code = process.poll()  # it may have ended, while another process keeps its pipes open
     finally:
         _end(process, mark)
-    stdout, stderr = process.communicate()  # returns all output, that of the earlier call included
+    stdout, stderr = _output(process)
     seconds = time.monotonic() - started
     return Finished(code=code, stdout=_RANK_MARK.sub("", stdout), stderr=_RANK_MARK.sub("", stderr), seconds=seconds)
+
+
+def _output(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return all output of a process that has ended, without waiting for a survivor that keeps its pipes open."""
+    try:
+        return process.communicate(timeout=_REST_S)  # that of the earlier calls included
+    except subprocess.TimeoutExpired as late:
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        stdout, stderr = ((part or b"").decode(errors="replace") for part in (late.output, late.stderr))
+        return stdout, stderr
 
 
 def interrupt_on(*numbers: signal.Signals) -> None:

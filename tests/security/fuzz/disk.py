@@ -33,8 +33,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.ops.submit import options as submit
 from trainer.ops.submit import requeue
 from trainer.ops.supervise import options as supervise
-from trainer.ops.supervise.folder import read_former, write_job
-from trainer.ops.supervise.hosts import Host, names, parse_hosts
+from trainer.ops.supervise.hosts import names, parse_hosts
 from trainer.report import run_record
 from trainer.untrusted import parse_json
 
@@ -124,19 +123,6 @@ def _all_facts() -> list[bytes]:
 
 def _lock(data: bytes) -> None:
     assert isinstance(_read_holder(_file("lock", data)), dict)
-
-
-def _former(data: bytes) -> None:
-    _file("job.json", data)
-    former = read_former(_folder())
-    assert former is None or parse_hosts(names(former.hosts)) == former.hosts
-
-
-def _formers() -> list[bytes]:
-    folder = _folder() / "former"
-    folder.mkdir(exist_ok=True)
-    write_job(folder, "0123456789abcdef" * 2, [Host("a", 2), Host("b.example", 1)])
-    return [(folder / "job.json").read_bytes()]
 
 
 def _hosts(data: bytes) -> None:
@@ -241,7 +227,6 @@ TARGETS = (
     Target("checkpoint's folder", _checkpoint, _manifests, (DataError,)),
     Target("a checkpoint's facts", _facts, _all_facts, (DataError,)),
     Target("checkpoints' lock", _lock, lambda: [b'{"job": "a job", "process": 1, "host": "a"}', b""]),
-    Target("job.json", _former, _formers),
     Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
     Target("hostfile", _hostfile, lambda: [b"a slots=2\nb slots=4  # c\n\n", b"a.b slots=1\n"], (ValueError,)),
     Target("trainer run's options", _run_options, _run_lines, (ConfigError,)),

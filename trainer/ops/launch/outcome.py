@@ -1,14 +1,18 @@
-"""How the function ended on each rank, and what its caller gets to know."""
+"""How the function ended on each rank, what its caller gets to know, and the pickles that are sent both ways."""
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import cloudpickle
 
 from trainer.errors import LaunchError
 
@@ -39,23 +43,28 @@ class Outcome:
         return f"rank {self.rank} of {self.size} on host {self.host}"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the supervisor reports about a launch that has ended."""
-
-    code: int
-    text: str
-    """How the last attempt ended, or why there was none."""
-    was_started: bool = True
-    is_mistake: bool = False
-    """Whether a mistake of the caller's kept it from being started."""
-
-
 class RankTracebackError(Exception):
     """The traceback of a rank's exception, shown as the exception's cause."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Sends GPU tensors as CPU tensors, because the process that gets them may see other GPUs, or none."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(2)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as a pickle, also of what a notebook's cells define; raises whatever its parts raise."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -75,8 +84,13 @@ def read_outcomes(file: BinaryIO) -> Iterator[Outcome]:
             yield pickle.load(file)  # noqa: S301 (written by this user's own ranks, and brought by ssh)
 
 
-def conclude(report: Report, outcomes: Iterable[Outcome]) -> list[Any]:
+def conclude(code: int, text: str, outcomes: Iterable[Outcome]) -> list[Any]:
     """Return what the ranks have returned, in their order.
+
+    Args:
+        code: exit code of the job.
+        text: how its last attempt ended.
+        outcomes: those of all ranks.
 
     Raises:
         Exception: the exception of the rank that failed first, with its traceback as the cause.
@@ -85,12 +99,12 @@ def conclude(report: Report, outcomes: Iterable[Outcome]) -> list[Any]:
     by_time = sorted(outcomes, key=lambda outcome: outcome.time)
     # An earlier attempt may have left outcomes, even of ranks that the last attempt did not have.
     last = {outcome.rank: outcome for outcome in by_time if outcome.attempt == by_time[-1].attempt}
-    if report.code == 0:
+    if code == 0:
         return [_value(last, rank) for rank in range(next(iter(last.values())).size if last else 1)]
     failed = [outcome for outcome in last.values() if outcome.trace and not outcome.follows]
     if failed:
         _raise(min(failed, key=lambda outcome: outcome.time))
-    raise LaunchError(report.text)
+    raise LaunchError(text)
 
 
 def _value(outcomes: dict[int, Outcome], rank: int) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import re
 import sys
+from contextlib import suppress
 
 # mpirun marks each piece that a rank writes, horovodrun --gloo each line.
 _MARK = re.compile(r"\[(?P<job>\d+,)?(?P<rank>\d+)\]<std(?:out|err)>:(?P<next>[\r\n]?)")
@@ -35,6 +37,51 @@ def _tag(mark: re.Match[str]) -> str:
     if mark["job"] and following:
         return f"\r{rank}" if following == "\r" else following
     return rank + following
+
+
+class Output:
+    """Context with a pipe for each of a job's two streams; both are printed on this process's own.
+
+    It prints from the caller's thread, because a notebook may show another thread's output below another cell. The
+    pipes do not end with the job, so a process that outlives it does not keep anyone waiting.
+    """
+
+    def __enter__(self) -> Output:
+        pipes = [os.pipe(), os.pipe()]
+        self.descriptors = [reader for reader, _ in pipes]
+        """Descriptors that become readable when the job prints something."""
+        self.streams = [writer for _, writer in pipes]
+        """Descriptors for the job: standard output, and standard error."""
+        for reader in self.descriptors:
+            os.set_blocking(reader, False)
+        self._tags = (Tags(), Tags())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self.print():
+            pass
+        for tags, name in zip(self._tags, ("stdout", "stderr"), strict=True):
+            _print(tags.text(b""), name)
+        for descriptor in (*self.descriptors, *self.streams):
+            os.close(descriptor)
+
+    def print(self) -> bool:
+        """Print what the job has printed since; return whether there was something."""
+        any_read = False
+        for reader, tags, name in zip(self.descriptors, self._tags, ("stdout", "stderr"), strict=True):
+            with suppress(BlockingIOError):
+                _print(tags.text(os.read(reader, 65536)), name)
+                any_read = True
+        return any_read
+
+
+def _print(text: str, name: str) -> None:
+    # The stream is looked up at each call, because a test or a notebook may replace it. Its reader may be gone.
+    stream = getattr(sys, name)
+    if text and stream is not None:
+        with suppress(OSError, ValueError):
+            stream.write(text)
+            stream.flush()
 
 
 class _TaggedStream(io.TextIOWrapper):

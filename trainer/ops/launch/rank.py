@@ -19,9 +19,8 @@ from typing import Any
 from trainer.cluster.environment import SECRET, Launch, read_launch
 from trainer.cluster.output import write_whole_lines
 from trainer.errors import TrainerError
-from trainer.ops.launch.outcome import CALL, Outcome, file_of, open_private
+from trainer.ops.launch.outcome import CALL, Outcome, dumps, file_of, open_private
 from trainer.ops.launch.output import tag_output
-from trainer.ops.launch.sending import describe_unsendable, dumps
 from trainer.watch.failure import is_lost_peer, report_failures
 
 
@@ -56,9 +55,8 @@ def _call(file: Path) -> Any:
 def _pickle(value: Any, launch: Launch) -> bytes:
     try:
         return dumps(value)
-    except Exception as error:
-        why = describe_unsendable({f"the result of rank {launch.rank}": value}) or str(error)
-        raise TrainerError(f"trainer.launch cannot send back {why}") from None
+    except Exception as error:  # whatever the value's own code raises
+        raise TrainerError(f"trainer.launch cannot send back the result of rank {launch.rank}: {error}") from None
 
 
 def _pickle_error(error: Exception) -> bytes:

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import launch, program_of
@@ -58,7 +57,7 @@ class Running:
     def _run(self, failed_rank: int) -> tuple[list[Answer], list[int]]:
         options, attempt = self._options, self._attempt
         try:
-            self._processes = launch(options.launcher, attempt.hosts, options.command, attempt.job, failed_rank)
+            self._processes = launch(options, attempt.hosts, attempt.job, failed_rank)
             self._watch()
             codes = self._codes()
             attempt.times.detected = attempt.times.detected or time.monotonic()
@@ -134,9 +133,8 @@ class Running:
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        while None in [process.poll() for process in self._processes] and time.monotonic() < deadline:
+            self._signals.wait(min(_TICK_S, deadline - time.monotonic()))
 
     def _conclude(self, answers: Sequence[Answer], codes: Sequence[int], failed: Sequence[int]) -> None:
         """Judge how the attempt has ended, from what its hosts have answered and its launcher's exit codes.

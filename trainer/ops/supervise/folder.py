@@ -1,56 +1,43 @@
-"""The folder runs/NAME of a supervised job: its lock, the id by which its processes are found again, its events."""
+"""The folder runs/NAME of a supervised job: its lock, and its events."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
-from trainer.files import write_atomically
-from trainer.ops.supervise.hosts import Host, parse_hosts
-from trainer.untrusted import lock_own, open_own, parse_json, read_file
-
-_JOB = re.compile("[0-9a-f]{32}")
-"""A job's id, which finds its processes and names its folders: nothing else may be killed and removed by it."""
-
-
-@dataclass(frozen=True)
-class Former:
-    """A job that was under way when its supervisor ended."""
-
-    job: str
-    hosts: tuple[Host, ...]
-    supervisor: int
-    """Number of its process."""
+from trainer.untrusted import lock_own, open_own, read_file
 
 
 class Events:
     """Events of a job: a line each for people, on standard error, and one with facts for programs.
 
     Args:
-        path: the file to append to, events.jsonl.
+        path: the file to append to, events.jsonl; none where None.
+        is_silent: whether to print nothing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, is_silent: bool = False) -> None:
+        self._path, self._is_silent = path, is_silent
 
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """Print one or more lines, and append an event to the file; a full disk does not end the job."""
         with suppress(OSError, ValueError):  # nobody reads any more
-            print_line("\n".join(f"trainer run: {line}" for line in text.splitlines()), sys.stderr)
+            if not self._is_silent:
+                print_line("\n".join(f"trainer run: {line}" for line in text.splitlines()), sys.stderr)
         self.note(kind, text=text, **facts)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Append an event to the file."""
+        if self._path is None:
+            return
         entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts}
         with suppress(OSError), open_own(self._path, "a") as file:
             file.write(json.dumps(entry).encode() + b"\n")
@@ -77,20 +64,3 @@ def locked(folder: Path) -> Iterator[None]:
         )
     with lock:
         yield
-
-
-def write_job(folder: Path, job: str, hosts: Sequence[Host]) -> None:
-    """Note the job that is about to start; an empty `job` means that none is under way."""
-    entry = {"job": job, "hosts": [[host.name, host.slots] for host in hosts], "supervisor": os.getpid()}
-    write_atomically(folder / "job.json", json.dumps(entry) + "\n")
-
-
-def read_former(folder: Path) -> Former | None:
-    """Return the job that a former supervisor has not ended; None also where the file does not look like one."""
-    with suppress(OSError, ValueError, LookupError, TypeError, OverflowError):
-        entry = parse_json(read_file(folder / "job.json"))
-        if _JOB.fullmatch(entry["job"]):
-            # Whoever can write the file may not have ssh take a name for an option.
-            hosts = parse_hosts(",".join(f"{name}:{slots}" for name, slots in entry["hosts"]))
-            return Former(entry["job"], hosts, int(entry["supervisor"]))
-    return None

@@ -30,8 +30,12 @@ class Host:
         return f"{self.name}:{self.slots}"
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
     """Return the hosts of "a:2,b:2"; a host without a number has one slot.
+
+    Args:
+        text: hosts and slots.
+        option: how the caller gives them.
 
     Raises:
         ConfigError: a name or a number is not valid, or a host is named twice.
@@ -40,9 +44,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     for part in text.split(","):
         name, colon, slots = part.partition(":")
         if not _NAME.fullmatch(name) or (colon and not _SLOTS.fullmatch(slots)):
-            raise ConfigError(f"-H has {part!r}; valid is HOST:SLOTS, as in a:2,b:2")
+            raise ConfigError(f"{option} has {part!r}; valid is HOST:SLOTS, as in a:2,b:2")
         if name in slots_by_name:
-            raise ConfigError(f"-H has {name!r} twice; name each host once, with all its slots")
+            raise ConfigError(f"{option} has {name!r} twice; name each host once, with all its slots")
         slots_by_name[name] = int(slots or 1)
     return tuple(Host(name, slots) for name, slots in slots_by_name.items())
 

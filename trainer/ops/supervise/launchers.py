@@ -19,6 +19,7 @@ from pathlib import Path
 from trainer.cluster.environment import SECRET
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, names, slots_of
+from trainer.ops.supervise.options import Options, Streams
 from trainer.ops.supervise.remote import SSH
 from trainer.watch.job_folder import JOB
 
@@ -52,10 +53,8 @@ class Start:
     """What it reads from its standard input, which then stays open; where it is empty, it gets our standard input."""
 
 
-def launch(
-    launcher: str, hosts: Sequence[Host], command: Sequence[str], job: str, failed_rank: int
-) -> list[subprocess.Popen[bytes]]:
-    """Start `command` on all slots of these hosts.
+def launch(options: Options, hosts: Sequence[Host], job: str, failed_rank: int) -> list[subprocess.Popen[bytes]]:
+    """Start the job's command on all slots of these hosts.
 
     Args:
         failed_rank: descriptor of a file in which horovodrun over Gloo writes which rank failed first.
@@ -63,15 +62,16 @@ def launch(
     Raises:
         ConfigError: the launcher is not installed.
     """
-    environment = environment_for(job)
+    environment = {**environment_for(job), **options.environment}
+    launcher, command = options.launcher, options.command
     if launcher == "torchrun":
         starts = torchrun(hosts, command, environment)
     else:
         starts = [horovodrun(hosts, command, [f"--{launcher}"] if launcher in ("mpi", "gloo") else [])]
         environment["HOROVOD_FAILED_RANK_FD"] = str(failed_rank)
     if shutil.which(starts[0].command[0], path=environment["PATH"]) is None:
-        raise ConfigError(f"{starts[0].command[0]} is not installed; --torchrun starts with PyTorch's own launcher")
-    return [_popen(start, environment, failed_rank) for start in starts]
+        raise ConfigError(f"{starts[0].command[0]} is not installed; the launcher torchrun comes with PyTorch")
+    return [_popen(start, environment, failed_rank, options.streams) for start in starts]
 
 
 def program_of(launcher: str) -> str:
@@ -137,7 +137,7 @@ def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, st
     return Start((*SSH, host.name, "sh -s"), "\n".join([*exported, script]))
 
 
-def _popen(start: Start, environment: Mapping[str, str], failed_rank: int) -> subprocess.Popen[bytes]:
+def _popen(start: Start, environment: Mapping[str, str], failed_rank: int, streams: Streams) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def end_with_parent() -> None:
@@ -149,7 +149,9 @@ def _popen(start: Start, environment: Mapping[str, str], failed_rank: int) -> su
         start.command,
         env=environment,
         preexec_fn=end_with_parent,
-        stdin=subprocess.PIPE if start.script else None,
+        stdin=subprocess.PIPE if start.script else streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
         pass_fds=[failed_rank],
     )
     if process.stdin is not None:

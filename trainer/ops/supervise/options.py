@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +52,10 @@ _NUMBERS = (
 """Options with a number, none of which may be negative: each with its field of `Options`, and its help."""
 
 
+Streams = tuple[int | None, int | None, int | None]
+"""Standard input, output and error as `subprocess.Popen` takes them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What `trainer run` was asked for."""
@@ -67,6 +71,9 @@ class Options:
     take_back: bool = False
     hang_timeout_s: float | None = None
     name: str = "train"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the job beside this process's own."""
+    streams: Streams = (None, None, None)
 
     @property
     def folder(self) -> Path:
@@ -109,10 +116,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         )
     group.add_argument("--name", help="name of the folder runs/NAME (the script's)")
     group = parser.add_argument_group("after a failure")
-    for option, field, text in _NUMBERS:
-        kind, metavar = (float, "S") if field.endswith("_s") else (int, "N")
-        default = getattr(Options, field, None)
-        group.add_argument(option, dest=field, type=kind, metavar=metavar, default=default, help=text)
+    for option, name, text in _NUMBERS:
+        kind, metavar = (float, "S") if name.endswith("_s") else (int, "N")
+        default = getattr(Options, name, None)
+        group.add_argument(option, dest=name, type=kind, metavar=metavar, default=default, help=text)
     text = "when a host is back, have the ranks save, and start again with it at once"
     group.add_argument("--take-back", action="store_true", help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -153,21 +160,8 @@ def to_options(parsed: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value is not valid, or there is no command.
     """
-    ranks = parsed.ranks
-    if ranks is None:
-        raise ConfigError("-np is missing; valid is a number of at least 1")
-    if ranks < 1:
-        raise ConfigError(f"-np is {ranks}; valid is a number of at least 1")
-    hosts = parse_hosts(parsed.hosts) if parsed.hosts else (Host("localhost", ranks),)
-    if slots_of(hosts) < ranks:
-        raise ConfigError(f"-np is {ranks}, and -H {parsed.hosts} has {slots_of(hosts)} slots")
-    min_ranks = ranks if parsed.min_ranks is None else parsed.min_ranks
-    if not 1 <= min_ranks <= ranks:
-        raise ConfigError(f"--min-np is {min_ranks}; valid is 1 to {ranks}, which -np is")
-    for option, field, _ in _NUMBERS:
-        value = getattr(parsed, field)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"{option} is {value}; valid is a number of at least 0")
+    numbers = {option: getattr(parsed, name) for option, name, _ in _NUMBERS if option != "--min-np"}
+    hosts = check_job("-np", parsed.ranks, "-H", parsed.hosts, "--min-np", parsed.min_ranks, numbers)
     command = to_command(parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
@@ -176,5 +170,43 @@ def to_options(parsed: argparse.Namespace) -> Options:
     name = parsed.name or name_of(command)
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
         raise ConfigError(f"--name is {name!r}; valid are letters, digits, '.', '_' and '-'")
-    given = {field.name: getattr(parsed, field.name) for field in fields(Options)}
-    return Options(**{**given, "hosts": hosts, "min_ranks": min_ranks, "command": command, "name": name})
+    min_ranks = parsed.ranks if parsed.min_ranks is None else parsed.min_ranks
+    derived = {"hosts": hosts, "min_ranks": min_ranks, "command": command, "name": name}
+    given = {key: value for key, value in vars(parsed).items() if key in Options.__dataclass_fields__}
+    return Options(**{**given, **derived})
+
+
+def check_job(
+    ranks_name: str,
+    ranks: int | None,
+    hosts_name: str,
+    hosts: str | None,
+    min_name: str,
+    min_ranks: int | None,
+    numbers: Mapping[str, float | None],
+) -> tuple[Host, ...]:
+    """Check what `trainer run` and `trainer.launch` are both asked for; return the hosts.
+
+    Args:
+        ranks_name: how the caller gives the number of ranks; the other names are meant likewise.
+        ranks: how many ranks there are to be.
+        hosts_name: see above.
+        hosts: hosts and slots; this host where there are none.
+        min_name: see above.
+        min_ranks: the fewest ranks to go on with, if given.
+        numbers: other values, none of which may be negative, by their names.
+
+    Raises:
+        ConfigError: a value is not valid.
+    """
+    if ranks is None or ranks < 1:
+        raise ConfigError(f"{ranks_name} is {'missing' if ranks is None else ranks}; valid is a number of at least 1")
+    places = parse_hosts(hosts, hosts_name) if hosts else (Host("localhost", ranks),)
+    if slots_of(places) < ranks:
+        raise ConfigError(f"{ranks_name} is {ranks}, and {hosts_name} {hosts} has {slots_of(places)} slots")
+    if min_ranks is not None and not 1 <= min_ranks <= ranks:
+        raise ConfigError(f"{min_name} is {min_ranks}; valid is 1 to {ranks}, which {ranks_name} is")
+    for name, value in numbers.items():
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{name} is {value}; valid is a number of at least 0")
+    return places

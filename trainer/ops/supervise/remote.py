@@ -31,7 +31,7 @@ TIMEOUT_S = 10.0
 # /proc shows the environment that a process was started with, so the mark stays. A process may be made while others are
 # killed, so killing is repeated. A heartbeat's process is preempted only if it carries the mark, because its number may
 # belong to another process by now.
-_SCRIPT = (
+SCRIPT = (
     r"""
 job=$1 action=$2
 shift 2
@@ -137,7 +137,7 @@ def _start(host: Host, job: str, action: Action) -> subprocess.Popen[bytes]:
     )
     if process.stdin is not None:
         with suppress(BrokenPipeError):
-            process.stdin.write(_SCRIPT.encode())
+            process.stdin.write(SCRIPT.encode())
             process.stdin.close()
         process.stdin = None
     return process
@@ -148,7 +148,7 @@ def _read(host: Host, process: subprocess.Popen[bytes], deadline: float) -> Answ
         output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()  # and not for its pipes, which a process that it has started may keep open
         return Answer(host.name, is_well=False, problem="does not answer in time")
     head, _, records = output.partition(b"\n")
     if process.returncode != 0 or not _HEAD.fullmatch(head.rstrip()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import signal
 import socket
-from collections.abc import Iterable
+import threading
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from types import FrameType
 
@@ -14,9 +15,15 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Context that notes signals instead of acting on them; a signal that is ignored stays ignored."""
+    """Context that notes signals instead of acting on them; a signal that is ignored stays ignored.
 
-    def __init__(self) -> None:
+    Args:
+        preempts: signals that ask to save and end.
+        interrupts: signals that end the job at once.
+    """
+
+    def __init__(self, preempts: Collection[int] = _PREEMPTS, interrupts: Collection[int] = _INTERRUPTS) -> None:
+        self._preempts, self._interrupts = preempts, interrupts
         self.preempts = False
         """Whether a signal has asked to save and end."""
         self.interrupted_by: int | None = None
@@ -27,23 +34,25 @@ class Signals:
     def __enter__(self) -> Signals:
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*_PREEMPTS, *_INTERRUPTS):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._earlier[number] = signal.signal(number, self._note)
-        # Wakes the waiting when a launcher ends.
-        self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        if threading.current_thread() is threading.main_thread():  # no other thread gets signals
+            self._earlier_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            for number in (*self._preempts, *self._interrupts):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._earlier[number] = signal.signal(number, self._note)
+            # Wakes the waiting when a launcher ends.
+            self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(-1)
+        if self._earlier:
+            signal.set_wakeup_fd(self._earlier_wakeup)
         self._reader.close()
         self._writer.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in _PREEMPTS and not self.preempts:
+        if number in self._preempts and not self.preempts:
             self.preempts = True
         else:
             self.interrupted_by = self.interrupted_by or number

@@ -7,13 +7,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 
 from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 from trainer.ops.supervise.attempt import Running
-from trainer.ops.supervise.folder import Events, locked, read_former, write_job
+from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
@@ -46,31 +45,37 @@ def supervise(options: Options) -> int:
         if shutil.which(options.command[0], path=path) is None:
             events.say("end", f"there is no command {options.command[0]!r}", code=_NOT_FOUND)
             return _NOT_FOUND
-        return _Supervisor(options, signals, events).run()
+        return Supervisor(options, signals, events, uuid.uuid4().hex).run()
 
 
-class _Supervisor:
-    def __init__(self, options: Options, signals: Signals, events: Events) -> None:
-        self._options, self._signals, self._events = options, signals, events
-        # The same for all attempts, so that what a lost host still runs is ended when the host is back.
-        self._job = uuid.uuid4().hex
+class Supervisor:
+    """Goes from attempt to attempt.
+
+    Args:
+        options: what is to be started.
+        signals: what may end it early.
+        events: gets what happens.
+        job: its id, the same for all attempts, so that what a lost host still runs is ended when the host is back.
+    """
+
+    def __init__(self, options: Options, signals: Signals, events: Events, job: str) -> None:
+        self._options, self._signals, self._events, self._job = options, signals, events, job
         self._attempts: list[Attempt] = []
         self._bad: tuple[str, ...] = ()
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
-    def run(self) -> int:
-        self._end_former()
-        try:
-            write_job(self._options.folder, self._job, self._options.hosts)
-        except OSError as error:
-            raise TrainerError(f"{self._options.folder} cannot be written: {error.strerror}") from None
-        try:
-            return self._run_attempts()
-        finally:
-            with suppress(OSError):  # a disk that is full by now changes nothing of how the job has ended
-                write_job(self._options.folder, "", ())
+    @property
+    def last_text(self) -> str:
+        """How the last attempt ended, and where to read more."""
+        judgement = self._attempts[-1].judgement
+        return "; ".join(filter(None, (judgement.text, hint(judgement, self._options.hosts))))
 
-    def _run_attempts(self) -> int:
+    def run(self) -> int:
+        """Run the job to its end; return the exit code.
+
+        Raises:
+            ConfigError: the launcher is not installed.
+        """
         while True:
             answers, judgement = self._attempt()
             if judgement.is_last:
@@ -86,15 +91,6 @@ class _Supervisor:
     def _code(self, code: int) -> int:
         interrupted_by = self._signals.interrupted_by
         return code if interrupted_by is None else 128 + interrupted_by
-
-    def _end_former(self) -> None:
-        former = read_former(self._options.folder)
-        if former is None:
-            return
-        answers = on_all_hosts(former.hosts, former.job, "kill")
-        left = sum(len(answer.processes) for answer in answers)
-        text = f"process {former.supervisor} was supervising this job; of its processes on {names(former.hosts)}, "
-        self._events.say("taken over", f"{text}{left} were left, and were ended", left=left)
 
     def _attempt(self) -> tuple[list[Answer], Judgement]:
         options, number = self._options, len(self._attempts) + 1
