@@ -125,7 +125,7 @@ def main() -> int:
     began = time.time()
     chaos.start()
     command = [
-        *["trainer", "run", "--name", "chaos", "-np", "4", "-H", "a:2,b:2", "--min-np", "2", "--take-back"],
+        *["trainer", "run", "--name", "chaos", "-np", "4", "-H", "a:2,b:2", "--min-np", "2"],
         *["--timeout", "60", "python", f"{FOLDER}/chaos_job.py", FOLDER, str(options.epochs), CHECKPOINTS],
     ]
     # The client's input stays open: horovodrun ends a job whose input ends.

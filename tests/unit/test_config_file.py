@@ -20,7 +20,7 @@ command = "python train.py --epochs 90"
 np = 4
 hosts = "a:2,b:2"
 gloo = true
-take-back = false
+mpi = false
 max-restarts = 3
 
 [submit]
@@ -52,7 +52,7 @@ def submit_options(*arguments: str) -> SubmitOptions:
 
 def test_run_takes_options_and_command_from_the_file(file: Path) -> None:
     options = run_options("--config", str(file))
-    assert (options.ranks, options.launcher, options.max_restarts, options.take_back) == (4, "gloo", 3, False)
+    assert (options.ranks, options.launcher, options.max_restarts) == (4, "gloo", 3)
     assert [host.name for host in options.hosts] == ["a", "b"]
     assert options.command == ("python", "train.py", "--epochs", "90")
 

@@ -5,7 +5,7 @@
     [run]
     np = 4
     hosts = "a:2,b:2"
-    take-back = true
+    gloo = true
 
     [submit]
     scheduler = "slurm"

@@ -170,7 +170,7 @@ def _submit_config(data: bytes) -> None:
 
 def _configs() -> list[bytes]:
     return [
-        b'command = "python train.py --epochs 90"\n[run]\nnp = 4\nhosts = "a:2,b:2"\ntake-back = true\ntimeout = 1.5\n',
+        b'command = "python train.py --epochs 90"\n[run]\nnp = 4\nhosts = "a:2,b:2"\ngloo = true\ntimeout = 1.5\n',
         b'command = ["python", "train.py"]\n[submit]\nscheduler = "slurm"\nnodes = 2\nranks-per-node = 2\n'
         b'time = "2h"\ndirective = ["--partition=gpu", "--exclusive"]\ngpus-per-node = 2\nmemory = "16GB"\n',
         b"[submit]\nnodes = 0x1f\nname = 2020-01-01\narray = '''0-3,7'''\nlabels = {a.b = [1e999, nan]}\n",
@@ -194,7 +194,7 @@ def _submit_options(data: bytes) -> None:
 
 def _run_lines() -> list[bytes]:
     return [
-        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--take-back\0python\0train.py\0--epochs\00090",
+        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--gloo\0python\0train.py\0--epochs\00090",
         b"-np=2\0--name=a\0--gloo\0--max-restarts\0003\0--\0python\0train.py",
     ]
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,9 @@ from typing import Any
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.untrusted import open_own
+
+_NOTED = re.compile(rb"([0-9]{1,10}) ([0-9a-f]{32})\n")
+"""A supervisor's process and its job's id, which finds processes and names folders: nothing else is killed by it."""
 
 
 class Events:
@@ -46,8 +50,14 @@ class Events:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, job: str) -> Iterator[str]:
     """Context in which no other process supervises this job.
+
+    Its value is the id of the job whose supervisor was killed before it had ended it; empty if there is none.
+
+    Args:
+        folder: is made where it is missing.
+        job: id of the job, which the lock notes while it is held.
 
     Raises:
         ConfigError: another process does.
@@ -59,16 +69,21 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
+        lock.seek(0)
+        noted = _NOTED.match(lock.read(60))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # and not what a file system without locks says
-                lock.seek(0)
-                holder = "".join(filter(str.isdecimal, lock.read(20).decode(errors="replace"))) or "another one"
+                holder = noted[1].decode() if noted else "another one"
                 raise ConfigError(
                     f"{folder} is already supervised by process {holder}; end that one, or choose another --name"
                 ) from None
         with suppress(OSError):  # on a full disk the lock holds without its text
             lock.truncate(0)
-            lock.write(b"%d\n" % os.getpid())
-        yield
+            lock.write(b"%d %s\n" % (os.getpid(), job.encode()))
+        try:
+            yield noted[2].decode() if noted else ""
+        finally:
+            with suppress(OSError):
+                lock.truncate(0)
