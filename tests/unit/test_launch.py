@@ -117,9 +117,8 @@ def _by_value(function: Callable[..., object]) -> Callable[..., object]:
     [(print, LOCK), (print, {"model": [LOCK]}), (functools.partial(print, LOCK),), (_by_value(uses_a_global),)],
 )
 def test_what_cannot_be_sent_is_refused_in_one_line(arguments: Sequence[Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^trainer.launch cannot send .* or its arguments: .*_thread.lock"
-    ) as refused:
+    said = r"^trainer.launch cannot send .* or its arguments: .*_thread.lock"
+    with pytest.raises(ConfigError, match=said) as refused:
         trainer.launch(*arguments)
     assert "\n" not in str(refused.value)
 
@@ -314,10 +313,10 @@ def test_a_host_that_cannot_take_the_function_is_named(other_host: Path, tmp_pat
 
 def test_all_that_a_job_has_printed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with Output() as output:
-        os.write(output.streams[0], b"[0]<stdout>:one\n")
+        os.write(output.streams[1], b"[0]<stdout>:one\n")
         assert output.print()
         assert not output.print()
-        os.write(output.streams[1], b"[1]<stderr>:" + b"x" * 60_000 + b"[")
+        os.write(output.streams[2], b"[1]<stderr>:" + b"x" * 60_000 + b"[")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("[0] one\n", f"[1] {'x' * 60_000}[")
 

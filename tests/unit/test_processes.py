@@ -48,11 +48,8 @@ def test_a_survivor_that_keeps_the_pipes_open_is_not_waited_for(rest: str, code:
     """It has another environment, so it is not found; the output is what has come by then."""
     pid = tmp_path / "pid"
     try:
-        done = run(
-            ["sh", "-c", f"env -i sh -c 'echo $$ > {pid}; exec sleep 30' & echo said{rest}"],
-            env=os.environ,
-            timeout_s=1.0,
-        )
+        script = f"env -i sh -c 'echo $$ > {pid}; exec sleep 30' & echo said{rest}"
+        done = run(["sh", "-c", script], env=os.environ, timeout_s=1.0)
         assert (done.code, done.stdout) == (code, "said\n")
         assert done.seconds < 8
     finally:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.supervise import attempt, remote
 from trainer.ops.supervise.attempt import Running, find_dead
 from trainer.ops.supervise.hosts import Host, slots_of
 from trainer.ops.supervise.options import Options
@@ -179,10 +178,9 @@ def test_ranks_that_save_by_themselves_are_started_again(codes: list[int]) -> No
 
 
 def test_what_was_asked_for_is_no_failure() -> None:
-    told = judged(rank(0), codes=[1], asked_for="preempted", is_last=True)
+    told = judged(rank(0), codes=[1], is_preempted=True)
     assert (told.verdict, told.code, told.is_last) == (Verdict.PREEMPTED, 75, True)
-    assert judged(rank(0), codes=[0], asked_for="preempted", is_last=True).code == 0
-    assert not judged(rank(0), codes=[1], asked_for="b answers again").is_last
+    assert judged(rank(0), codes=[0], is_preempted=True).code == 0
     assert judged(rank(0), codes=[1], was_interrupted=True).verdict is Verdict.INTERRUPTED
 
 
@@ -248,26 +246,3 @@ def test_of_an_attempt_the_rank_is_named_that_died_without_a_word(order: Sequenc
     running._ranks.close()
     name = f"rank {guilty} on {place[guilty]}"
     assert started.judgement.text == f"{name} died without a word in update 10"
-
-
-@pytest.mark.parametrize(("updates", "said"), [(0, ""), (9, "elsewhere answers again, and is taken back")])
-def test_a_host_that_is_back_has_the_ranks_save_once_there_is_something_to_save(
-    monkeypatch: pytest.MonkeyPatch, updates: int, said: str
-) -> None:
-    def answer(hosts: Sequence[Host], *_: object) -> list[Answer]:
-        return [Answer(host.name, is_well=True) for host in hosts]
-
-    monkeypatch.setattr(remote, "on_all_hosts", answer)
-    monkeypatch.setattr(attempt, "on_all_hosts", answer)
-    monkeypatch.setattr(attempt, "_MISSING_PROBE_S", 0.0)
-    here, missing = Host("localhost", 1), Host("elsewhere", 1)
-    running = Running(Attempt((here,), "job", Times(0.0), 0.0), options_for((here, missing)), Signals(), [missing])
-    running._ranks.note("localhost", rank(0, updates=updates, first_update=min(updates, 1)))
-    deadline = time.monotonic() + (5.0 if said else 0.2)
-    while not running._asked_for and time.monotonic() < deadline:
-        running._ask()
-        time.sleep(0.01)
-    running._missing.close()
-    running._missing._pool.shutdown()  # which nothing else waits for
-    running._ranks.close()
-    assert (running._asked_for, running._is_last) == (said, False)

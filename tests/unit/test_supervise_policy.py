@@ -6,7 +6,7 @@ import pytest
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
-from trainer.ops.supervise.policy import GiveUp, Restart, bad_hosts, choose_hosts, decide, hosts_to_take_back
+from trainer.ops.supervise.policy import GiveUp, Restart, bad_hosts, choose_hosts, decide
 
 A, B = Host("a", 2), Host("b", 2)
 NOW = 10_000.0
@@ -30,13 +30,6 @@ def test_ranks_go_to_the_hosts_that_are_well_in_their_order() -> None:
     assert choose_hosts((A, B), {"b"}, (), 4) == (B,)
     assert choose_hosts((A, B), {"a", "b"}, {"a"}, 4) == (B,)
     assert choose_hosts((A, B), (), (), 4) == ()
-
-
-def test_hosts_are_taken_back_while_ranks_are_missing_unless_they_were_left_out_for_failures() -> None:
-    assert hosts_to_take_back((A, B), (A,), (), 4) == [B]
-    assert hosts_to_take_back((A, B), (A, B), (), 4) == []
-    assert hosts_to_take_back((A, B), (A,), (), 2) == []
-    assert hosts_to_take_back((A, B), (A,), ("b",), 4) == []
 
 
 def test_a_host_that_fails_three_times_in_five_is_left_out_where_the_job_can_do_without() -> None:

@@ -125,9 +125,8 @@ def test_a_host_that_cannot_be_reached_is_not_well() -> None:
     assert here.is_well
 
 
-@pytest.mark.parametrize(
-    "hangs", ["exec sleep 60", "sleep 20; exit"]
-)  # the second leaves a process that keeps its pipes
+# The second leaves a process that keeps its pipes open.
+@pytest.mark.parametrize("hangs", ["exec sleep 60", "sleep 20; exit"])
 def test_a_host_that_does_not_answer_takes_a_bounded_time(tmp_path: Path, hangs: str) -> None:
     (tmp_path / "bin" / "ssh").write_text(f"#!/bin/sh\n{hangs}\n")
     began = time.monotonic()

@@ -171,7 +171,7 @@ def _submit_options(data: bytes) -> None:
 
 def _run_lines() -> list[bytes]:
     return [
-        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--take-back\0python\0train.py\0--epochs\00090",
+        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--gloo\0python\0train.py\0--epochs\00090",
         b"-np=2\0--name=a\0--gloo\0--max-restarts\0003\0--\0python\0train.py",
     ]
 

@@ -106,6 +106,9 @@ class Keepers:
         if answer != b"ready\n":
             if answer:  # of something else that the host starts with each shell, which would mix with the outcomes
                 shell.kill()
+            with suppress(BrokenPipeError):  # there may be something that nobody has read
+                shell.stdin.close()
+            shell.stdin = None
             problem = shell.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
             why = problem or f"ssh has ended with code {shell.wait()}"
             raise TrainerError(f"the function cannot be sent to host {host.name}: {why}")

@@ -8,7 +8,6 @@ import linecache
 import os
 import signal
 import site
-import subprocess
 import sys
 import sysconfig
 import uuid
@@ -79,7 +78,7 @@ def launch(
     """
     _refuse_within_rank()
     numbers = {"max_restarts": max_restarts, "timeout_s": timeout_s}
-    places = check_job("np", np, "hosts", hosts, "min_np", min_np, numbers)
+    places = check_job(np, hosts, min_np, numbers, ("np", "hosts", "min_np"))
     if launcher not in LAUNCHERS:
         raise ConfigError(f"launcher is {launcher!r}; valid are {', '.join(LAUNCHERS)}")
     _check_call(function, args, kwargs)
@@ -98,7 +97,7 @@ def launch(
             max_restarts=max_restarts,
             timeout_s=timeout_s,
             environment={"PYTHONPATH": os.pathsep.join(_import_path())},
-            streams=(subprocess.DEVNULL, *output.streams),
+            streams=output.streams,
         )
         with _Interrupts(output) as interrupts:
             supervisor = Supervisor(options, interrupts, events, job)

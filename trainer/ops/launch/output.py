@@ -6,6 +6,7 @@ import codecs
 import io
 import os
 import re
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -47,11 +48,11 @@ class Output:
     """
 
     def __enter__(self) -> Output:
-        pipes = [os.pipe(), os.pipe()]
-        self.descriptors = [reader for reader, _ in pipes]
+        (printed, output), (said, errors) = os.pipe(), os.pipe()
+        self.descriptors = (printed, said)
         """Descriptors that become readable when the job prints something."""
-        self.streams = [writer for _, writer in pipes]
-        """Descriptors for the job: standard output, and standard error."""
+        self.streams = (subprocess.DEVNULL, output, errors)
+        """Standard input, output and error for the job."""
         for reader in self.descriptors:
             os.set_blocking(reader, False)
         self._tags = (Tags(), Tags())
@@ -62,7 +63,7 @@ class Output:
             pass
         for tags, name in zip(self._tags, ("stdout", "stderr"), strict=True):
             _print(tags.text(b""), name)
-        for descriptor in (*self.descriptors, *self.streams):
+        for descriptor in (*self.descriptors, *self.streams[1:]):
             os.close(descriptor)
 
     def print(self) -> bool:

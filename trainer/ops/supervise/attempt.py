@@ -8,12 +8,11 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.launchers import launch, program_of
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Attempt, Facts, judge
 from trainer.ops.supervise.ranks import Ranks
-from trainer.ops.supervise.remote import Answer, Inquiry, on_all_hosts
+from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.job_folder import HANG
 
@@ -27,23 +26,16 @@ for the dead rank.
 _TERMINATED_S = 2.0
 _INTERRUPTED_S = 5.0
 """Time for a launcher to end after SIGTERM, or after Ctrl-C, before everything is killed."""
-_MISSING_PROBE_S = 30.0
-"""How often hosts that an attempt does without are asked whether they are back."""
 
 
 class Running:
-    """An attempt that is under way.
+    """An attempt that is under way."""
 
-    Args:
-        missing: hosts that this attempt does without; when one of them answers, the ranks save and end.
-    """
-
-    def __init__(self, attempt: Attempt, options: Options, signals: Signals, missing: Sequence[Host] = ()) -> None:
+    def __init__(self, attempt: Attempt, options: Options, signals: Signals) -> None:
         self._attempt, self._options, self._signals = attempt, options, signals
-        self._missing = Inquiry(missing, "", _MISSING_PROBE_S)
         self._ranks = Ranks(attempt.hosts, attempt.job, options.timeout_s)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._asked_for, self._is_last = "", False
+        self._is_preempted = False
         self._idle_s: float | None = None
 
     def run(self) -> list[Answer]:
@@ -65,7 +57,6 @@ class Running:
                 codes = self._codes()
         finally:
             self._ranks.close()
-            self._missing.close()
             answers = on_all_hosts(options.hosts, attempt.job, "kill")
             for process in self._processes:
                 process.kill()
@@ -94,20 +85,13 @@ class Running:
         self._ranks.read()
 
     def _ask(self) -> None:
-        """Ask the ranks to save and end if a signal or a host that is back calls for it."""
-        if self._signals.preempts and not self._is_last:
-            self._asked_for, self._is_last = "preempted", True
-        # Before the first update there is nothing to save, and a job that starts slowly would never get there.
-        elif not self._asked_for and self._ranks.updates and (back := self._hosts_that_are_back()):
-            self._asked_for = f"{', '.join(back)} answers again, and is taken back"
-        else:
+        """Ask the ranks to save and end, once, if a signal calls for it."""
+        if not self._signals.preempts or self._is_preempted:
             return
+        self._is_preempted = True
         on_all_hosts(self._attempt.hosts, self._attempt.job, "preempt")
         if not self._ranks.all:  # then nothing can be saved yet
             self._signal(signal.SIGTERM)
-
-    def _hosts_that_are_back(self) -> list[str]:
-        return [answer.host for answer in self._missing.answers() if answer.is_well]
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
@@ -160,8 +144,7 @@ class Running:
             ended=ranks.ended,
             lost={answer.host: answer.problem for answer in answers if not answer.is_well},
             idle_s=self._idle_s,
-            asked_for=self._asked_for,
-            is_last=self._is_last,
+            is_preempted=self._is_preempted,
             was_interrupted=self._signals.interrupted_by is not None,
             verdict=next(iter(hangs or verdicts), None),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,9 @@ from typing import Any
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, TrainerError
 from trainer.untrusted import lock_own, open_own, read_file
+
+_NOTED = re.compile(rb"([0-9]{1,10}) ([0-9a-f]{32})\n")
+"""A supervisor's process and its job's id, which finds processes and names folders: nothing else is killed by it."""
 
 
 class Events:
@@ -44,23 +48,32 @@ class Events:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, job: str) -> Iterator[str]:
     """Context in which no other process supervises this job.
+
+    Its value is the id of the job whose supervisor was killed before it had ended it; empty if there is none.
+
+    Args:
+        folder: is made where it is missing.
+        job: id of the job, which the lock notes while it is held.
 
     Raises:
         ConfigError: another process does.
         TrainerError: the folder cannot be made.
     """
+    file = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_own(folder / "lock", f"{os.getpid()}\n")
-        holder = "".join(filter(str.isdecimal, read_file(folder / "lock")[:20].decode(errors="replace")))
+        noted = _NOTED.match(read_file(file)[:60]) if file.exists() else None
+        lock = lock_own(file, f"{os.getpid()} {job}\n")
     except OSError as error:
         raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
     if lock is None:
-        raise ConfigError(
-            f"{folder} is already supervised by process {holder or 'another one'}; end that one, or choose another "
-            "--name"
-        )
+        holder = noted[1].decode() if noted else "another one"
+        raise ConfigError(f"{folder} is already supervised by process {holder}; end that one, or choose another --name")
     with lock:
-        yield
+        try:
+            yield noted[2].decode() if noted else ""
+        finally:
+            with suppress(OSError):
+                lock.truncate(0)

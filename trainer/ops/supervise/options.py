@@ -68,7 +68,6 @@ class Options:
     max_restarts: int = 100
     timeout_s: float = 600.0
     wait_for_hosts_s: float = 600.0
-    take_back: bool = False
     hang_timeout_s: float | None = None
     name: str = "train"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +119,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         kind, metavar = (float, "S") if name.endswith("_s") else (int, "N")
         default = getattr(Options, name, None)
         group.add_argument(option, dest=name, type=kind, metavar=metavar, default=default, help=text)
-    text = "when a host is back, have the ranks save, and start again with it at once"
-    group.add_argument("--take-back", action="store_true", help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -161,7 +158,7 @@ def to_options(parsed: argparse.Namespace) -> Options:
         ConfigError: a value is not valid, or there is no command.
     """
     numbers = {option: getattr(parsed, name) for option, name, _ in _NUMBERS if option != "--min-np"}
-    hosts = check_job("-np", parsed.ranks, "-H", parsed.hosts, "--min-np", parsed.min_ranks, numbers)
+    hosts = check_job(parsed.ranks, parsed.hosts, parsed.min_ranks, numbers, ("-np", "-H", "--min-np"))
     command = to_command(parsed.command)
     if not command:
         raise ConfigError("there is no command to start; put it at the end, as in trainer run -np 2 python train.py")
@@ -177,36 +174,33 @@ def to_options(parsed: argparse.Namespace) -> Options:
 
 
 def check_job(
-    ranks_name: str,
     ranks: int | None,
-    hosts_name: str,
     hosts: str | None,
-    min_name: str,
     min_ranks: int | None,
     numbers: Mapping[str, float | None],
+    names: tuple[str, str, str],
 ) -> tuple[Host, ...]:
     """Check what `trainer run` and `trainer.launch` are both asked for; return the hosts.
 
     Args:
-        ranks_name: how the caller gives the number of ranks; the other names are meant likewise.
         ranks: how many ranks there are to be.
-        hosts_name: see above.
         hosts: hosts and slots; this host where there are none.
-        min_name: see above.
         min_ranks: the fewest ranks to go on with, if given.
-        numbers: other values, none of which may be negative, by their names.
+        numbers: other values, none of which may be negative, by what the caller calls them.
+        names: what the caller calls the first three.
 
     Raises:
         ConfigError: a value is not valid.
     """
+    np, at, least = names
     if ranks is None or ranks < 1:
-        raise ConfigError(f"{ranks_name} is {'missing' if ranks is None else ranks}; valid is a number of at least 1")
-    places = parse_hosts(hosts, hosts_name) if hosts else (Host("localhost", ranks),)
-    if slots_of(places) < ranks:
-        raise ConfigError(f"{ranks_name} is {ranks}, and {hosts_name} {hosts} has {slots_of(places)} slots")
+        raise ConfigError(f"{np} is {'missing' if ranks is None else ranks}; valid is a number of at least 1")
+    parsed = parse_hosts(hosts, at) if hosts else (Host("localhost", ranks),)
+    if slots_of(parsed) < ranks:
+        raise ConfigError(f"{np} is {ranks}, and {at} {hosts} has {slots_of(parsed)} slots")
     if min_ranks is not None and not 1 <= min_ranks <= ranks:
-        raise ConfigError(f"{min_name} is {min_ranks}; valid is 1 to {ranks}, which {ranks_name} is")
+        raise ConfigError(f"{least} is {min_ranks}; valid is 1 to {ranks}, which {np} is")
     for name, value in numbers.items():
         if value is not None and not value >= 0:
             raise ConfigError(f"{name} is {value}; valid is a number of at least 0")
-    return places
+    return parsed

@@ -47,10 +47,8 @@ class Facts:
     """Hosts of the attempt that did not answer afterwards, and why."""
     idle_s: float | None = None
     """Seconds without progress, if the attempt was ended because of them."""
-    asked_for: str = ""
-    """Why the ranks were asked to save and end; empty if they were not."""
-    is_last: bool = False
-    """Whether that was because `trainer run` itself has to end."""
+    is_preempted: bool = False
+    """Whether the ranks were asked to save and end, because `trainer run` itself has to."""
     was_interrupted: bool = False
 
 
@@ -104,8 +102,8 @@ def judge(facts: Facts) -> Judgement:
         return Judgement(Verdict.INTERRUPTED, "interrupted", is_last=True)
     if facts.codes and not any(facts.codes):
         return Judgement(Verdict.DONE, "done", code=0, is_last=True)
-    if facts.asked_for:
-        return Judgement(Verdict.PREEMPTED, facts.asked_for, code=exit_codes.PREEMPTED, is_last=facts.is_last)
+    if facts.is_preempted:
+        return Judgement(Verdict.PREEMPTED, "preempted", code=exit_codes.PREEMPTED, is_last=True)
     if facts.verdict is not None and facts.verdict.kind == HANG:
         return _judge_verdict(facts, facts.verdict)
     if mistaken := _with_error(facts, MISTAKE):

@@ -45,17 +45,6 @@ def choose_hosts(hosts: Sequence[Host], well: Collection[str], bad: Collection[s
     return tuple(chosen)
 
 
-def hosts_to_take_back(hosts: Sequence[Host], chosen: Sequence[Host], bad: Collection[str], ranks: int) -> list[Host]:
-    """Return the hosts for which a job that runs without them is worth starting again, once they are back.
-
-    Args:
-        chosen: the hosts that it runs on. Where they have slots for all ranks, it needs no other.
-        bad: hosts that it leaves out although they answer.
-    """
-    named = {host.name for host in chosen} | set(bad)
-    return [host for host in hosts if host.name not in named] if slots_of(chosen) < ranks else []
-
-
 def bad_hosts(history: Sequence[Attempt], hosts: Sequence[Host], min_ranks: int, now: float) -> tuple[str, ...]:
     """Return the hosts on which ranks fail again and again, and that the job can do without.
 

@@ -17,7 +17,7 @@ from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Attempt, Judgement, Times, hint
-from trainer.ops.supervise.policy import GiveUp, bad_hosts, choose_hosts, decide, hosts_to_take_back
+from trainer.ops.supervise.policy import GiveUp, bad_hosts, choose_hosts, decide
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.summary import facts_of, summarize
@@ -35,7 +35,8 @@ def supervise(options: Options) -> int:
     """
     if options.hang_timeout_s is not None:
         os.environ[HANG_TIMEOUT] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
-    with locked(options.folder), Signals() as signals:
+    job = uuid.uuid4().hex
+    with locked(options.folder, job) as former, Signals() as signals:
         events = Events(options.folder / "events.jsonl")
         path = environment_for("")["PATH"]
         if shutil.which("ssh", path=path) is None and not all(host.is_here for host in options.hosts):
@@ -45,7 +46,9 @@ def supervise(options: Options) -> int:
         if shutil.which(options.command[0], path=path) is None:
             events.say("end", f"there is no command {options.command[0]!r}", code=_NOT_FOUND)
             return _NOT_FOUND
-        return Supervisor(options, signals, events, uuid.uuid4().hex).run()
+        if former:
+            on_all_hosts(options.hosts, former, "kill")
+        return Supervisor(options, signals, events, job).run()
 
 
 class Supervisor:
@@ -61,7 +64,6 @@ class Supervisor:
     def __init__(self, options: Options, signals: Signals, events: Events, job: str) -> None:
         self._options, self._signals, self._events, self._job = options, signals, events, job
         self._attempts: list[Attempt] = []
-        self._bad: tuple[str, ...] = ()
         self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
 
     @property
@@ -93,15 +95,14 @@ class Supervisor:
         return code if interrupted_by is None else 128 + interrupted_by
 
     def _attempt(self) -> tuple[list[Answer], Judgement]:
-        options, number = self._options, len(self._attempts) + 1
+        number = len(self._attempts) + 1
         place = f"{slots_of(self._hosts)} ranks on {names(self._hosts)}"
         if number == 1:
             self._events.note("start", attempt=number, text=place)
         else:
             self._events.say("start", f"attempt {number}: {place}", attempt=number)
         attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        missing = hosts_to_take_back(options.hosts, self._hosts, self._bad, options.ranks) if options.take_back else []
-        answers = Running(attempt, options, self._signals, missing).run()
+        answers = Running(attempt, self._options, self._signals).run()
         judgement = attempt.judgement
         self._attempts.append(attempt)
         self._events.say(
@@ -129,7 +130,7 @@ class Supervisor:
         while not self._signals.has_any:
             well = [answer.host for answer in answers if answer.is_well]
             hosts_well = [host for host in options.hosts if host.name in well]
-            self._bad = bad = bad_hosts(self._attempts, hosts_well, options.min_ranks, time.monotonic())
+            bad = bad_hosts(self._attempts, hosts_well, options.min_ranks, time.monotonic())
             chosen = choose_hosts(options.hosts, well, bad, options.ranks)
             problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]
