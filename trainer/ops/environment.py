@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,7 @@ from pathlib import Path
 
 from trainer.cluster.environment import launches
 from trainer.errors import ConfigError
-from trainer.ops.doctor.agent.gpus import gpus
-from trainer.ops.doctor.agent.host import machine, software
+from trainer.ops.doctor.agent import gpus, machine, software
 
 _VARIABLES = re.compile(r"(TRAINER|HOROVOD|NCCL|OMPI_MCA|OMP|MKL|GLOO|UCX|CUDA|TORCH|PYTORCH)_\w+|PYTHON\w+")
 # Open MPI makes a job's key of its precondition_transports.
@@ -36,6 +36,7 @@ except ImportError:
     print("Horovod is not installed")
 """
 _GIB = 1 << 30
+_PROGRAMS = ("orted", "mpirun", "horovodrun")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,11 +55,11 @@ def describe() -> Iterator[tuple[str, str]]:
     """Yield what is known of this host and this environment, as names and values."""
     import psutil  # not at the start of every other command
 
-    facts, host = software(str(Path.cwd()), "", os.environ.get("PYTHONPATH", "")), machine(str(Path.cwd()))
+    facts, host = software.look(str(Path.cwd()), "", os.environ.get("PYTHONPATH", "")), machine.look(str(Path.cwd()))
     versions = {name: version for name, version in facts["versions"].items() if version}
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "builds", f"trainer {_revision() or facts['library']}, Horovod {facts['horovod_build'] or 'none'}; {_built()}"
-    yield "programs", ", ".join(name for name, path in facts["programs"].items() if path)
+    yield "programs", ", ".join(name for name in _PROGRAMS if shutil.which(name))
     yield (
         "system",
         f"{_distribution()}, Linux {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}",
@@ -68,7 +69,7 @@ def describe() -> Iterator[tuple[str, str]]:
         "machine",
         f"{host['cores']:g} cores, {memory:.0f} GiB of memory, /dev/shm has {host['shm_free'] / _GIB:.1f} GiB",
     )
-    yield "GPUs", "; ".join(" ".join(line.split(", ")[1:3]) for line in gpus()["query"].splitlines())
+    yield "GPUs", "; ".join(" ".join(line.split(", ")[1:3]) for line in gpus.look().splitlines())
     yield "network", ", ".join(_interfaces())
     yield "launcher", _launcher()
     shown = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
