@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -211,7 +210,6 @@ def test_two_programs_exchange_bytes() -> None:
             "address": LOCAL,
             "errors": {str(port): "" for port in ports},
             "latency_s": 0,
-            "large": "",
             "bytes_per_s": 0,
         }
         assert 0 < pair["latency_s"] < 0.1
@@ -244,7 +242,7 @@ def test_hosts_are_connected_with_each_other_but_not_by_a_loopback_address(
     assert facts.incomplete == ()
     assert facts.pairs.keys() == {("elsewhere", "other"), ("other", "elsewhere")}
     for pair in facts.pairs.values():
-        assert (pair.address, pair.error, pair.large) == ("127.0.0.3", "", "")
+        assert (pair.address, pair.error, pair.loses_large) == ("127.0.0.3", "", False)
         assert pair.bytes_per_s
         assert pair.bytes_per_s > 1e6
 
@@ -326,13 +324,9 @@ def test_listening_goes_on_when_there_are_file_descriptors_again(ports: list[int
 
 
 def test_messages_that_are_larger_than_what_gets_through(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener takes small messages, and forgets what comes after a large one's head."""
-    receive = network._receive
-
-    def forget(connection: socket.socket, size: int, deadline: float | None = None) -> Any:
-        if size == network.LARGE_BYTES:
-            time.sleep(1.0)
-        return receive(connection, size, deadline)
-
-    monkeypatch.setattr(network, "_receive", forget)
-    assert network.probe(LOCAL, ports, TOKEN, 0.3)["large"] == "to"
+    """The listener sends small messages, and none that is large."""
+    send = network._send
+    monkeypatch.setattr(network, "_send", lambda connection, size: send(connection, size % network.LARGE_BYTES))
+    (pair,) = network.try_all(TOKEN, {"b": [LOCAL, ports]}, wait_s=0.3, bandwidth_s=0.1, all_s=5).values()
+    assert pair["loses_large"] is True
+    assert "bytes_per_s" not in pair

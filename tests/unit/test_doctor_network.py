@@ -59,10 +59,10 @@ def test_an_address_of_many_hosts_is_one_line() -> None:
 
 
 def test_large_packets_that_vanish() -> None:
-    pairs = {("a", "b"): pair("b"), ("b", "a"): pair("a", large="from")}
+    pairs = {("a", "b"): pair("b"), ("b", "a"): pair("a", loses_large=True)}
     said = the_only(healthy(pairs=pairs))
     assert "large packets from a to b get lost (the MTU of eth0 is 1500, and less gets through)" in said
-    back = {("a", "b"): pair("b", large="from"), ("b", "a"): pair("a", large="to")}
+    back = {("a", "b"): pair("b", loses_large=True), ("b", "a"): pair("a", loses_large=True)}
     assert "large packets from b to a get lost" in the_only(healthy(pairs=back))
 
 

@@ -96,8 +96,8 @@ class Pair:
     errors: Mapping[str, str] = field(default_factory=dict)
     """By port; empty for a port that answered."""
     latency_s: float = 0.0
-    large: str = ""
-    """The direction in which a large message was lost: "to" or "from" the other host."""
+    loses_large: bool = False
+    """Whether a large message from the other host did not arrive."""
     bytes_per_s: float | None = None
 
     @property

@@ -173,7 +173,7 @@ def try_all_reduces(facts: Facts) -> None:
         names = host.name, other.name
         pairs = [facts.pairs[ends] for ends in (names, names[::-1]) if ends in facts.pairs]
         address = host.way(other).reachable_source
-        if address and left >= _ALL_REDUCE_LEAST_S and not any(pair.error or pair.large for pair in pairs):
+        if address and left >= _ALL_REDUCE_LEAST_S and not any(pair.error or pair.loses_large for pair in pairs):
             facts.all_reduces += (all_reduce((host, other), "nccl", limit_s=left, address=address),)
 
 

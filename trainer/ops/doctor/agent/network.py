@@ -28,7 +28,6 @@ _MOST_BYTES = 4 * 1024 * 1024
 _REQUEST = struct.Struct("!QQ")
 """How many bytes the client sends after this, and how many it then gets."""
 _PING = 0, 1
-_WAYS = {"to": (LARGE_BYTES, 1), "from": (0, LARGE_BYTES)}
 _CHUNK = bytes(1024 * 1024)
 # As jobs take them: given by the kernel (Gloo, NCCL, Open MPI's daemons), as `trainer run --torchrun` chooses its own,
 # and the first free one from 1024 up, as Open MPI's ranks do (btl_tcp_port_min_v4).
@@ -153,7 +152,8 @@ def try_all(token: str, targets: dict[str, Any], wait_s: float, bandwidth_s: flo
         all_s: after which no other bandwidth is measured.
 
     Returns:
-        what `probe` does, by the host's name, with "bytes_per_s" that come from there; None where it was not measured.
+        what `probe` does, by the host's name, with "bytes_per_s" that come from there, None where it was not measured;
+        and whether a large message from there does not arrive ("loses_large").
     """
     until = time.monotonic() + all_s
     with ThreadPoolExecutor(max_workers=32) as pool:
@@ -161,10 +161,11 @@ def try_all(token: str, targets: dict[str, Any], wait_s: float, bandwidth_s: flo
         pairs = dict(zip(targets, results))
     for name, (address, ports) in targets.items():
         pair = pairs[name]
-        pair["bytes_per_s"] = None
-        if not (pair["large"] or any(pair["errors"].values())) and time.monotonic() < until:
-            with suppress(OSError):
-                pair["bytes_per_s"] = bandwidth(address, ports[0], token, bandwidth_s)
+        if not any(pair["errors"].values()) and time.monotonic() < until:
+            try:
+                pair["bytes_per_s"] = bandwidth(address, ports[0], token, bandwidth_s, wait_s)
+            except OSError as error:
+                pair["loses_large"] = isinstance(error, socket.timeout)
     return pairs
 
 
@@ -172,24 +173,12 @@ def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str
     """Exchange bytes with the program that listens there.
 
     Returns:
-        "errors" by port, empty for a port that answers; "latency_s" of a round trip; "large" is the direction in which
-        a large message does not get through ("to", "from").
+        "errors" by port, empty for a port that answers; "latency_s" of a round trip.
     """
     with ThreadPoolExecutor(max_workers=len(ports)) as pool:
         pings = list(pool.map(lambda port: _ping(address, port, token, wait_s), ports))
     errors = {str(port): error for port, (error, _) in zip(ports, pings)}
-    large = "" if any(errors.values()) else _try_large(address, ports[0], token, wait_s)
-    return {"address": address, "errors": errors, "latency_s": pings[0][1], "large": large}
-
-
-def _try_large(address: str, port: int, token: str, wait_s: float) -> str:
-    for way, message in _WAYS.items():
-        try:
-            with _connect(address, port, token, wait_s) as connection:
-                _ask(connection, *message)
-        except OSError:
-            return way
-    return ""
+    return {"address": address, "errors": errors, "latency_s": pings[0][1]}
 
 
 def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, float]:
@@ -205,10 +194,10 @@ def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, f
     return "", sorted(times)[len(times) // 2]
 
 
-def bandwidth(address: str, port: int, token: str, seconds: float) -> float:
-    """Return how many bytes a second come from the program that listens there."""
+def bandwidth(address: str, port: int, token: str, seconds: float, wait_s: float) -> float:
+    """Return how many bytes a second come from the program that listens there, in messages that get larger."""
     received, size = 0, LARGE_BYTES
-    with _connect(address, port, token, 5.0) as connection:
+    with _connect(address, port, token, wait_s) as connection:
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             _ask(connection, 0, size)

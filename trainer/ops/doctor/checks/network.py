@@ -39,8 +39,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         exchanges = (first, second, there), (second, first, back)
         if there.error or back.error:
             yield _unreachable(*exchanges)
-        elif there.large or back.large:
-            yield _too_large(About(Cause.MTU, first, second), exchanges[0 if there.large else 1])
+        elif there.loses_large or back.loses_large:
+            yield _too_large(*(exchanges[0] if there.loses_large else exchanges[1])[:2])
         else:
             yield from _slow(About(Cause.SPEED, first, second), *exchanges)
 
@@ -172,12 +172,10 @@ def _let_through(host: HostFacts, source: str) -> str:
     return f"on {host}, let all TCP from {source} through: `sudo iptables -I INPUT -p tcp -s {source} -j ACCEPT`"
 
 
-def _too_large(about: About, exchange: Exchange) -> Finding:
-    host, other, pair = exchange
-    begin, end = (host, other) if pair.large == "to" else (other, host)
+def _too_large(end: HostFacts, begin: HostFacts) -> Finding:
     interface = begin.way(end).interface or "INTERFACE"
     mtu = begin.interfaces.get(interface, {}).get("mtu", "unknown")
-    return about.problem(
+    return About(Cause.MTU, begin, end).problem(
         f"large packets from {begin} to {end} get lost (the MTU of {interface} is {mtu}, and less gets through)",
         f"`ping -M do -s 1472 {end}` on {begin}, with smaller numbers until it answers; `sudo ip link set dev "
         f"{interface} mtu MTU` on both with 28 more, or let ICMP 'fragmentation needed' through between them",
