@@ -1,9 +1,8 @@
-"""The all-reduce of `trainer doctor --gpu`, run by its agents on CPUs over Gloo in place of GPUs over NCCL."""
+"""The all-reduce of `trainer doctor --gpu`, on CPUs over Gloo in place of GPUs over NCCL."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,42 +10,26 @@ import torch
 
 from trainer.ops.doctor import look
 from trainer.ops.doctor.checks.gpus import first_error
-from trainer.ops.doctor.connection import AgentError, Connection
+from trainer.ops.doctor.facts import HostFacts
+from trainer.ops.doctor.program import Program, source_of
+from trainer.ops.ssh import NO_ANSWER
 from trainer.ops.supervise.hosts import Host
 
 pytestmark = pytest.mark.timeout(180)
 
 LIMIT_S = 90.0
+HERE, AGAIN = HostFacts(name="localhost", slots=1), HostFacts(name="127.0.0.1", slots=1)
 
 
-@pytest.fixture(scope="module")
-def agents() -> Iterator[dict[str, Connection]]:
-    started = {name: Connection(Host("localhost", 1), 60, 500) for name in ("a", "b")}
-    try:
-        assert not any(connection.login().error for connection in started.values())
-        yield started
-    finally:
-        for connection in started.values():
-            connection.close()
-
-
-def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """Have the agents run the program with a fault."""
-    source = look.ALL_REDUCE.read_text()
-    assert source.count(old) == 1
-    stand_in(tmp_path, monkeypatch, source.replace(old, new))
-
-
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """Have the agents run another program."""
-    (tmp_path / "all_reduce.py").write_text(source)
-    monkeypatch.setattr(look, "ALL_REDUCE", tmp_path / "all_reduce.py")
+def stand_in(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Have the hosts run another program."""
+    monkeypatch.setattr(look, "source_of", lambda _: source)
 
 
 def processes_with(text: str) -> list[str]:
-    """Return the processes that have an argument with this text."""
+    """Return the processes with such a variable, but for this one, which got it later than /proc shows."""
     processes = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    for file in Path("/proc").glob("[0-9]*/environ"):
         try:
             words = file.read_bytes().decode(errors="replace").split("\0")
         except OSError:
@@ -55,68 +38,61 @@ def processes_with(text: str) -> list[str]:
     return processes
 
 
-def test_two_ranks_of_one_host_sum_right_and_say_how_fast(agents: dict[str, Connection]) -> None:
-    tried = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=LIMIT_S)
-    assert (tried.hosts, tried.was_killed) == (("a",), False)
-    assert tried.result, tried.outputs
+def test_two_ranks_of_one_host_sum_right_and_say_how_fast() -> None:
+    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=LIMIT_S)
+    assert tried.hosts == ("localhost",)
+    assert tried.result, tried
     assert (tried.result["wrong"], tried.result["bytes"], tried.result["device"]) == (0, 2**20, "cpu")
     # Of two ranks, the bus bandwidth of nccl-tests is that of the algorithm: 2 (n - 1) / n is 1.
     assert tried.result["bus_bytes_per_s"] == pytest.approx(tried.result["bytes"] / tried.result["seconds"])
     assert tried.result["bus_bytes_per_s"] > 1e6
 
 
-def test_two_hosts_sum_over_the_network_and_a_wrong_sum_is_noticed(
-    agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed(tmp_path, monkeypatch, "values = start + rank", "values = start + rank + rank * (start == 7)")
-    tried = look.all_reduce(agents, "gloo", address="127.0.0.1", limit_s=LIMIT_S)
-    assert tried.hosts == ("a", "b")
-    assert tried.result, tried.outputs
+def test_two_hosts_sum_and_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of("all_reduce")
+    right, wrong = "values = start + rank\n", "values = start + rank + rank * (start == 7)\n"
+    assert source.count(right) == 1
+    stand_in(monkeypatch, source.replace(right, wrong))
+    tried = look.all_reduce((HERE, AGAIN), "gloo", limit_s=LIMIT_S)
+    assert tried.hosts == ("localhost", "127.0.0.1")
+    assert tried.result, tried
     assert tried.result["wrong"] == 2 * 263  # of 2**18 values, those whose remainder is 7, and no others; on both ranks
 
 
-def test_a_rank_that_fails_is_told_before_the_limit(
-    agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(tmp_path, monkeypatch, "import sys, time; 1 / int(sys.argv[2]) and time.sleep(1000)")
+def test_a_rank_that_fails_is_told_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(
+        monkeypatch,
+        "import json, sys, time\nrank = json.loads(sys.stdin.buffer.readline())['rank']\n"
+        "rank or print('{\"answer\": 1}', flush=True)\n1 / (1 - rank) and time.sleep(1000)",
+    )
     started = time.monotonic()
-    tried = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=LIMIT_S)
+    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=LIMIT_S)
     assert time.monotonic() - started < LIMIT_S
     assert not tried.result
-    assert first_error(tried) == "ZeroDivisionError: division by zero"
+    assert first_error(tried.output) == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.slow  # as any rank that fails
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_fails_with_one_line(agents: dict[str, Connection]) -> None:
-    tried = look.all_reduce({"a": agents["a"]}, "nccl", limit_s=LIMIT_S)
+def test_nccl_without_a_gpu_fails_with_one_line() -> None:
+    tried = look.all_reduce((HERE, HERE), "nccl", limit_s=LIMIT_S)
     assert not tried.result
-    assert "Error: " in first_error(tried)
+    assert "Error: " in first_error(tried.output)
 
 
-def test_ranks_that_hang_are_killed_at_the_limit(
-    agents: dict[str, Connection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(tmp_path, monkeypatch, "import time; time.sleep(1000)")
-    tried = look.all_reduce({"a": agents["a"]}, "gloo", limit_s=2)
-    assert tried.was_killed
-    assert not tried.result
+def test_ranks_that_hang_are_killed_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_MARK", "of the ranks that hang")
+    stand_in(monkeypatch, "import time; time.sleep(1000)")
+    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=2)
+    assert (tried.result, tried.error) == ({}, NO_ANSWER)
+    assert processes_with("DOCTOR_MARK=of the ranks that hang") == []
 
 
-def test_ranks_end_with_their_agent_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    agent = Connection(Host("localhost", 1), 60, 170)
-    try:
-        assert not agent.login().error
-        source = f"{look.ALL_REDUCE.read_text()}\n# {tmp_path}\n"
-        arguments = {"source": source, "backend": "gloo", "size": 2, "interface": ""}
-        with pytest.raises(AgentError, match="did not answer to 'all_reduce'"):  # the other rank never comes
-            agent.call("all_reduce", 4, **arguments, ranks=[0], store="", limit_s=120)
-        assert len(processes_with(str(tmp_path))) == 1
-    finally:
-        agent.close()
-    until = time.monotonic() + 20
-    while processes_with(str(tmp_path)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert processes_with(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
+def test_a_rank_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_MARK", "of the rank that is alone")
+    asked = {"rank": 0, "gpu": 0, "interface": "", "backend": "gloo", "size": 2, "limit_s": 120, "address": "127.0.0.1"}
+    rank = Program(Host("localhost", 1), source_of("all_reduce"), asked)
+    assert rank.answer(60) > 0
+    assert len(processes_with("DOCTOR_MARK=of the rank that is alone")) == 1
+    rank.close()
+    assert processes_with("DOCTOR_MARK=of the rank that is alone") == []

@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
-from trainer.ops.doctor.agent.host import NO_LIMIT
+from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.checks import judge
 from trainer.ops.doctor.checks.host import GIB
 from trainer.ops.doctor.facts import Facts, HostFacts, Login, Name, Pair
@@ -21,10 +21,8 @@ def machine(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "host_name": name,
         "user": "trainer",
-        "user_id": 1000,
-        "identity": f"kernel of {name}",
         "shm_free": GIB,
-        "memory_free": {"machine": 8 * GIB, "cgroup": NO_LIMIT},
+        "memory_free": NO_LIMIT,
         "cores": 2.0,
         "open_files": 1024,
         "locked_memory": 65536,
@@ -46,7 +44,6 @@ def software(**changes: Any) -> dict[str, Any]:
         "Open MPI": "4.1.8",
         "trainer": "0.1.0",
         "CUDA": "13.0",
-        "NCCL": "2.30.7",
     } | changes.pop("versions", {})
     return {
         "executable": sys.executable,
@@ -55,7 +52,7 @@ def software(**changes: Any) -> dict[str, Any]:
         "library": "l",
         "script": "s",
         "shadows": [],
-        "programs": {"orted": "/bin/orted", "mpirun": "/bin/mpirun", "horovodrun": "/bin/horovodrun"},
+        "orted": "/bin/orted",
         "path": "/bin",
         "opal_prefix": "",
         "opal_prefix_is_right": True,
@@ -85,11 +82,11 @@ def healthy(**changes: Any) -> Facts:
             machine=machine(name),
             software=software(),
             interfaces={
-                "lo": {"addresses": ["127.0.0.1"], "mtu": 65536, "speed": 0},
-                "eth0": {"addresses": [address], "mtu": 1500, "speed": 10_000},
+                "lo": {"addresses": ["127.0.0.1"], "mtu": 65536},
+                "eth0": {"addresses": [address], "mtu": 1500},
             },
             names={"": way(name, name), **{other: way(name, other) for other in ADDRESS}},
-            owned={address: True},
+            own=("127.0.0.1", address),
         )
         for name, address in ADDRESS.items()
     )

@@ -1,232 +1,278 @@
-"""Agents of `trainer doctor`, as processes on this host: the way in, what they read, and the exchange of bytes."""
+"""The programs of `trainer doctor`, as processes on this host: the way in, what they read, what they exchange."""
 
 from __future__ import annotations
 
 import ast
 import hmac
 import os
+import resource
 import socket
-import subprocess
 import sys
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trainer.ops.doctor.agent import gpus as agent_gpus
-from trainer.ops.doctor.agent import host as agent_host
-from trainer.ops.doctor.agent import network
-from trainer.ops.doctor.connection import MARK, AgentError, Connection, _command
-from trainer.ops.doctor.relay import SEGMENT
+from trainer.ops.doctor import look as looking
+from trainer.ops.doctor.agent import addresses, gpus, machine, network, software
+from trainer.ops.doctor.facts import Facts
+from trainer.ops.doctor.look import look
+from trainer.ops.doctor.program import MARK, Program, ProgramError, command, source_of
+from trainer.ops.ssh import NO_ANSWER
 from trainer.ops.supervise.hosts import Host
 
 HERE, ELSEWHERE = Host("localhost", 1), Host("elsewhere", 1)
-TOKEN = "0" * network.TOKEN_BYTES
+TOKEN = "0" * 32
 SMI = """#!/bin/sh
 case "$*" in
 *clocks_event_reasons*) echo 'Field "clocks_event_reasons.hw_thermal_slowdown" is not valid.'; exit 2 ;;
---query-gpu=*) echo "0, NVIDIA A100, 525.60.13, Enabled, 0, Not Active, Not Active, 00000000:3B:00.0" ;;
-topo*) shift; echo "matrix of $*" ;;
+--query-gpu=*) echo "0, NVIDIA A100, 525.60.13, 0, Not Active, Not Active" ;;
 esac
 """
-LSPCI = """#!/bin/sh
-printf '0000:3a:00.0 PCI bridge: one\\n\\tLnkCap: x16\\n\\t\\tACSCtl:\\tSrcValid+ ReqRedir+\\n'
-"""
 SOURCES = sorted(Path(network.__file__).parent.glob("*.py"))
+LOCAL = "127.0.0.1"
 
 
 @pytest.fixture
-def agent() -> Iterator[Connection]:
-    connection = Connection(HERE, 20, 60)
-    try:
-        yield connection
-    finally:
-        connection.close()
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a program named ssh, which is this shell script; $command is what a host would run."""
 
-
-@pytest.fixture
-def through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Connection]]:
-    """Start an agent through a program named ssh, which is this shell script; $command is what a host would run."""
-    started: list[Connection] = []
-
-    def connect(script: str, start_s: float = 20) -> Connection:
+    def make(script: str) -> None:
         program = tmp_path / "ssh"
-        program.write_text(f"#!/bin/sh\nfor command; do :; done\n{script}\n")
+        program.write_text(f'#!/bin/sh\n[ "$1" != -G ] || exit 0\nfor command; do :; done\n{script}\n')
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        started.append(Connection(ELSEWHERE, start_s, 60))
-        return started[-1]
 
-    yield connect
-    for connection in started:
-        connection.close()
+    return make
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_the_source_is_python_3_8_and_needs_the_standard_library_only(source: Path) -> None:
     tree = ast.parse(source.read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    # A relative import is of a file that is sent too.
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
-    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    others = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert others == ({"torch"} if source.stem == "all_reduce" else set())
 
 
-def test_an_agent_logs_in_answers_and_is_gone_after_its_connection(agent: Connection) -> None:
-    login = agent.login()
-    assert (login.error, login.printed) == ("", "")
-    assert abs(agent.call("clock", 5) - time.time()) < 2
-    process = agent._process.pid
-    agent.close()
-    assert not Path(f"/proc/{process}").exists()
-    with pytest.raises(AgentError, match="has ended"):
-        agent.call("clock", 5)
+def test_what_ssh_is_given_is_one_line_because_a_csh_reads_it_too() -> None:
+    assert not set("\n!") & set(" ".join(command())), "its quotes end with the line, and ! is expanded within them"
 
 
-def test_no_answer_is_waited_for_after_the_end_of_the_time() -> None:
-    connection = Connection(HERE, 20, 0.2)
-    try:
-        time.sleep(0.2)
-        with pytest.raises(AgentError, match="did not answer to 'bandwidth' in 0 s"):
-            connection.call("bandwidth", 30, address="127.0.0.1", port=1, token="", seconds=1)
-    finally:
-        connection.close()
+# The first call
 
 
-def test_what_a_host_prints_without_an_end_takes_no_memory(through_ssh: Callable[[str], Connection]) -> None:
-    tracemalloc.start()
-    try:
-        login = through_ssh("head -c 32000000 /dev/zero | tr '\\0' x | tee /dev/stderr; exit 3").login()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert login.error == "x" * 2000
-    assert peak < 8 << 20
+def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts = look([HERE], "train.py", 20, with_gpus=False)
+    (host,) = facts.answering
+    assert (facts.incomplete, host.login.error, host.login.printed, host.gpus) == ((), "", "", None)
+    assert abs(host.seconds_ahead) < 0.1
+    assert host.software["script"] == "missing"
+    assert host.machine["host_name"] == facts.here == socket.gethostname()
+    assert host.names[""].addresses
+    assert LOCAL in host.own
+    assert LOCAL in facts.own_addresses
 
 
-def test_an_answer_that_is_too_long_is_none(through_ssh: Callable[[str], Connection]) -> None:
-    """It is sent once both questions have come, which follow the two lines of the agent's source."""
-    answer = "head -c 2000000 /dev/zero | tr '\\0' x"
-    answers = f"""printf '{{"id": 0, "value": "'; {answer}; printf '"}}\\n{{"id": 1, "value": 2}}\\n'"""
-    agent = through_ssh(f"echo {MARK}; for line in 1 2 3 4; do read -r line; done; {answers}; cat")
-    with ThreadPoolExecutor(2) as pool:
-        asked = as_completed([pool.submit(agent.call, "clock", 30) for _ in range(2)])
-        assert next(asked).result() == 2
-        agent.close()
-        with pytest.raises(AgentError, match="has ended"):
-            next(asked).result()
+def through(script: str, ssh: Callable[[str], None], timeout_s: float = 20) -> Facts:
+    ssh(script)
+    return look([ELSEWHERE], "", timeout_s, with_gpus=True)
 
 
-def test_an_error_of_an_agent_is_one_of_its_host(agent: Connection) -> None:
-    with pytest.raises(AgentError, match="localhost: TypeError"):
-        agent.call("resolve", 5, unknsource=1)
+def test_another_host_through_ssh(ssh: Callable[[str], None], tmp_path: Path) -> None:
+    """Its driver is older than the names of the reasons, its clock is ahead, its login shell prints."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    facts = through('echo; echo Welcome; printf "to b"; exec sh -c "$command"', ssh)
+    (host,) = facts.answering
+    assert (facts.incomplete, host.login.error, host.login.printed) == ((), "", "Welcome")
+    assert host.gpus == "0, NVIDIA A100, 525.60.13, 0, Not Active, Not Active\n"
+    assert host.names.keys() == {"elsewhere", ""}
 
 
-def test_what_an_agent_reads_of_a_host(agent: Connection, tmp_path: Path) -> None:
+def test_a_clock_is_ahead_only_as_far_as_the_call_cannot_explain(
+    ssh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "source_of", lambda name: source_of(name).replace("time.time()", "time.time() + 3600"))
+    (host,) = through('sleep 1; exec sh -c "$command"', ssh).hosts
+    assert 3598 < host.seconds_ahead <= 3600
+    assert host.login.seconds >= 1
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo 'Permission denied (publickey).' >&2; exit 255", "Permission denied (publickey)."),
+        ("exit 255", "ssh has ended with code 255"),
+        (f"echo {MARK}; echo 'no python3 on the PATH' >&2; exit 127", "no python3 on the PATH"),
+    ],
+)
+def test_a_login_that_fails(script: str, error: str, ssh: Callable[[str], None]) -> None:
+    (host,) = through(script, ssh).hosts
+    assert host.login.error == error
+    assert not host.machine
+
+
+def test_a_login_that_hangs_is_given_up(ssh: Callable[[str], None]) -> None:
+    (host,) = through("echo 'debug1: SSH2_MSG_KEXINIT sent' >&2; exec sleep 60", ssh, timeout_s=1).hosts
+    assert (host.login.error, host.login.hangs_in_key_exchange) == (NO_ANSWER, True)
+
+
+def test_a_host_that_logs_in_and_does_not_answer_is_not_looked_at(ssh: Callable[[str], None]) -> None:
+    facts = through(f"echo {MARK}; exec sleep 60", ssh, timeout_s=1)
+    assert facts.incomplete == ("host elsewhere: no answer in time",)
+
+
+def test_a_part_that_fails_does_not_take_the_others_along(
+    ssh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "source_of", lambda name: "1 / 0" if name == "software" else source_of(name))
+    facts = through('exec sh -c "$command"', ssh)
+    assert facts.incomplete == ("host elsewhere: software: ZeroDivisionError: division by zero",)
+    assert facts.hosts[0].machine
+    assert facts.hosts[0].names
+
+
+def test_a_host_without_python(ssh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
+    (host,) = through(f'PATH={tmp_path}/bin exec /bin/sh -c "$command"', ssh).hosts
+    assert host.login.error == "no python3 on the PATH"
+
+
+def test_what_is_no_answer_is_not_heard(ssh: Callable[[str], None]) -> None:
+    ssh(f"echo {MARK}; echo noise; echo '{{\"answer\": 1}}'; echo '{{\"answer\": '; cat")
+    with Program(ELSEWHERE, "", {}) as program:
+        assert program.has_started(10)
+        assert program.answer(10) == 1
+        with pytest.raises(ProgramError, match="host elsewhere"):
+            program.answer(1)
+
+
+def test_what_is_read_of_software(tmp_path: Path) -> None:
     (tmp_path / "torch.py").touch()
     (tmp_path / "train.py").write_text("print()\n")
-    machine = agent.call("machine", 5, folder=str(tmp_path))
-    assert machine["host_name"] == socket.gethostname()
-    assert machine["cores"] <= len(os.sched_getaffinity(0))
-    assert machine["memory_free"]["machine"] > 0
-    assert machine["outputs"] | {"free": 0} == {"path": str(tmp_path), "free": 0, "is_writable": True}
-    software = agent.call("software", 10, folder=str(tmp_path), script="train.py", python_path="")
-    assert software["executable"] == sys.executable
-    assert software["versions"]["Python"] == sys.version.split()[0]
-    assert software["versions"]["PyTorch"].startswith("2.")
-    assert len(software["script"]) == len(software["library"]) == 12
-    assert software["shadows"] == [str(tmp_path / "torch.py")]
-    assert agent.call("software", 10, folder=str(tmp_path), script="x.py", python_path="")["script"] == "missing"
-
-
-def test_what_an_agent_reads_of_gpus(through_ssh: Callable[[str], Connection], tmp_path: Path) -> None:
-    """Of a driver that is older than the names of the reasons, as nvidia-smi prints it."""
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "lspci").write_text(LSPCI)
-    for program in ("nvidia-smi", "lspci"):
-        (tmp_path / program).chmod(0o755)
-    agent = through_ssh('NCCL_P2P_DISABLE=1 exec sh -c "$command"')
-    assert not agent.login().error
-    answer = agent.call("gpus", 20)
-    assert answer["query"].startswith("0, NVIDIA A100")
-    assert (answer["topology"], answer["p2p"]) == ("matrix of -m\n", "matrix of -p2p r\n")
-    assert answer["pci"] == {"0000:3b:00.0": {"bridges": [], "iommu": ""}}  # there is no such device
-    assert answer["acs"].splitlines() == ["0000:3a:00.0 PCI bridge: one", "\t\tACSCtl:\tSrcValid+ ReqRedir+"]
-    assert answer["environment"] == {"NCCL_P2P_DISABLE": "1"}
-    assert answer["kernel"] == os.uname().release
-
-
-def test_where_a_device_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of /sys, somewhere else, so that the first three parts of a path are not those of /sys/devices."""
-    place = tmp_path / "pci0000:3a" / "0000:3a:00.0" / "0000:3b:00.0"
-    (place / "iommu_group").mkdir(parents=True)
-    (place / "iommu_group" / "type").write_text("DMA-FQ\n")
-    (tmp_path / "0000:3b:00.0").symlink_to(place)
-    monkeypatch.setattr(agent_gpus, "_DEVICES", tmp_path)
-    way = agent_gpus._way("0000:3b:00.0")
-    assert way["bridges"][-2:] == ["pci0000:3a", "0000:3a:00.0"]
-    assert way["iommu"] == "DMA-FQ"
-
-
-def test_the_library_on_the_jobs_own_path_is_the_one_that_is_read(agent: Connection, tmp_path: Path) -> None:
+    read = software.look(str(tmp_path), "train.py", "")
+    assert read["executable"] == sys.executable
+    assert read["versions"]["Python"] == sys.version.split()[0]
+    assert read["versions"]["PyTorch"].startswith("2.")
+    assert len(read["script"]) == len(read["library"]) == 12
+    assert read["shadows"] == [str(tmp_path / "torch.py")]
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
-    asked = {"folder": str(tmp_path), "script": ""}
-    installed, other = (
-        agent.call("software", 10, python_path=path, **asked)["library"] for path in ("", str(tmp_path))
-    )
-    assert installed != other
+    assert software.look(str(tmp_path), "", str(tmp_path))["library"] != read["library"], "the job's own path is read"
 
 
-def test_names_and_interfaces(agent: Connection) -> None:
-    assert agent.call("interfaces", 5)["lo"]["addresses"] == ["127.0.0.1"]
-    answer = agent.call("resolve", 5, names=["localhost", "no-such-host.invalid"])
-    assert answer["localhost"]["source"] == "127.0.0.1"
-    assert answer["localhost"]["interface"] == "lo"
-    assert answer["localhost"]["in_hosts_file"]
-    assert answer["no-such-host.invalid"]["error"]
-    assert agent.call("owns", 5, addresses=["127.0.0.1", "192.0.2.1"]) == {"127.0.0.1": True, "192.0.2.1": False}
+def test_what_is_read_of_a_machine(tmp_path: Path) -> None:
+    read = machine.look(str(tmp_path))
+    assert 0 < read["cores"] <= len(os.sched_getaffinity(0))
+    assert read["memory_free"] > 0
+    assert read["outputs"] | {"free": 0} == {"path": str(tmp_path), "free": 0, "is_writable": True}
 
 
-def test_two_agents_exchange_bytes(agent: Connection) -> None:
-    other = Connection(HERE, 20, 60)
-    try:
-        ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
-        answer = other.call("probe", 10, address="127.0.0.1", ports=ports, token=TOKEN, wait_s=3)
-        assert answer | {"latency_s": 0} == {
+def test_memory_that_only_holds_files_counts_as_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 10\nactive_file 20\nslab_reclaimable 3\n")
+    assert machine._cache(tmp_path) == 33
+    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 10\ntotal_active_file 20\n")
+    assert machine._cache(tmp_path) == 30
+
+
+def test_names_and_interfaces() -> None:
+    read = addresses.look(["localhost", "no-such-host.invalid"])
+    assert read["interfaces"]["lo"]["addresses"] == [LOCAL]
+    assert LOCAL in read["own"]
+    local = read["names"]["localhost"]
+    assert (local["source"], local["interface"], local["in_hosts_file"]) == (LOCAL, "lo", True)
+    assert read["names"]["no-such-host.invalid"]["error"]
+
+
+def test_a_host_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no")
+    assert gpus.look() == ""
+
+
+# The second call
+
+
+def test_two_programs_exchange_bytes() -> None:
+    with (
+        Program(HERE, source_of("network"), {"addresses": [LOCAL], "token": TOKEN}) as listening,
+        Program(HERE, source_of("network"), {"addresses": [], "token": TOKEN}) as trying,
+    ):
+        ports = listening.answer(20)[LOCAL]
+        assert trying.answer(20) == {}
+        trying.tell({"targets": {"b": [LOCAL, ports]}, "wait_s": 3, "bandwidth_s": 0.1, "all_s": 5})
+        pair = trying.answer(20)["b"]
+        assert pair | {"latency_s": 0, "bytes_per_s": 0} == {
+            "address": LOCAL,
             "errors": {str(port): "" for port in ports},
             "latency_s": 0,
-            "large": "",
-            "segment": 0,
+            "bytes_per_s": 0,
         }
-        assert 0 < answer["latency_s"] < 0.1
-        assert other.call("bandwidth", 10, address="127.0.0.1", port=ports[0], token=TOKEN, seconds=0.1) > 1e6
-    finally:
-        other.close()
+        assert 0 < pair["latency_s"] < 0.1
+        assert pair["bytes_per_s"] > 1e6
 
 
-def test_who_has_no_token_gets_nothing(agent: Connection) -> None:
-    ports = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
+def test_a_program_ends_with_its_connection() -> None:
+    program = Program(HERE, source_of("network"), {"addresses": [LOCAL], "token": TOKEN})
+    (port, *_), process = program.answer(20)[LOCAL], program._process.pid
+    program.close()
+    assert not Path(f"/proc/{process}").exists()
+    assert network.probe(LOCAL, [port], TOKEN, 3)["errors"] == {str(port): "connection refused"}
+
+
+def test_hosts_are_connected_with_each_other_but_not_by_a_loopback_address(
+    ssh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts, both this one, which see each other at an address that is given for another one's."""
+    ssh('exec sh -c "$command"')
+    sources = {
+        "addresses": source_of("addresses")
+        + '\n_real = look\n_look = lambda names: {**_real(names), "names": '
+        + '{name: {"addresses": ["127.0.0.2"], "source": "127.0.0.3", "interface": "eth0"} for name in ["", *names]}}\n'
+        + "look = _look\n"
+    }
+    monkeypatch.setattr(looking, "source_of", lambda name: sources.get(name) or source_of(name))
+    assert look([ELSEWHERE, Host("other", 1)], "", 20, with_gpus=False).pairs == {}
+    monkeypatch.setattr("trainer.ops.doctor.facts.Name.reachable_source", property(lambda name: name.source))
+    facts = look([ELSEWHERE, Host("other", 1)], "", 20, with_gpus=False)
+    assert facts.incomplete == ()
+    assert facts.pairs.keys() == {("elsewhere", "other"), ("other", "elsewhere")}
+    for pair in facts.pairs.values():
+        assert (pair.address, pair.error, pair.loses_large) == ("127.0.0.3", "", False)
+        assert pair.bytes_per_s
+        assert pair.bytes_per_s > 1e6
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return network.listen(LOCAL, TOKEN)
+
+
+def test_ports_are_as_jobs_take_them(ports: list[int]) -> None:
+    again = network.listen(LOCAL, TOKEN)
     assert ports[1] in network._CHOSEN_PORTS
     assert ports[2] in network._FIRST_PORTS
-    again = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)
     assert again[2] in network._FIRST_PORTS, "the next free one"
     assert again[2] != ports[2]
+
+
+def test_who_has_no_token_gets_nothing(ports: list[int]) -> None:
     for port in ports:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            stranger.sendall(b"1" * network.TOKEN_BYTES + network._REQUEST.pack(*network._PING))
+        with socket.create_connection((LOCAL, port), timeout=5) as stranger:
+            stranger.sendall(b"1" * network._PROOF_BYTES + network._REQUEST.pack(*network._PING))
             assert len(_end(stranger)) <= 32  # the challenge, and nothing after it
-    answer = network.probe("127.0.0.1", ports, "1" * network.TOKEN_BYTES, 3)
+    answer = network.probe(LOCAL, ports, "1" * 32, 3)
     assert all(answer["errors"].values())
 
 
-def test_a_proof_that_was_recorded_is_refused(agent: Connection) -> None:
-    port = agent.call("listen", 5, address="127.0.0.1", token=TOKEN)[0]
-    with network._connect("127.0.0.1", port, TOKEN, 5) as first:
+def test_a_proof_that_was_recorded_is_refused(ports: list[int]) -> None:
+    with network._connect(LOCAL, ports[0], TOKEN, 5) as first:
         network._ask(first, *network._PING)
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
+    with socket.create_connection((LOCAL, ports[0]), timeout=5) as second:
         challenge = network._receive(second, 32)
         other = hmac.digest(TOKEN.encode(), challenge[::-1], "sha256")
         second.sendall(other + network._REQUEST.pack(*network._PING))
@@ -241,90 +287,46 @@ def _end(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_a_port_that_nobody_listens_on_is_refused() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-        assert network.probe("127.0.0.1", [port], TOKEN, 3)["errors"] == {str(port): "connection refused"}
+def test_a_proof_has_one_deadline_however_it_comes(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_PROOF_S", 0.3)
+    began = time.monotonic()
+    with (
+        socket.create_connection((LOCAL, ports[0]), timeout=5) as stranger,
+        pytest.raises(OSError, match=r"Broken pipe|reset"),
+    ):
+        _trickle(stranger)
+    assert time.monotonic() - began < 2
 
 
-def test_messages_that_are_larger_than_what_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener takes small messages, and forgets what comes after a large one's head."""
-    receive = network._receive
-
-    def forget(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
-        if size == network.LARGE_BYTES:
-            time.sleep(1.0)
-        return receive(connection, size, deadline)
-
-    monkeypatch.setattr(network, "_receive", forget)
-    monkeypatch.setattr(network, "_SEGMENT_S", 0.1)
-    monkeypatch.setattr(network, "_LISTEN_S", 1.0)
-    ports = network.listen("127.0.0.1", TOKEN)
-    answer = network.probe("127.0.0.1", ports, TOKEN, 0.3)
-    assert (answer["large"], answer["segment"]) == ("to", 0)
+def _trickle(connection: socket.socket) -> None:
+    for _ in range(network._PROOF_BYTES - 1):
+        connection.sendall(b"x")
+        time.sleep(0.1)
 
 
-def test_ssh_runs_the_agent(through_ssh: Callable[[str], Connection]) -> None:
-    connection = through_ssh('exec sh -c "$command"')
-    assert connection.login().error == ""
-    assert connection.call("owns", 5, addresses=[]) == {}
+def test_strangers_that_say_nothing_keep_nobody_out(ports: list[int]) -> None:
+    strangers = [socket.create_connection((LOCAL, ports[0]), timeout=5) for _ in range(200)]
+    assert network.probe(LOCAL, ports[:1], TOKEN, 5)["errors"] == {str(ports[0]): ""}
+    for stranger in strangers:
+        stranger.close()
 
 
-def test_what_a_login_shell_prints_is_told(through_ssh: Callable[[str], Connection]) -> None:
-    assert through_ssh('echo; echo Welcome; printf "to b"; exec sh -c "$command"').login().printed == "Welcome"
+def test_listening_goes_on_when_there_are_file_descriptors_again(ports: list[int]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            stranger.connect((LOCAL, ports[0]))
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert network.probe(LOCAL, ports[:1], TOKEN, 3)["errors"] == {str(ports[0]): ""}
 
 
-def test_what_ssh_says_when_it_fails(through_ssh: Callable[[str], Connection]) -> None:
-    login = through_ssh("echo 'Permission denied (publickey).' >&2; exit 255").login()
-    assert login.error == "Permission denied (publickey)."
-
-
-def test_a_host_without_python(
-    through_ssh: Callable[[str], Connection], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
-    login = through_ssh(f'PATH={tmp_path}/bin exec /bin/sh -c "$command"').login()
-    assert login.error == "no python3 on the PATH"
-
-
-def test_a_login_in_small_segments_goes_through_the_relay() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        relay = [sys.executable, str(Path(network.__file__).parent.parent / "relay.py")]
-        process = subprocess.Popen(
-            [*relay, "127.0.0.1", str(server.getsockname()[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        with process, server.accept()[0] as connection:
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= SEGMENT
-            assert process.stdin is not None
-            process.stdin.write(b"question")
-            process.stdin.close()
-            assert connection.recv(100) == b"question"
-            assert connection.recv(100) == b""
-            connection.sendall(b"answer")
-            connection.shutdown(socket.SHUT_WR)
-            assert process.stdout is not None
-            assert process.stdout.read() == b"answer"
-    assert process.returncode == 0
-    command = _command(ELSEWHERE, in_small_segments=True)
-    assert f"ProxyCommand={' '.join(relay)} %h %p" in command
-
-
-def test_a_login_that_hangs_is_given_up(through_ssh: Callable[..., Connection]) -> None:
-    assert through_ssh("exec sleep 60", start_s=0.3).login().error == "no answer in time"
-
-
-def test_what_ssh_is_given_is_one_line_because_a_csh_reads_it_too() -> None:
-    (*_, remote) = _command(ELSEWHERE, in_small_segments=False)
-    assert not set("\n!") & set(remote), "its quotes end with the line, and it expands exclamation marks within them"
-
-
-def test_memory_that_only_holds_files_counts_as_free(tmp_path: Path) -> None:
-    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 10\nactive_file 20\nslab_reclaimable 3\n")
-    assert agent_host._cache(tmp_path) == 33
-    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 10\ntotal_active_file 20\n")
-    assert agent_host._cache(tmp_path) == 30
+def test_messages_that_are_larger_than_what_gets_through(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener sends small messages, and none that is large."""
+    send = network._send
+    monkeypatch.setattr(network, "_send", lambda connection, size: send(connection, size % network.LARGE_BYTES))
+    (pair,) = network.try_all(TOKEN, {"b": [LOCAL, ports]}, wait_s=0.3, bandwidth_s=0.1, all_s=5).values()
+    assert pair["loses_large"] is True
+    assert "bytes_per_s" not in pair

@@ -19,7 +19,7 @@ from tests.unit.doctor_facts import (
     told,
     way,
 )
-from trainer.ops.doctor.agent.host import NO_LIMIT
+from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.checks.host import GIB, MIB
 from trainer.ops.doctor.facts import Facts, Login, Name
 
@@ -42,7 +42,7 @@ def of_name(here: str, there: str, **changes: Any) -> Facts:
 def refused(error: str, **changes: Any) -> Facts:
     """Return the facts where ssh to b has ended with these lines."""
     facts = healthy(login={"a": Login(), "b": login(error=error)}, **changes)
-    return changed(facts, machine={"a": machine("a")}, software={"a": software()}, pairs={}, names={}, owned={})
+    return changed(facts, machine={"a": machine("a")}, software={"a": software()}, pairs={}, names={}, own={})
 
 
 def test_healthy_hosts_have_no_finding() -> None:
@@ -77,13 +77,12 @@ def test_healthy_hosts_have_no_finding() -> None:
             "other users can read the private key /home/trainer/.ssh/id_ed25519 on a, and ssh refuses it; `chmod 600 ",
         ),
         ("Bad owner or permissions on /home/trainer/.ssh/config", "others can write /home/trainer/.ssh/config; `chmod"),
-        ("kex_exchange_identification: Connection closed by remote host", "ends the connection before the login"),
         (
             "ssh: Could not resolve hostname b: Name or service not known",
             "a cannot resolve the name b; add its address to /etc/hosts on a, or",
         ),
         ("no answer in time", "the login to b (10.0.0.2, port 2222) has not ended in 0 s"),
-        ("no python3 on the PATH", "b has no Python on the PATH"),
+        ("no python3 on the PATH", "a command cannot be run on b: no python3 on the PATH"),
         ("sh: 1: Syntax error", "a command cannot be run on b: sh: 1: Syntax error"),
     ],
 )
@@ -119,6 +118,12 @@ def test_this_host_by_another_name_may_just_have_no_server() -> None:
     assert "no ssh server answers on b (10.0.0.1, port 2222)" in the_only(facts)
 
 
+def test_a_login_that_hangs_in_the_key_exchange_is_a_matter_of_large_packets() -> None:
+    hanging = login(error="no answer in time", hangs_in_key_exchange=True)
+    said = the_only(changed(refused(""), login={"b": hanging}))
+    assert "PROBLEM: large packets between a and b get lost: the login to 10.0.0.2 hangs in ssh's key exchange" in said
+
+
 def test_a_login_that_prints_or_is_slow() -> None:
     assert "prints 'Welcome' before" in the_only(healthy(login={"a": Login(), "b": login(printed="Welcome")}))
     assert the_only(healthy(login={"a": Login(), "b": login(seconds=6.2)})).startswith(
@@ -142,18 +147,13 @@ def test_a_login_that_prints_or_is_slow() -> None:
             {"addresses": (), "error": "unknown"},
             "PROBLEM: a cannot resolve the name b (unknown); add its address to /etc/hosts on a: `10.0.0.2 b`",
         ),
-        ("a", "b", {"addresses": ("fd00::2",)}, "PROBLEM: on a, b has IPv6 addresses only"),
         ("a", "b", {"addresses": ("fd00::9", "10.0.0.2")}, "WARNING: on a, b leads first to the IPv6 address fd00::9"),
         ("b", "", {"addresses": ("127.0.1.1",)}, "WARNING: on b, its own host name leads to 127.0.1.1"),
     ],
 )
 def test_names(here: str, there: str, changes: dict[str, Any], line: str) -> None:
     facts = of_name(here, there, **changes)
-    owned = {
-        "a": {"10.9.9.9": False, **told(facts, "owned")["a"]},
-        "b": {"10.9.9.9": False, "fd00::9": False, ADDRESS["b"]: True},
-    }
-    assert line in the_only(changed(facts, owned=owned))
+    assert line in the_only(facts)
 
 
 def test_this_host_is_told_by_the_name_that_others_have_for_it() -> None:
@@ -175,9 +175,9 @@ def test_a_wrong_name_is_corrected_where_it_is_written() -> None:
 
 def test_a_wrong_address_that_is_this_hosts_own_or_behind_a_bridge_is_told_so() -> None:
     facts = of_name("a", "b", addresses=("10.9.9.9",), interface="docker0")
-    owned = {"a": {"10.9.9.9": True}, "b": {"10.9.9.9": False}}
+    own = {"a": (ADDRESS["a"], "10.9.9.9"), "b": (ADDRESS["b"],)}
     assert "b leads to 10.9.9.9, which is its own (docker0), and b has no such address" in the_only(
-        changed(facts, owned=owned)
+        changed(facts, own=own)
     )
 
 
@@ -186,21 +186,17 @@ def test_a_host_that_did_not_tell_its_names_has_no_finding_of_them() -> None:
     assert findings_of(changed(facts, names={**told(facts, "names"), "a": {}})) == []
 
 
-def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
-    assert "a and b are one and the same host" in the_only(of_machine(identity="kernel of a"))
+def test_two_hosts_of_one_name() -> None:
     assert "both have the host name 'a'" in the_only(of_machine(host_name="a"))
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"versions": {"Python": "3.12.1"}}, "Python is 3.11.2 on a and 3.12.1 on b"),
         (
             {"versions": {"PyTorch": "2.13.0", "CUDA": "12.8"}},
             "PyTorch is 2.14.1 on a and 2.13.0 on b; `pip install torch==2.14.1` on b",
         ),
-        ({"versions": {"CUDA": ""}}, "PyTorch's CUDA is 13.0 on a and missing on b"),
-        ({"versions": {"NCCL": "2.27.5"}}, "PyTorch's NCCL is 2.30.7 on a and 2.27.5 on b"),
         ({"versions": {"Horovod": ""}}, "Horovod is 0.28.1 on a and missing on b"),
         ({"versions": {"Open MPI": "5.0.1"}}, "Open MPI is 4.1.8 on a and 5.0.1 on b"),
         ({"versions": {"trainer": "0.2.0"}, "library": "x"}, "trainer is 0.1.0 on a and 0.2.0 on b"),
@@ -209,7 +205,7 @@ def test_one_host_by_two_names_and_two_hosts_of_one_name() -> None:
         ({"script": "x"}, "the training script differs between a and b"),
         ({"script": "missing"}, "there is no train.py in /job on b"),
         ({"shadows": ["/job/trainer.py"]}, "/job/trainer.py on b is imported in place of the package"),
-        ({"programs": {"orted": ""}, "path": "/usr/bin"}, "without a terminal finds no orted of Open MPI on its PATH"),
+        ({"orted": "", "path": "/usr/bin"}, "without a terminal finds no orted of Open MPI on its PATH"),
         ({"opal_prefix": "/x", "opal_prefix_is_right": False}, "WARNING: OPAL_PREFIX is /x for a login to b"),
         ({"executable": "/bin/python3", "versions": {"PyTorch": ""}}, f"b has no {sys.executable}, the job's Python"),
     ],
@@ -229,28 +225,17 @@ def test_a_patch_of_python_does_not_matter_and_a_missing_folder_hides_what_is_in
     ("changes", "line"),
     [
         ({"shm_free": 64 * MIB}, "PROBLEM: on b, /dev/shm has 64 MiB free, and its 2 ranks need 128"),
-        ({"memory_free": {"machine": 8 * GIB, "cgroup": 600 * MIB}}, "cgroup leaves 600 MiB for 2 ranks"),
-        ({"memory_free": {"machine": 600 * MIB, "cgroup": 500 * MIB}}, "cgroup leaves 500 MiB for 2 ranks"),
-        ({"memory_free": {"machine": 600 * MIB, "cgroup": GIB}}, "PROBLEM: on b, there are 600 MiB for 2 ranks"),
+        ({"memory_free": 600 * MIB}, "PROBLEM: on b, the memory limit of its container or cgroup leaves 600 MiB for 2"),
         ({"cores": 1.5}, "WARNING: b has 1.5 of the 2 cores that its ranks need; name fewer slots (-H b:1)"),
         ({"open_files": 256}, "PROBLEM: on b, a process may have 256 open files"),
         ({"has_rdma": True}, "on b, RDMA (/dev/infiniband) needs locked memory, of which a process may have 64 KiB"),
         ({"reads_memory": False}, "WARNING: b refuses process_vm_readv"),
         ({"outputs": {"path": "/job/runs", "free": 30 * MIB, "is_writable": True}}, "/job/runs has 30 MiB free"),
         ({"outputs": {"path": "/job", "free": GIB, "is_writable": False}}, "WARNING: on b, /job cannot be written"),
-        ({"user": "eve", "user_id": 1001}, "WARNING: the job is user trainer (1000) on a and eve (1001) on b"),
     ],
 )
 def test_a_host_that_lacks_something(changes: dict[str, Any], line: str) -> None:
     assert line in the_only(of_machine(**changes))
-
-
-def test_the_remedy_for_too_little_memory_depends_on_what_limits_it() -> None:
-    for limits, remedy in (
-        ({"machine": 8 * GIB, "cgroup": 0}, "raise the limit"),
-        ({"machine": 0, "cgroup": 8 * GIB}, "end other programs there"),
-    ):
-        assert remedy in the_only(of_machine(memory_free=limits))
 
 
 def test_what_is_not_needed_is_not_missed() -> None:

@@ -17,7 +17,6 @@ from tests.unit.doctor_facts import findings_of, healthy, pair
 from trainer.cli import main
 from trainer.ops.doctor.examine import as_json, as_text, exit_code
 from trainer.ops.doctor.facts import Facts
-from trainer.ops.doctor.look import show_progress
 from trainer.ops.supervise.hosts import Host
 
 
@@ -82,17 +81,6 @@ def test_this_host_is_looked_at_without_pytorch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "login localhost" in done.stdout
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_and_gone_afterwards(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    show_progress("logging in to b")
-    show_progress("")
-    shown = "\r\033[Ktrainer doctor: logging in to b …\r\033[K"
-    assert capsys.readouterr().err == (shown if is_terminal else "")
 
 
 def test_what_is_well_is_one_line() -> None:

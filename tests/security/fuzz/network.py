@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hmac
 import importlib
-import io
 import json
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -23,8 +22,8 @@ from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
 from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, spoke_of, waiting
 from trainer.cluster.identity import PROOF_BYTES, prove, seal, unseal
-from trainer.ops.doctor import connection as doctor
 from trainer.ops.doctor.agent import network
+from trainer.ops.doctor.program import MARK, Program, ProgramError
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.watcher.wire import Link, RefusedError
@@ -160,15 +159,13 @@ def _requests() -> list[bytes]:
 
 
 def _exchange(data: bytes) -> None:
-    """Connect to an agent of `trainer doctor`: the first byte says whether the proof is right."""
+    """Connect to a program of `trainer doctor` that listens: the first byte says whether the proof is right."""
     is_rank, rest = data[:1] == b"\1", data[1:]
     challenge = bytes(32)
     proof = hmac.digest(TOKEN.encode(), challenge, "sha256") if is_rank else b""
     connection = Connection(proof + rest)
-    unproven: list[Any] = [connection]
-    with mock.patch("os.urandom", return_value=challenge):
-        network._serve(cast("Any", connection), TOKEN.encode(), unproven)
-    assert not unproven
+    with mock.patch("os.urandom", return_value=challenge), suppress(OSError):
+        network._serve(cast("Any", connection), TOKEN.encode())
     assert is_rank or len(connection.sent) == 32, "a stranger got more than a challenge"
 
 
@@ -176,20 +173,32 @@ def _asked(sent: int, wanted: int) -> bytes:
     return b"\1" + network._REQUEST.pack(sent, wanted) + bytes(sent)
 
 
+class _Printed(Program):
+    """A program that has ended, and has printed these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.host, self.printed = Host("a", 1), ""
+        *self._lines, _ = data.split(b"\n")
+
+    def line(self, timeout_s: float) -> bytes | None:
+        return self._lines.pop(0) if self._lines else None
+
+    def why(self) -> str:
+        return "it has ended"
+
+
 def _answer_doctor(data: bytes) -> None:
-    """Answer as a host's login shell and agent do, to three questions."""
-    asking = object.__new__(doctor.Connection)
-    asking.host, asking._output, asking._printed = Host("a", 1), io.BytesIO(data), ""
-    asking._waiting = {number: Future() for number in range(3)}
-    asking._has_ended, asking._lock = False, threading.Lock()
-    asking._read()
-    assert all(future.done() for future in asking._waiting.values()), "a question waits for ever"
+    """Answer as a host's login shell and a program of the doctor's do, to two questions."""
+    asked = _Printed(data)
+    if asked.has_started(1.0):
+        with suppress(ProgramError):
+            asked.answer(1.0)
+            asked.answer(1.0)
 
 
 def _answers() -> list[bytes]:
-    start = b"Welcome\n" + doctor.MARK.encode() + b"\n"
-    replies = [{"id": 0, "value": 1.5}, {"id": 1, "error": "OSError: gone"}, {"id": 2, "value": {"a": [1, "b"]}}]
-    lines = [json.dumps(reply).encode() + b"\n" for reply in replies]
+    start = b"Welcome\n" + MARK.encode() + b"\n"
+    lines = [json.dumps({"answer": value}).encode() + b"\n" for value in (1.5, {"a": [1, "b"]})]
     return [start + b"".join(lines), start + lines[0], start]
 
 

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.ops.command import script_of, to_command
 from trainer.ops.doctor.checks import judge
-from trainer.ops.doctor.facts import Facts, HostFacts
+from trainer.ops.doctor.facts import Facts
 from trainer.ops.doctor.finding import Finding, Level
 from trainer.ops.doctor.look import look
 from trainer.ops.supervise.hosts import Host, parse_hosts
@@ -103,7 +102,7 @@ def _well(facts: Facts) -> str:
     for tried in facts.all_reduces:
         if tried.result:
             rate = f"{tried.result['bus_bytes_per_s'] / 1e9:.3g} GB/s"
-            parts.append(f"all-reduce between two GPUs of {' and '.join(tried.hosts)} {rate} ({tried.transports})")
+            parts.append(f"all-reduce between two GPUs of {' and '.join(tried.hosts)} {rate}")
     if versions := next((host.versions for host in facts.hosts if host.versions), None):
         titles = ("Python", "PyTorch", "Horovod", "Open MPI")
         parts.append(", ".join(f"{title} {versions[title] or 'none'}" for title in titles))
@@ -118,33 +117,12 @@ def as_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
             for finding in findings
         ],
         "not_looked_at": facts.incomplete,
-        "hosts": {host.name: _host_as_json(host) for host in facts.hosts},
+        "hosts": {host.name: asdict(host) for host in facts.hosts},
         "pairs": [{"from": here, "to": there, **asdict(pair)} for (here, there), pair in facts.pairs.items()],
-        "all_reduces": [
-            {
-                "hosts": tried.hosts,
-                "transports": tried.transports,
-                "result": tried.result or None,
-                "outputs": [] if tried.result else tried.outputs,
-            }
-            for tried in facts.all_reduces
-        ],
+        "all_reduces": [asdict(tried) for tried in facts.all_reduces],
         "seconds": round(seconds, 3),
     }
     return json.dumps(value, indent=1)
-
-
-def _host_as_json(host: HostFacts) -> dict[str, Any]:
-    told = ("machine", "software", "interfaces", "gpus")
-    names = {name: asdict(seen) for name, seen in host.names.items() if name}
-    for entry in names.values():
-        entry["own"] = entry.pop("source")
-    return {
-        "slots": host.slots,
-        "login_s": host.login.seconds,
-        **{question: getattr(host, question) or None for question in told},
-        "names": names,
-    }
 
 
 def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:

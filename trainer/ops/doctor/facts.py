@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
-from trainer.ops.doctor.nccl_log import describe_transports, read_transports
-
-_RESULT = '{"bytes": '
-"""How the line begins in which an all-reduce tells its result."""
-
 
 @dataclass(frozen=True)
 class Login:
-    """How the login to a host and the start of its agent went."""
+    """How the login to a host and the start of the first program went."""
 
     seconds: float = 0.0
     error: str = ""
-    """The last lines of ssh; empty where the agent answers."""
+    """The last lines of ssh; empty where the program has answered."""
     printed: str = ""
     """What the login shell printed before the command ran."""
-    in_small_segments: bool = False
-    """Whether it hung until ssh sent and got small packets only."""
+    hangs_in_key_exchange: bool = False
+    """Whether ssh was waiting for the answer to its first large message."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What `ssh -G` prints for the host, as in settings["hostname"]; empty where it does not say."""
+    """What `ssh -G` prints for a host whose login fails, as in settings["hostname"]; empty where it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +34,6 @@ class Name:
     interface: str = ""
     """The interface that has this address."""
     in_hosts_file: bool = False
-    seconds: float = 0.0
 
     @property
     def first(self) -> str:
@@ -55,29 +48,30 @@ class Name:
 
 @dataclass(kw_only=True, eq=False)
 class HostFacts:
-    """What is known of a host. All that its agent has not told is empty."""
+    """What is known of a host. All that its programs have not told is empty."""
 
     name: str
     """As -H has it."""
     slots: int
     is_here: bool = False
     """Whether it is this host."""
-    login: Login = Login()
     peer: str = ""
     """The name by which other hosts know it, which is another one for localhost."""
+    login: Login = Login()
     seen_here: Name = Name()
     """What its name leads to on this host."""
     machine: Mapping[str, Any] = field(default_factory=dict)
-    """What `machine` of agent/host.py returns there; so for the next three."""
+    """What `look` of agent/machine.py returns there; below, what that of agent/software.py does."""
     software: Mapping[str, Any] = field(default_factory=dict)
+    gpus: str | None = None
+    """A line of nvidia-smi for each; None where they were not looked at."""
     interfaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    gpus: Mapping[str, Any] = field(default_factory=dict)
-    seconds_ahead: float = 0.0
-    """By which its clock is ahead of this host's."""
+    own: Sequence[str] = ()
+    """Its own addresses."""
     names: Mapping[str, Name] = field(default_factory=dict)
     """names[host]: what the name of a host leads to on this one; its own host name stands under ""."""
-    owned: Mapping[str, bool] = field(default_factory=dict)
-    """owned[address]: whether an address that its name leads to is its own."""
+    seconds_ahead: float = 0.0
+    """By which its clock is at least ahead of this host's."""
 
     def __str__(self) -> str:
         return self.name
@@ -102,10 +96,8 @@ class Pair:
     errors: Mapping[str, str] = field(default_factory=dict)
     """By port; empty for a port that answered."""
     latency_s: float = 0.0
-    large: str = ""
-    """The direction in which a large message was lost: "to" or "from" the other host."""
-    segment: int = 0
-    """The largest TCP segment that got through then, in bytes; 0 for none."""
+    loses_large: bool = False
+    """Whether a large message from the other host did not arrive."""
     bytes_per_s: float | None = None
 
     @property
@@ -113,37 +105,18 @@ class Pair:
         """Return the first error of a port."""
         return next(filter(None, self.errors.values()), "")
 
-    @property
-    def is_well(self) -> bool:
-        """Return whether all ports answered, and large messages got through."""
-        return not (self.error or self.large)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
     """A small all-reduce over NCCL between two GPUs, of one host or of two."""
 
     hosts: tuple[str, ...]
-    outputs: tuple[str, ...] = ()
-    """What the ranks have printed, NCCL's log among it."""
-    was_killed: bool = False
-    """Whether it was killed at its limit."""
-    limit_s: float = 0.0
-
-    @property
-    def lines(self) -> list[str]:
-        """Return the lines of all ranks that are not empty."""
-        return [line.strip() for output in self.outputs for line in output.splitlines() if line.strip()]
-
-    @property
-    def result(self) -> Mapping[str, Any]:
-        """Return what rank 0 has measured, as `all_reduce.py` prints it; empty where it did not come so far."""
-        return next((json.loads(line) for line in self.lines if line.startswith(_RESULT)), {})
-
-    @property
-    def transports(self) -> str:
-        """Return how the ranks were connected, in a few words."""
-        return describe_transports(read_transports("\n".join(self.outputs)))
+    result: Mapping[str, Any] = field(default_factory=dict)
+    """What rank 0 has measured; empty where it did not come so far."""
+    output: str = ""
+    """What the ranks have printed otherwise."""
+    error: str = ""
+    """How the rank that failed first has ended; `NO_ANSWER` after the time limit."""
 
 
 @dataclass(kw_only=True)
@@ -156,8 +129,8 @@ class Facts:
     script: str = ""
     """The training script, whose copies are compared; empty without one."""
     own_addresses: frozenset[str] = frozenset()
-    """Addresses that names lead to and that are this host's."""
-    pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict)
+    """Those of this host."""
+    pairs: dict[tuple[str, str], Pair] = field(default_factory=dict)
     """By the names of the host that connects and of the host that listens."""
     all_reduces: tuple[AllReduce, ...] = ()
     """Those that were tried between two GPUs."""
@@ -166,5 +139,5 @@ class Facts:
 
     @property
     def answering(self) -> tuple[HostFacts, ...]:
-        """Return the hosts whose agents answer."""
+        """Return the hosts that have told about themselves."""
         return tuple(host for host in self.hosts if host.machine)

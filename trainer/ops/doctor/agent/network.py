@@ -1,173 +1,106 @@
-"""An agent's part in the network: its addresses, what names lead to, and bytes that it exchanges with other agents."""
+"""The program of the second call: listens, and exchanges bytes with the same program on other hosts."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import hmac
+import json
 import os
 import random
+import signal
 import socket
+import socketserver
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from .host import read_number, read_text
-
-_SIOCGIFCONF = 0x8912
-_INTERFACE = struct.Struct("16s4x4s16x")
-"""The name and the IPv4 address in a struct ifreq."""
-TOKEN_BYTES = 32
-_CHALLENGE_BYTES = _PROOF_BYTES = 32
-# Of connections that have proven nothing yet.
-_MOST_UNPROVEN, _UNPROVEN_S = 128, 10.0
-_ACCEPT_AGAIN_S = 0.05
-_LISTEN_S, _PROVEN_S, _PINGS = 60.0, 10.0, 20
+LONGEST_S = 120
+"""A program whose connection hangs ends by itself after that."""
+_PROOF_BYTES = 32
+_PROOF_S, _PROVEN_S = 10.0, 10.0
+_PINGS = 20
 LARGE_BYTES = 256 * 1024
 _MOST_BYTES = 4 * 1024 * 1024
 _REQUEST = struct.Struct("!QQ")
 """How many bytes the client sends after this, and how many it then gets."""
 _PING = 0, 1
-_WAYS = {"to": (LARGE_BYTES, 1), "from": (0, LARGE_BYTES)}
 _CHUNK = bytes(1024 * 1024)
 # As jobs take them: given by the kernel (Gloo, NCCL, Open MPI's daemons), as `trainer run --torchrun` chooses its own,
 # and the first free one from 1024 up, as Open MPI's ranks do (btl_tcp_port_min_v4).
 _CHOSEN_PORTS, _FIRST_PORTS = range(20000, 32000), range(1024, 1424)
-_SEGMENT_S = 1.5
-_SEGMENTS = (8948, 1448, 1408, 1398, 1368, 1328, 1228, 1148, 988, 524)
 
 
-def interfaces() -> dict[str, dict[str, Any]]:
-    """Return the IPv4 addresses, MTU and speed (Mbit/s; 0 where unknown) of each interface that is up."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for name, address in _addresses():
-        folder = Path("/sys/class/net", name.partition(":")[0])
-        entry = by_name.setdefault(folder.name, {"addresses": [], "mtu": read_number(folder / "mtu") or 0, "speed": 0})
-        entry["addresses"].append(address)
-        if (folder / "device").exists():  # the speed of a virtual interface is made up
-            entry["speed"] = max(0, read_number(folder / "speed") or 0)
-    return by_name
+def main() -> None:
+    """Listen, print the ports, try the ports of other hosts that are then read, print how that went.
 
-
-def _addresses() -> list[tuple[str, str]]:
-    buffer = array.array("B", bytes(4096 * _INTERFACE.size))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))[0]
-    entries = _INTERFACE.iter_unpack(buffer[:used])
-    return [(name.split(b"\0")[0].decode(), socket.inet_ntoa(address)) for name, address in entries]
-
-
-def resolve(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Resolve names: the addresses of each, this host's address and interface on the way there, and who says so."""
-    by_address = {address: name for name, entry in interfaces().items() for address in entry["addresses"]}
-    hosts_file = [line.partition("#")[0].split()[1:] for line in read_text("/etc/hosts").splitlines()]
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        entries = dict(zip(names, pool.map(_resolve, names)))
-    for name, entry in entries.items():
-        entry["interface"] = by_address.get(entry["source"], "")
-        entry["in_hosts_file"] = any(name in aliases for aliases in hosts_file)
-    return entries
-
-
-def _resolve(name: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"addresses": [], "error": "", "source": ""}
-    started = time.monotonic()
-    try:
-        infos = socket.getaddrinfo(name, 9, type=socket.SOCK_STREAM)
-        entry["addresses"] = list(dict.fromkeys(info[4][0] for info in infos))
-        for address in [address for address in entry["addresses"] if ":" not in address][:1]:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, 9))  # sends nothing: the kernel only chooses a route
-                entry["source"] = probe.getsockname()[0]
-    except OSError as error:
-        entry["error"] = error.strerror or str(error)
-    entry["seconds"] = time.monotonic() - started
-    return entry
-
-
-def owns(addresses: list[str]) -> dict[str, bool]:
-    """Return which addresses are this host's own."""
-    return {address: _can_bind(address) for address in addresses}
-
-
-def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    It goes on listening for the others until its input ends.
+    """
+    signal.alarm(LONGEST_S)
+    request = json.loads(sys.stdin.buffer.readline())
+    ports = {address: listen(address, request["token"]) for address in request["addresses"]}
+    print(json.dumps({"answer": ports}), flush=True)
+    line = sys.stdin.buffer.readline()
+    if line:
+        print(json.dumps({"answer": try_all(token=request["token"], **json.loads(line))}), flush=True)
+        sys.stdin.buffer.read()
+    os._exit(0)  # waits for no thread
 
 
 def listen(address: str, token: str) -> list[int]:
-    """Listen on this address for a minute, on three ports as jobs take them; return the ports.
+    """Listen on three ports of this address as jobs take them; return the ports.
 
     Whoever connects gets a random challenge, and has to answer with its HMAC-SHA256 under the token.
     """
     servers = [_bind(address, ports) for ports in ((), random.sample(_CHOSEN_PORTS, 20), _FIRST_PORTS)]
     for server in servers:
-        threading.Thread(target=_accept, args=(server, token.encode()), daemon=True).start()
-    return [int(server.getsockname()[1]) for server in servers]
+        server.token = token.encode()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    return [int(server.server_address[1]) for server in servers]
 
 
-def _bind(address: str, ports: Iterable[int]) -> socket.socket:
+class _Handler(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            _serve(self.request, self.server.token)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 64
+    token = b""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: there was no thread left for somebody, and there may be one for the next."""
+
+
+def _bind(address: str, ports: Iterable[int]) -> _Server:
     """Listen on the first of these ports that is free, else on one that the kernel gives."""
     for port in ports:
         with suppress(OSError):
-            return socket.create_server((address, port), backlog=64)
-    return socket.create_server((address, 0), backlog=64)
+            return _Server((address, port), _Handler)
+    return _Server((address, 0), _Handler)
 
 
-def _accept(server: socket.socket, token: bytes) -> None:
-    deadline = time.monotonic() + _LISTEN_S
-    # Connections that have proven nothing yet. A newer one ends the oldest, so that slow ones keep nobody out.
-    unproven: list[socket.socket] = []
-    with server:
-        while time.monotonic() < deadline:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-                unproven.append(connection)
-                for oldest in unproven[: max(0, len(unproven) - _MOST_UNPROVEN)]:
-                    with suppress(OSError, ValueError):  # it has ended, or proven itself, in the meantime
-                        unproven.remove(oldest)
-                        oldest.shutdown(socket.SHUT_RDWR)
-                threading.Thread(target=_serve, args=(connection, token, unproven), daemon=True).start()
-            except (OSError, RuntimeError):  # there is no file descriptor or thread left, or the time is over
-                time.sleep(_ACCEPT_AGAIN_S)
-
-
-def _serve(connection: socket.socket, token: bytes, unproven: list[socket.socket]) -> None:
-    with connection, suppress(OSError):
-        try:
-            is_proven = _is_proven(connection, token)
-        finally:
-            with suppress(ValueError):  # it was ended
-                unproven.remove(connection)
-        connection.settimeout(_PROVEN_S)
-        while is_proven:
-            sent, wanted = _REQUEST.unpack(_receive(connection, _REQUEST.size))
-            if max(sent, wanted) > _MOST_BYTES:
-                return
-            _receive(connection, sent)
-            _send(connection, wanted)
-
-
-def _is_proven(connection: socket.socket, token: bytes) -> bool:
-    deadline = time.monotonic() + _UNPROVEN_S
-    connection.settimeout(_UNPROVEN_S)
+def _serve(connection: socket.socket, token: bytes) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    challenge = os.urandom(_CHALLENGE_BYTES)
+    challenge = os.urandom(_PROOF_BYTES)
     connection.sendall(challenge)
-    proof = _receive(connection, _PROOF_BYTES, deadline)
-    return hmac.compare_digest(proof, hmac.digest(token, challenge, "sha256"))
+    proof = _receive(connection, _PROOF_BYTES, time.monotonic() + _PROOF_S)
+    if not hmac.compare_digest(proof, hmac.digest(token, challenge, "sha256")):
+        return
+    connection.settimeout(_PROVEN_S)
+    while True:
+        sent, wanted = _REQUEST.unpack(_receive(connection, _REQUEST.size))
+        if max(sent, wanted) > _MOST_BYTES:
+            return
+        _receive(connection, sent)
+        _send(connection, wanted)
 
 
 def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
@@ -189,15 +122,11 @@ def _send(connection: socket.socket, size: int) -> None:
         size -= connection.send(_CHUNK[: min(size, len(_CHUNK))])
 
 
-def _connect(address: str, port: int, token: str, timeout_s: float, segment: int = 0) -> socket.socket:
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _connect(address: str, port: int, token: str, timeout_s: float) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout_s)
     try:
-        connection.settimeout(timeout_s)
-        if segment:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.connect((address, port))
-        challenge = _receive(connection, _CHALLENGE_BYTES)
+        challenge = _receive(connection, _PROOF_BYTES)
         connection.sendall(hmac.digest(token.encode(), challenge, "sha256"))
     except OSError:
         connection.close()
@@ -211,35 +140,45 @@ def _ask(connection: socket.socket, sent: int, wanted: int) -> None:
     _receive(connection, wanted)
 
 
-def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str, Any]:
-    """Exchange bytes with the agent that listens there.
+def try_all(token: str, targets: dict[str, Any], wait_s: float, bandwidth_s: float, all_s: float) -> dict[str, Any]:
+    """Exchange bytes with the programs on other hosts, first with all at once, then for the bandwidth one by one.
+
+    Args:
+        token: that all of them know.
+        targets: address and ports by the host's name. The hosts begin with another one each, so that every host sends
+            to one and receives from one at a time.
+        wait_s: seconds after which a host does not answer.
+        bandwidth_s: for each bandwidth.
+        all_s: after which no other bandwidth is measured.
 
     Returns:
-        "errors" by port, empty for a port that answers; "latency_s" of a round trip; "large" is the direction in which
-        a large message does not get through ("to", "from"), and "segment" the largest TCP segment that does.
+        what `probe` does, by the host's name, with "bytes_per_s" that come from there, None where it was not measured;
+        and whether a large message from there does not arrive ("loses_large").
+    """
+    until = time.monotonic() + all_s
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        results = pool.map(lambda target: probe(target[0], target[1], token, wait_s), targets.values())
+        pairs = dict(zip(targets, results))
+    for name, (address, ports) in targets.items():
+        pair = pairs[name]
+        if not any(pair["errors"].values()) and time.monotonic() < until:
+            try:
+                pair["bytes_per_s"] = bandwidth(address, ports[0], token, bandwidth_s, wait_s)
+            except OSError as error:
+                pair["loses_large"] = isinstance(error, socket.timeout)
+    return pairs
+
+
+def probe(address: str, ports: list[int], token: str, wait_s: float) -> dict[str, Any]:
+    """Exchange bytes with the program that listens there.
+
+    Returns:
+        "errors" by port, empty for a port that answers; "latency_s" of a round trip.
     """
     with ThreadPoolExecutor(max_workers=len(ports)) as pool:
         pings = list(pool.map(lambda port: _ping(address, port, token, wait_s), ports))
     errors = {str(port): error for port, (error, _) in zip(ports, pings)}
-    large, segment = ("", 0) if any(errors.values()) else _try_large(address, ports[0], token, wait_s)
-    return {"errors": errors, "latency_s": pings[0][1], "large": large, "segment": segment}
-
-
-def _try_large(address: str, port: int, token: str, wait_s: float) -> tuple[str, int]:
-    def gets_through(way: str, wait_s: float, segment: int = 0) -> bool:
-        try:
-            with _connect(address, port, token, wait_s, segment) as connection:
-                _ask(connection, *_WAYS[way])
-        except OSError:
-            return False
-        return True
-
-    lost = next((way for way in _WAYS if not gets_through(way, wait_s)), "")
-    if not lost:
-        return "", 0
-    with ThreadPoolExecutor(max_workers=len(_SEGMENTS)) as pool:
-        passes = list(pool.map(lambda segment: gets_through(lost, _SEGMENT_S, segment), _SEGMENTS))
-    return lost, next((segment for segment, does in zip(_SEGMENTS, passes) if does), 0)
+    return {"address": address, "errors": errors, "latency_s": pings[0][1]}
 
 
 def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, float]:
@@ -255,10 +194,10 @@ def _ping(address: str, port: int, token: str, timeout_s: float) -> tuple[str, f
     return "", sorted(times)[len(times) // 2]
 
 
-def bandwidth(address: str, port: int, token: str, seconds: float) -> float:
-    """Return how many bytes a second come from the agent that listens there."""
+def bandwidth(address: str, port: int, token: str, seconds: float, wait_s: float) -> float:
+    """Return how many bytes a second come from the program that listens there, in messages that get larger."""
     received, size = 0, LARGE_BYTES
-    with _connect(address, port, token, 5.0) as connection:
+    with _connect(address, port, token, wait_s) as connection:
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             _ask(connection, 0, size)
@@ -266,11 +205,5 @@ def bandwidth(address: str, port: int, token: str, seconds: float) -> float:
         return received / (time.perf_counter() - started)
 
 
-OPERATIONS = {
-    "interfaces": interfaces,
-    "resolve": resolve,
-    "owns": owns,
-    "listen": listen,
-    "probe": probe,
-    "bandwidth": bandwidth,
-}
+if __name__ == "__main__":
+    main()

