@@ -93,10 +93,6 @@ HERE = {
         is_slow=True,
     ),
     "trainer env": Run(prints="Horovod has mpi, gloo"),
-    "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --dry-run -- python examples/mnist.py --checkpoint "
-    "runs/checkpoints": Run(prints="#SBATCH --ntasks-per-node=2"),
-    "trainer submit tione --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 "
-    "--directive=InstanceType=TI.S.4XLARGE32.POST -- python train.py": Run("", ("tione", "tione --dry-run"), "tccli"),
     "TRAINER_TEST_DEVICE=cpu python -m pytest tests/gpu": Run(append="-k parts_of_a_step", prints="1 passed"),
     "NCCL_MULTI_RANK_GPU_ENABLE=1 horovodrun -np 4 python examples/mnist.py": replace(_MNIST, is_slow=True),
     "python benchmarks/commit_faults.py --random-kills 1000": Run(
@@ -243,7 +239,6 @@ ELSEWHERE = {
         (
             "trainer run --config job.toml",
             "trainer run --config job.toml -np 2 -H localhost:2 python train.py --epochs 1",
-            "trainer submit --config job.toml --dry-run",
         ),
         ("tests/unit/test_config_file.py", "def test_the_manuals_file_is_valid"),
     ),
@@ -348,13 +343,16 @@ ELSEWHERE |= {
 # Commands that no test runs, with the reason.
 UNTESTED = {
     r"docker save trainer:cpu \| podman load": "needs Podman",
-    "trainer submit slurm --nodes 2 --ranks-per-node 2 --time 2h --follow -- python train.py --checkpoint "
-    "runs/checkpoints": "needs a Slurm; tests/docker/test_slurm.py",
     "srun --mpi=list": "needs a Slurm; tests/distributed/test_srun.py runs `srun --mpi=pmix`",
-    "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
-    "trainer submit gridengine --nodes 2 --ranks-per-node 2 --time 2h --directive='-pe mpi 4' -- python train.py": (
+    "mkdir -p runs": "is `mkdir`",
+    "sbatch --nodes=2 --ntasks-per-node=2 --time=2:00:00 jobs/slurm.sbatch python train.py --checkpoint runs/saved": (
+        "needs a Slurm; tests/distributed/test_srun.py"
+    ),
+    "qsub -pe mpi 4 -l h_rt=2:00:00 jobs/gridengine.sge python train.py --checkpoint runs/saved": (
         "needs a Grid Engine; tests/docker/test_gridengine.py"
     ),
+    "kubectl create -f jobs/mpijob.yaml": "needs a Kubernetes; tests/docker/test_kubernetes.py",
+    "docker build -t registry.example/trainer:1 .": "is `docker build -t trainer:cpu .` under another name",
     "docker push registry.example/trainer:1": "needs a registry",
     "make audit": "needs PyPI's advisories, which mirrors have not; tests/unit/test_images.py",
     "docker build --build-arg BASE=debian:trixie-slim -t trainer:trixie .": "needs a registry, or a base made by hand",
@@ -363,8 +361,6 @@ UNTESTED = {
     "BASE=debian:bookworm-slim docker compose up --build -d": "is what .ci/run does where it has no registry",
     "BASE=debian:bookworm-slim CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 make image-gpu": "the same",
     "docker build --build-arg BASE=debian:bookworm-slim -t trainer:cpu .": "the same",
-    "trainer submit mpijob --nodes 2 --ranks-per-node 2 --image registry.example/trainer:1 --claim runs --time 2h -- "
-    "python examples/mnist.py --checkpoint runs/checkpoints": "needs a Kubernetes; tests/docker/test_kubernetes.py",
     "python benchmarks/preemptions.py --count 100": "takes most of an hour; tests/unit/test_benchmarks.py",
     "python -m benchmarks.hangs": "takes a quarter of an hour, and needs root; tests/distributed/test_hangs.py",
     "make test-docker-all": "is `make test-docker` with more of the same",
@@ -421,18 +417,10 @@ MENTIONED = (
         "horovodrun --mpi",
         "horovodrun --gloo",
     ),
-    *(
-        "trainer trace",
-        "horovodrun --output-filename",
-        "trainer run",
-        "trainer run --torchrun",
-        "trainer submit",
-        "trainer submit pbs",
-        "trainer submit lsf",
-    ),
+    *("trainer trace", "horovodrun --output-filename", "trainer run", "trainer run --torchrun", "trainer requeue"),
     *("torchrun --max-restarts 3", "horovodrun --min-np 2", "horovodrun --timeline-filename", "make fuzz"),
-    *("docker run", "docker export", "pip install --force-reinstall horovod", "trainer submit slurm"),
-    *("trainer merge", "bash runs/NAME.sh", "pip install", "pip list", "pip check"),
+    *("docker run", "docker export", "pip install --force-reinstall horovod"),
+    *("trainer merge", "bash jobs/tione.sh", "pip install", "pip list", "pip check"),
 )
 
 _TABLES = (LAUNCHED, UNDER_SLURM, HERE, ON_NODE_A, BY_DOCKER, ELSEWHERE, UNTESTED, MENTIONED)

@@ -1,4 +1,4 @@
-"""`--config job.toml`: options and command of `trainer run` and `trainer submit` from a file."""
+"""`--config job.toml`: options and command of `trainer run` from a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from tests.distributed.pages import units
 from trainer.cli import main
 from trainer.errors import ConfigError
-from trainer.ops.submit.options import Options as SubmitOptions
-from trainer.ops.submit.options import to_options
 from trainer.ops.supervise.options import Options, add_parser, make_parser, parse
 
 FILE = """\
@@ -22,13 +20,6 @@ hosts = "a:2,b:2"
 gloo = true
 take-back = false
 max-restarts = 3
-
-[submit]
-scheduler = "slurm"
-nodes = 2
-ranks-per-node = 2
-time = "2h"
-directive = ["--partition=gpu", "--exclusive"]
 """
 
 
@@ -44,12 +35,6 @@ def run_options(*arguments: str) -> Options:
     return parse(arguments, parser)
 
 
-def submit_options(*arguments: str) -> SubmitOptions:
-    options = to_options(arguments)
-    assert options is not None
-    return options
-
-
 def test_run_takes_options_and_command_from_the_file(file: Path) -> None:
     options = run_options("--config", str(file))
     assert (options.ranks, options.launcher, options.max_restarts, options.take_back) == (4, "gloo", 3, False)
@@ -63,25 +48,11 @@ def test_the_command_line_has_the_last_word(file: Path) -> None:
     assert options.command == ("python", "other.py", "--config", "its.yaml")
 
 
-def test_submit_takes_options_and_command_from_the_file(file: Path) -> None:
-    options = submit_options("--config", str(file), "--nodes", "3")
-    assert (options.scheduler.name, options.job.nodes, options.job.time_s) == ("slurm", 3, 7200)
-    assert options.job.directives == ("--partition=gpu", "--exclusive")
-    assert options.job.command == ("python", "train.py", "--epochs", "90")
-    assert options.job.made_by == f"trainer submit --config {file} --nodes 3"
-
-
-def test_submits_scheduler_and_command_on_the_command_line_count(file: Path) -> None:
-    options = submit_options("gridengine", "--config", str(file), "--directive=-pe mpi 4", "--", "python", "b.py")
-    assert (options.scheduler.name, options.job.command) == ("gridengine", ("python", "b.py"))
-
-
 def test_the_manuals_file_is_valid(file: Path) -> None:
     (block,) = units("toml")
     file.write_text(block.text)
     assert run_options("--config", str(file)).min_ranks == 2
     assert run_options("--config", str(file), "-np", "2", "-H", "localhost:2", "python", "train.py").ranks == 2
-    assert submit_options("--config", str(file), "--dry-run").job.directives == ("--partition=gpu", "--exclusive")
 
 
 @pytest.mark.parametrize(
@@ -95,13 +66,13 @@ def test_the_manuals_file_is_valid(file: Path) -> None:
         ("max-restarts = 3", "max-restarts = -1", "line 8: --max-restarts is -1; valid is a number of at least 0"),
         ("np = 4", "np = [4, 2]", "line 4: np is [4, 2]; valid is a number or a text"),
         ("np = 4", "config = 'a'", "line 4: 'config' is not known; valid are "),
-        ("[run]", "run = 3\n[submits]", "line 3: run is 3; valid is a table, [run]"),
+        ("[run]", "run = 3\n[other]", "line 3: run is 3; valid is a table, [run]"),
         (
             'epochs 90"',
             "epochs '90\"",
             'line 1: command is "python train.py --epochs \'90", which a shell cannot read: No cl',
         ),
-        ("[run]", "[runs]", "line 3: 'runs' is not known; valid are command, [run] and [submit]"),
+        ("[run]", "[runs]", "line 3: 'runs' is not known; valid are command and [run]"),
         ('command = "python', 'command = 3 # "', "line 1: command is 3; valid is a text, or a list of texts"),
         ("np = 4", "np = four", "is not valid TOML: Invalid value (at line 4, column 6)"),
     ],
@@ -117,12 +88,6 @@ def test_what_is_wrong_is_named_with_its_line(file: Path, old: str, new: str, ex
 def test_a_mistake_on_the_command_line_is_not_the_files(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"^-np is 0; valid is a number of at least 1$"):
         run_options("--config", str(file), "-np", "0")
-
-
-def test_submits_mistakes_are_named_with_their_line_too(file: Path) -> None:
-    file.write_text(FILE.replace('time = "2h"', 'time = "2x"'))
-    with pytest.raises(ConfigError, match=rf"{file}, line 14: --time is '2x'; valid is a number with "):
-        submit_options("--config", str(file))
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

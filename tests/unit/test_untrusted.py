@@ -19,7 +19,6 @@ from trainer.checkpoint.disk.lock import FolderLock
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.config_file import read_config
-from trainer.ops.submit import options as submit
 from trainer.ops.supervise.folder import Events, locked, read_former, write_job
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.ops.supervise.options import add_parser, make_parser
@@ -143,19 +142,13 @@ def test_only_who_has_the_lock_open_is_signalled(
 def test_a_config_file_that_cannot_be_shown_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"nested too deeply|more than 64 bits"):
-        read_config(str(tmp_path / "job.toml"), "run", add_parser(make_parser("trainer").add_subparsers()))
+        read_config(str(tmp_path / "job.toml"), add_parser(make_parser("trainer").add_subparsers()))
 
 
 @pytest.mark.parametrize("text", ["a:" + "9" * 5000, "a:٣", "a:0"])
 def test_slots_are_a_number_of_six_digits(text: str) -> None:
     with pytest.raises(ConfigError, match="valid is HOST:SLOTS"):
         parse_hosts(text)
-
-
-@pytest.mark.parametrize("words", [["--nodes", ""], ["--nodes=--"], ["--directive=--"], ["--name=--"]])
-def test_an_option_without_a_value_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        submit.to_options(["slurm", *words, "--", "python", "train.py"])
 
 
 def test_a_heartbeat_names_its_process() -> None:

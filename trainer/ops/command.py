@@ -1,11 +1,11 @@
-"""The command that starts a training, as it is given to `trainer run`, `trainer doctor` and `trainer submit`."""
+"""The command that starts a training, as it is given to `trainer run` and `trainer doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ class Target:
     """The module that `python -m` runs."""
     launcher: str = ""
     """How the command names a launcher of several processes; empty for any other program."""
-    is_here: bool = True
-    """Whether the program starts in the folder, and sees the files, that the command starts with."""
 
 
 def to_command(words: Sequence[str]) -> tuple[str, ...]:
@@ -66,7 +64,6 @@ def to_command(words: Sequence[str]) -> tuple[str, ...]:
 def target_of(command: Sequence[str]) -> Target:
     """Return what a command starts in the end, as far as its words tell."""
     at = _behind_wrappers(command)
-    is_here = not _is_elsewhere(command[:at])
     program, *rest = command[at:]
     name = Path(program).name
     if _PYTHON.fullmatch(name):
@@ -74,14 +71,14 @@ def target_of(command: Sequence[str]) -> Target:
         if option:
             module = value if option == "m" else ""
             launcher = _launcher(module, behind)
-            return Target(program, "", module, f"{name} -m {launcher}" if launcher else "", is_here)
-        return Target(program, value, "", _launcher(Path(value).name, behind), is_here)
+            return Target(program, "", module, f"{name} -m {launcher}" if launcher else "")
+        return Target(program, value, "", _launcher(Path(value).name, behind))
     if _SHELL.fullmatch(name):
         option, value, _ = _script_of(rest, _SHELL_ENDS, _SHELL_VALUES)
         if option and (words := re.findall(r"[^\s;&|()]+", value)):
-            return replace(target_of(["env", *words]), is_here=False)
-        return Target(program, value, is_here=is_here)
-    return Target(program, launcher=_launcher(name, rest), is_here=is_here)
+            return target_of(["env", *words])
+        return Target(program, value)
+    return Target(program, launcher=_launcher(name, rest))
 
 
 def script_of(command: Sequence[str]) -> str:
@@ -123,10 +120,6 @@ def _behind_wrappers(command: Sequence[str]) -> int:
     # Which options of a wrapper take values is not known, so a word that is known to be a program comes first.
     known = [at for at in others if _is_known(command[at])]
     return min(known or others or [0])
-
-
-def _is_elsewhere(wrappers: Sequence[str]) -> bool:
-    return any(Path(word).name in _ENVIRONMENTS or word.startswith(("-C", "--chdir")) for word in wrappers)
 
 
 def _is_known(word: str) -> bool:

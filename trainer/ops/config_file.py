@@ -1,4 +1,4 @@
-"""`--config job.toml` of `trainer run` and `trainer submit`: their options, and the command, from a file.
+"""`--config job.toml` of `trainer run`: its options, and the command, from a file.
 
     command = "python train.py --epochs 90"
 
@@ -7,13 +7,7 @@
     hosts = "a:2,b:2"
     take-back = true
 
-    [submit]
-    scheduler = "slurm"
-    nodes = 2
-    ranks-per-node = 2
-    directive = ["--partition=gpu", "--exclusive"]
-
-A key is the option's name without its dashes; a list repeats the option. The command line has the last word.
+A key is the option's name without its dashes. The command line has the last word.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ from typing import Any
 
 from trainer.errors import ConfigError
 
-_TABLES = ("run", "submit")
+_TABLE = "run"
 _KEYS = {"-np": "np", "-H": "hosts"}
 """Keys of the options that have no long name."""
 _NO_SETTINGS = ("help", "config", "command")
@@ -41,10 +35,10 @@ _MOST_NUMBER = 1 << 63
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says of one subcommand."""
+    """What a file says."""
 
     words: tuple[str, ...]
-    """Its options, as a command line has them; the scheduler of `trainer submit` is the first word."""
+    """The options, as a command line has them."""
     command: tuple[str, ...]
     """What each rank runs; empty where the file does not say so."""
     places: Mapping[str, str]
@@ -64,13 +58,12 @@ class ConfigFile:
         return message
 
 
-def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> ConfigFile:
-    """Read the options of one subcommand.
+def read_config(path: str, parser: argparse.ArgumentParser) -> ConfigFile:
+    """Read the options of `trainer run`.
 
     Args:
         path: of the file.
-        table: "run" or "submit".
-        parser: that of the subcommand, which knows the options.
+        parser: that of `trainer run`, which knows the options.
 
     Raises:
         ConfigError: names the line of what is not valid.
@@ -80,7 +73,7 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
     words: list[str] = []
     command: list[str] = []
     places: dict[str, str] = {}
-    for keys, value in _entries(settings, table):
+    for keys, value in _entries(settings):
         place = f"{path}, line {lines.get(keys) or lines.get(keys[:1], 1)}"
         try:
             if keys == ("command",):
@@ -90,12 +83,8 @@ def read_config(path: str, table: str, parser: argparse.ArgumentParser) -> Confi
             made = _words(keys[-1], value, action)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
-        if action.option_strings:
-            words = [*words, *made]
-            places[action.option_strings[0]] = place
-        else:  # the scheduler: argparse takes an optional positional argument from the beginning only
-            words = [*made, *words]
-            places[keys[-1]] = place
+        words += made
+        places[action.option_strings[0]] = place
     return ConfigFile(tuple(words), tuple(command), places)
 
 
@@ -130,13 +119,13 @@ def _check_numbers(value: Any, depth: int = 0) -> None:
         _check_numbers(inner, depth + 1)
 
 
-def _entries(settings: Mapping[str, Any], table: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what counts for one subcommand, by its key, behind that of its table; and whatever is no known table."""
+def _entries(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each setting by its key, behind that of its table; and whatever is no known table."""
     for key, value in settings.items():
-        if key not in _TABLES or not isinstance(value, dict):
-            yield (key,), value
-        elif key == table:
+        if key == _TABLE and isinstance(value, dict):
             yield from (((key, name), entry) for name, entry in value.items())
+        else:
+            yield (key,), value
 
 
 def _command(value: Any) -> list[str]:
@@ -150,7 +139,7 @@ def _command(value: Any) -> list[str]:
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return what a file may set, by key: options by their long names, and positional arguments."""
+    """Return the options that a file may set, by their long names without dashes."""
     actions = {}
     for action in parser._actions:
         long_names = [name.removeprefix("--") for name in action.option_strings if name.startswith("--")]
@@ -162,8 +151,8 @@ def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def _action(keys: tuple[str, ...], actions: Mapping[str, argparse.Action], value: Any) -> argparse.Action:
     """Return what a key sets."""
-    if keys[0] not in _TABLES:
-        raise ConfigError(f"{keys[0]!r} is not known; valid are command, [run] and [submit]")
+    if keys[0] != _TABLE:
+        raise ConfigError(f"{keys[0]!r} is not known; valid are command and [run]")
     if len(keys) == 1:
         raise ConfigError(f"{keys[0]} is {value!r}; valid is a table, [{keys[0]}]")
     if keys[1] not in actions:
@@ -177,22 +166,17 @@ def _words(key: str, value: Any, action: argparse.Action) -> list[str]:
         if not isinstance(value, bool):
             raise ConfigError(f"{key} is {value!r}; valid is true or false")
         return [action.option_strings[0]] if value else []
-    may_repeat = isinstance(action, argparse._AppendAction)
-    values = value if isinstance(value, list) and may_repeat else [value]
-    if any(isinstance(entry, bool | dict | list) for entry in values):
-        raise ConfigError(f"{key} is {value!r}; valid is a number or a text{', or a list of these' * may_repeat}")
+    if isinstance(value, bool | dict | list):
+        raise ConfigError(f"{key} is {value!r}; valid is a number or a text")
     if callable(action.type):
-        for entry in values:
-            try:
-                action.type(str(entry))
-            except ValueError:
-                raise ConfigError(f"{key} is {entry!r}; valid is a number") from None
-    if not action.option_strings:
-        return [str(value)]
+        try:
+            action.type(str(value))
+        except ValueError:
+            raise ConfigError(f"{key} is {value!r}; valid is a number") from None
     option = action.option_strings[0]
     if option.startswith("--"):
-        return [f"{option}={entry}" for entry in values]  # a value may begin with a dash
-    return [option, str(value)]  # options with a single dash take no "=", and none of them may be repeated
+        return [f"{option}={value}"]  # a value may begin with a dash
+    return [option, str(value)]  # options with a single dash take no "="
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:

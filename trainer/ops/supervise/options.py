@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Options:
     parsed = parser.parse_args(arguments)
     if parsed.config is None:
         return to_options(parsed)
-    file = read_config(parsed.config, "run", parser)
+    file = read_config(parsed.config, parser)
     # Of two launchers, the command line's counts; argparse would refuse them.
     of_launchers = {f"--{name}" for name in _LAUNCHERS} if parsed.launcher != Options.launcher else ()
     words = [word for word in file.words if word not in of_launchers]
