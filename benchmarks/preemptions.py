@@ -2,7 +2,7 @@
 
     python benchmarks/preemptions.py --count 100      # where sbatch is, in a folder that the nodes share
 
-`trainer submit slurm` starts the training on two nodes with two ranks each. Again and again its batch script gets the
+`jobs/slurm.sbatch` starts the training on two nodes with two ranks each. Again and again its batch script gets the
 signal that Slurm sends before the time limit, at a random moment after a start, and the job goes back into the queue.
 A checkpoint is only made when the ranks are told to save. At the end each sample has to be in each epoch exactly once,
 and no preemption may have lost more than one update. The updates of a start are compared with those of the next one
@@ -23,12 +23,13 @@ from pathlib import Path
 
 from benchmarks.chaos_records import Start, problems_of, read_result, read_starts
 from trainer.errors import TrainerError
-from trainer.ops.submit.schedulers import SCHEDULERS, State
 from trainer.watch.failure import report_failures
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("runs/preemptions")
 PAUSE_S = 0.1
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+"""States that a job does not leave, unlike NODE_FAIL and PREEMPTED."""
 _POLL_S = 0.5
 _RUNNING_WITHIN_S = 600.0
 
@@ -42,11 +43,10 @@ def main() -> int:
     began = time.monotonic()
     job = submit(options.count * options.epochs_each)
     done = preempt(job, options.count, options.longest_s, random.Random(options.seed))  # noqa: S311 (no secret)
-    known: dict[str, State] = {}
-    while (state := SCHEDULERS["slurm"].state(job, known)).code is None:
+    while (state := state_of(job)[0]) not in ENDS:
         time.sleep(_POLL_S)
     took_s = time.monotonic() - began
-    problems = [] if state.code == 0 else [f"job {job} has ended as {state.name}"]
+    problems = [] if state == "COMPLETED" else [f"job {job} has ended as {state}"]
     return report(read_starts(FOLDER), done, took_s, problems)
 
 
@@ -54,14 +54,20 @@ def submit(epochs: int) -> str:
     """Submit the training; return the job's id."""
     training = [FOLDER, epochs, FOLDER / "checkpoints", "--dataset", "digits", "--every-s", 86400, "--pause-s", PAUSE_S]
     command = [
-        *["trainer", "submit", "slurm", "--nodes", "2", "--ranks-per-node", "2", "--name", "preemptions", "--"],
-        *["python", "-m", "benchmarks.chaos_job", *map(str, training)],
+        *["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--job-name=preemptions"],
+        *[str(ROOT / "jobs/slurm.sbatch"), "python", "-m", "benchmarks.chaos_job", *map(str, training)],
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r" is job (\d+);", done.stderr)
-    if done.returncode or not found:
+    if done.returncode:
         raise TrainerError(f"the training cannot be submitted: {done.stderr.strip()}")
-    return found[1]
+    return done.stdout.strip().partition(";")[0]  # a federation adds the cluster's name
+
+
+def state_of(job: str) -> tuple[str, int]:
+    """Return a job's state, and how often it has been started again; no state where Slurm does not answer."""
+    shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
+    found = re.search(r"JobState=(\w+).* Restarts=(\d+)", shown.stdout)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def preempt(job: str, count: int, longest_s: float, choice: random.Random) -> int:
@@ -81,11 +87,10 @@ def _wait_for_start(job: str, restarts: int) -> bool:
     """Wait until a job has been started again so often; return whether it has, or has ended before."""
     deadline = time.monotonic() + _RUNNING_WITHIN_S
     while time.monotonic() < deadline:
-        shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
-        found = re.search(r"JobState=(\w+).* Restarts=(\d+)", shown.stdout)
-        if found and found[1] == "RUNNING" and int(found[2]) >= restarts:
+        state, restarted = state_of(job)
+        if state == "RUNNING" and restarted >= restarts:
             return True
-        if found and SCHEDULERS["slurm"].state(job, {}).code is not None:
+        if state in ENDS:
             return False
         time.sleep(_POLL_S)
     raise TrainerError(f"job {job} has not been started again within {_RUNNING_WITHIN_S:.0f} s")

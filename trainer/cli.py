@@ -10,10 +10,8 @@ from importlib import metadata
 from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops import environment, self_test
+from trainer.ops import environment, requeue, self_test
 from trainer.ops.doctor import examine as doctor
-from trainer.ops.submit.options import add_parser as add_submit_parser
-from trainer.ops.submit.submit import run as submit
 from trainer.ops.supervise.options import add_parser, make_parser, parse
 from trainer.ops.supervise.supervisor import supervise
 
@@ -30,7 +28,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     of_run = add_parser(subparsers)
     doctor.add_parser(subparsers)
-    add_submit_parser(subparsers)
+    requeue.add_parser(subparsers)
     self_test.add_parser(subparsers)
     environment.add_parser(subparsers)
     add_merge_parser(subparsers)
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(parse(arguments[1:], of_run)),
         "doctor": lambda: doctor.examine(parsed),
-        "submit": lambda: submit(parsed.arguments),
+        "requeue": lambda: requeue.requeue(parsed),
         "test": lambda: self_test.self_test(parsed),
         "env": environment.print_environment,
         "merge": lambda: merge(parsed.checkpoint, parsed.file),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -151,15 +152,36 @@ SAVES_AT_FIRST = """
 import os, pathlib, sys
 started = pathlib.Path("started-" + os.environ["SLURM_PROCID"])
 started.open("a").write("x")
+print("arguments:", sys.argv[1:], flush=True)
 sys.exit({"x": 75, "xx": 139, "xxx": 0}[started.read_text()] if os.environ["SLURM_PROCID"] == "0" else 0)
 """
 
 
-def test_a_submitted_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: dict[str, str]) -> None:
+def state_of(job: str, env: dict[str, str]) -> str:
+    """What Slurm says of a job, on one line."""
+    done = subprocess.run(["scontrol", "-o", "show", "job", job], env=env, capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-torchrun.sbatch"])
+def test_a_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: dict[str, str], name: str) -> None:
     (tmp_path / "train.py").write_text(SAVES_AT_FIRST)
-    submit = "trainer submit slurm --nodes 1 --ranks-per-node 2 --directive=--overcommit --follow -- python train.py"
-    outcome = in_shell(tmp_path, submit, slurm)
+    (tmp_path / "runs").mkdir()
+    options = f"--parsable --ntasks-per-node=2 --overcommit --time=10 --job-name=again {ROOT}/jobs/{name}"
+    outcome = in_shell(tmp_path, f"sbatch {options} python train.py --lr 0.1 'a b'", slurm)
     assert outcome.code == 0, outcome.output
-    assert outcome.output.count("back into the queue") == 2, outcome.output
-    assert "exit code 75: back into the queue" in outcome.output
-    assert "COMPLETED" in outcome.output
+    job, env = outcome.output.split()[-1], dict(os.environ, **slurm)
+    deadline = time.monotonic() + 200
+    while not (ended := re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", state_of(job, env))):
+        assert time.monotonic() < deadline, state_of(job, env)
+        time.sleep(0.5)
+    log = (tmp_path / f"runs/again-{job}.log").read_text()
+    assert ended[1] == "COMPLETED", log
+    assert "Restarts=2 " in state_of(job, env)
+    assert "TimeLimit=00:10:00 " in state_of(job, env)
+    assert "exit code 75: back into the queue" in log
+    assert log.count("back into the queue") == 2, log
+    # Slurm keeps what the job was submitted with: the options, and the command with its arguments.
+    for rank in range(2):
+        said = (tmp_path / f"runs/again-{job}/rank-{rank}.log").read_text()
+        assert said.splitlines() == ["arguments: ['--lr', '0.1', 'a b']"] * 3

@@ -1,9 +1,8 @@
-"""Jobs of `trainer submit --follow` on a real scheduler, whose daemons run in containers."""
+"""Jobs of the files in jobs/ on a real scheduler, whose daemons run in containers."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -59,8 +58,12 @@ class SchedulerCluster(Cluster):
         """End all jobs; return when the scheduler has none any more."""
 
     @abstractmethod
-    def ids(self, name: str) -> list[str]:
-        """The ids of the jobs of a name that wait or run."""
+    def submit(self, name: str, options: tuple[str, ...], command: tuple[str, ...]) -> str:
+        """The id of a new job with four ranks on two hosts."""
+
+    @abstractmethod
+    def exit_code(self, job: str) -> int | None:
+        """What a job, and those that go on for it, has ended with; None before."""
 
     @abstractmethod
     def log(self, name: str) -> str:
@@ -92,31 +95,21 @@ def end_jobs(cluster: SchedulerCluster) -> None:
 
 
 class Submitted:
-    """A job of `trainer submit --follow`, which runs beside the test."""
+    """A job that runs beside the test."""
 
-    def __init__(self, cluster: SchedulerCluster, name: str, *arguments: str) -> None:
+    def __init__(self, cluster: SchedulerCluster, name: str, *options: str, command: tuple[str, ...]) -> None:
         self.cluster, self.name = cluster, name
-        self._outcome: list[Outcome] = []
-        self._thread = threading.Thread(target=self._run, args=arguments)
-        self._thread.start()
-        self.job = wait_for("the job's id", self._id)
-
-    def _run(self, *arguments: str) -> None:
-        options = ("--nodes", "2", "--ranks-per-node", "2", "--name", self.name, "--follow")
-        command = ("trainer", "submit", self.cluster.scheduler, *options, *arguments)
-        self._outcome.append(self.cluster.run("ctl", *command, timeout_s=500))
-
-    def _id(self) -> str:
-        found = self.cluster.ids(self.name)
-        return found[0] if found else ("ended" if self._outcome else "")
+        self.job = cluster.submit(name, options, command)
 
     def wait_until_it_trains(self, text: str = "epoch 1") -> None:
         wait_for(f"{text!r} in the log", lambda: text in self.cluster.log(self.name), self.describe)
 
     def end(self, timeout_s: float = 500.0) -> Outcome:
-        self._thread.join(timeout_s)
-        assert self._outcome, f"the job has not ended\n{self.describe()}"
-        return self._outcome[0]
+        deadline = time.monotonic() + timeout_s
+        while (code := self.cluster.exit_code(self.job)) is None:
+            assert time.monotonic() < deadline, f"the job has not ended\n{self.describe()}"
+            time.sleep(0.5)
+        return Outcome(code, self.cluster.log(self.name))
 
     def describe(self) -> str:
         return self.cluster.describe(self.job) + self.cluster.log(self.name)[-3000:]
@@ -136,10 +129,10 @@ def training(name: str, epochs: int) -> tuple[str, ...]:
     mnist = ("--dataset", "mnist", "--target-accuracy", "98.5", "--epochs", str(epochs))
     digits = ("--dataset", "digits", "--epochs", str(20 * epochs), "--lr", "0.01")
     data = mnist if data_dir() else digits
-    return ("--", "python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
+    return ("python", "examples/mnist.py", "--checkpoint", f"runs/{name}", "--output", "none", *data)
 
 
 def until_told(cluster: SchedulerCluster, name: str) -> tuple[str, ...]:
     """A training that goes on until it is told to save, however fast the machine is; its next start ends it."""
     cluster.shell("ctl", f"cat > runs/until_told.py <<'END'\n{_UNTIL_TOLD}END\n")
-    return ("--", "python", "runs/until_told.py", name)
+    return ("python", "runs/until_told.py", name)

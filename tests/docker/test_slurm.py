@@ -1,17 +1,18 @@
-"""`trainer submit slurm` on a real Slurm of two nodes: a controller and two nodes in containers."""
+"""The job files for Slurm on a real Slurm of two nodes: a controller and two nodes in containers."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from tests.docker.cluster import succeed
 from tests.docker.submitted import SchedulerCluster, Submitted, end_jobs, started, training, until_told, wait_for
 
 # A job that was put back waits for some seconds each time, and signals come once a minute.
 pytestmark = pytest.mark.timeout(600)
+_ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
 class SlurmCluster(SchedulerCluster):
@@ -23,8 +24,17 @@ class SlurmCluster(SchedulerCluster):
         self.root("scancel", "--user", "trainer")
         wait_for("the end of all jobs", lambda: not self.root("squeue", "-h"))
 
-    def ids(self, name: str) -> list[str]:
-        return self.run("ctl", "squeue", "-h", "-o", "%i", "--name", name).output.split()
+    def submit(self, name: str, options: tuple[str, ...], command: tuple[str, ...]) -> str:
+        file = "jobs/slurm-torchrun.sbatch" if "torchrun" in name else "jobs/slurm.sbatch"
+        words = ("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", f"--job-name={name}", *options, file)
+        return succeed([*self.exec("ctl"), *words, *command]).strip()
+
+    def exit_code(self, job: str) -> int | None:
+        shown = self.run("ctl", "scontrol", "-o", "show", "job", job).output  # a line for each job of an array
+        states = re.findall(r"JobState=(\w+).*? ExitCode=(\d+)", shown)
+        if not states or any(state not in _ENDS for state, _ in states):
+            return None
+        return max(0 if state == "COMPLETED" else int(code) or 1 for state, code in states)
 
     def ask(self, job: str, field: str) -> str:
         """A field of what Slurm knows of a job."""
@@ -53,11 +63,10 @@ def _ends_what_it_has_started(slurm: SlurmCluster) -> Iterator[None]:
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
     name = f"train-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "10min", *training(name, 2))
+    job = Submitted(slurm, name, "--time=10", command=training(name, 2))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "test accuracy" in outcome.output
-    assert f"scancel {job.job} ends it" in outcome.output
     strategy = "Horovod over MPI" if launcher == "srun" else "DDP over Gloo"
     assert f"{strategy}, rank 0 of 4" in outcome.output
     logs = slurm.shell("ctl", f"cd runs/{name}-{job.job} && echo rank-*.log").split()
@@ -68,7 +77,7 @@ def test_a_training_on_two_nodes(slurm: SlurmCluster, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     name = f"limit-{launcher}"
-    job = Submitted(slurm, name, "--launcher", launcher, "--time", "2min", "--grace", "50s", *until_told(slurm, name))
+    job = Submitted(slurm, name, "--time=2", "--signal=B:USR2@50", command=until_told(slurm, name))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "done" in outcome.output
@@ -80,7 +89,7 @@ def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
 # tests/distributed/test_srun.py has one that goes back by itself, on one host.
 @pytest.mark.slow
 def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "requeue", *training("requeue", 3))
+    job = Submitted(slurm, "requeue", command=training("requeue", 3))
     job.wait_until_it_trains()
     assert slurm.run("ctl", "scontrol", "requeue", job.job).code == 0
     outcome = job.end()
@@ -100,19 +109,18 @@ def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_is_cancelled_stays_ended(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "cancel", *training("cancel", 5))
+    job = Submitted(slurm, "cancel", command=training("cancel", 5))
     job.wait_until_it_trains()
     assert slurm.run("ctl", "scancel", job.job).code == 0
     outcome = job.end()
-    assert outcome.code == 1, outcome.output
-    assert f"job {job.job}: CANCELLED" in outcome.output
+    assert outcome.code != 0, outcome.output
     assert slurm.ask(job.job, "JobState") == "CANCELLED"
     assert slurm.ask(job.job, "Restarts") == "0"
 
 
 @pytest.mark.slow
 def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "lost", *training("lost", 3), "--checkpoint-every", "1s")
+    job = Submitted(slurm, "lost", command=(*training("lost", 3), "--checkpoint-every", "1s"))
     job.wait_until_it_trains()
     slurm.compose("kill", "n2")
     try:
@@ -126,28 +134,20 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -
 
 
 def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "mistake", *training("mistake", 1), "--precision", "none")
+    job = Submitted(slurm, "mistake", command=(*training("mistake", 1), "--precision", "none"))
     outcome = job.end()
     assert outcome.code == 78, outcome.output
     assert "precision is 'none'" in outcome.output
-    assert re.search(r"job \d+ said: trainer: rank 0 on host n\d: precision is 'none'", outcome.output)
-    assert f"job {job.job}: FAILED (exit code 78); its output: runs/mistake-{job.job}.log" in outcome.output
-
-
-def test_an_array_has_a_job_for_each_number(slurm: SlurmCluster) -> None:
-    command = ("--array", "3-4", "--", "python", "-c", "import sys; print('number', sys.argv[1])", "{index}")
-    outcome = Submitted(slurm, "array", *command).end()
-    assert outcome.code == 0, outcome.output
-    assert sorted(set(re.findall(r"number \d", outcome.output))) == ["number 3", "number 4"]
+    assert slurm.ask(job.job, "JobState") == "FAILED"
 
 
 def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None:
     program = (
-        "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + sys.argv[1]);"
+        "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + os.environ['SLURM_ARRAY_TASK_ID']);"
         "code = 75 if os.environ['SLURM_PROCID'] == '0' and not saved.exists() else 0;"
         "code and saved.touch(); sys.exit(code)"
     )
-    job = Submitted(slurm, "again", "--array", "3-4", "--", "python", "-c", program, "{index}")
+    job = Submitted(slurm, "again", "--array=3-4", command=("python", "-c", program))
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     shown = slurm.run("ctl", "scontrol", "-o", "show", "job", job.job.partition("_")[0]).output
@@ -156,7 +156,7 @@ def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None
 
 @pytest.mark.slow
 def test_ranks_that_are_starting_are_told_later(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "early", *training("early", 2))
+    job = Submitted(slurm, "early", command=training("early", 2))
     log = f"runs/early-{job.job}/rank-0.log"  # is there before a rank handles the signal
     wait_for("the start", lambda: slurm.run("ctl", "test", "-e", log).code == 0, job.describe)
     assert slurm.run("ctl", "scancel", "--batch", "--signal=USR2", job.job).code == 0
@@ -164,11 +164,3 @@ def test_ranks_that_are_starting_are_told_later(slurm: SlurmCluster) -> None:
     assert outcome.code == 0, outcome.output
     assert "exit code 75: back into the queue" in outcome.output
     assert slurm.ask(job.job, "Restarts") == "1"
-
-
-def test_a_partition_that_is_not_there_is_one_line(slurm: SlurmCluster) -> None:
-    command = ["trainer", "submit", "slurm", "--nodes", "2", "--ranks-per-node", "2", "--directive=--partition=none"]
-    done = subprocess.run([*slurm.exec("ctl"), *command, "--", "true"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("trainer submit: sbatch refuses: sbatch: error: invalid partition")
-    assert done.stderr.count("\n") == 1

@@ -68,7 +68,7 @@ def test_afterwards_signals_are_handled_as_before() -> None:
 
 
 def test_a_signal_that_was_ignored_before_is_noted() -> None:
-    # As in the ranks of trainer submit, which ignore it from their start on.
+    # As in the ranks of jobs/slurm.sbatch, which ignore it from their start on.
     earlier = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     preemption = Preemption(lambda: False, grace_s=60)
     os.kill(os.getpid(), signal.SIGUSR2)

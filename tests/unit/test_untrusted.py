@@ -15,7 +15,6 @@ from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import save_atomically
-from trainer.ops.submit import options as submit
 from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.report.run_record import _append, _checkpoints_of, _keep
@@ -106,12 +105,6 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
 def test_slots_are_a_number_of_six_digits(text: str) -> None:
     with pytest.raises(ConfigError, match="valid is HOST:SLOTS"):
         parse_hosts(text)
-
-
-@pytest.mark.parametrize("words", [["--nodes", ""], ["--nodes=--"], ["--directive=--"], ["--name=--"]])
-def test_an_option_without_a_value_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        submit.to_options(["slurm", *words, "--", "python", "train.py"])
 
 
 def test_a_heartbeat_names_its_process() -> None:

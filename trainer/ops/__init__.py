@@ -1,1 +1,1 @@
-"""Commands around a training: `trainer run`, `trainer doctor`, `trainer submit`. They start without PyTorch."""
+"""Commands around a training: `trainer run`, `trainer doctor`, `trainer requeue`. They start without PyTorch."""

@@ -1,4 +1,4 @@
-"""The command that starts a training, as it is given to `trainer run`, `trainer doctor` and `trainer submit`."""
+"""The command that starts a training, as it is given to `trainer run` and `trainer doctor`."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from trainer.checkpoint.run.saver import Saver
 from trainer.checkpoint.run.storage import load_run
 from trainer.config import CheckpointConfig
 from trainer.errors import ConfigError, DataError
-from trainer.ops.submit import options as submit
-from trainer.ops.submit import requeue
+from trainer.ops import requeue
 from trainer.ops.supervise import options as supervise
 from trainer.ops.supervise.hosts import names, parse_hosts
 from trainer.report import run_record
@@ -147,15 +146,6 @@ def _quietly(call: Callable[[], object]) -> None:
         call()
 
 
-_submit_parser = cache(submit._make_parser)
-"""Makes the parser once: it takes as long as all the rest."""
-
-
-def _submit(words: list[str]) -> None:
-    with mock.patch.object(submit, "_make_parser", _submit_parser):
-        _quietly(lambda: submit.to_options(words))
-
-
 def _words(data: bytes) -> list[str]:
     # As Python has them from a command line: without NULs, and with what is no UTF-8 as surrogates.
     return [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
@@ -165,23 +155,10 @@ def _run_options(data: bytes) -> None:
     _quietly(lambda: supervise.parse(_words(data), _run_parser()))
 
 
-def _submit_options(data: bytes) -> None:
-    _submit(_words(data))
-
-
 def _run_lines() -> list[bytes]:
     return [
         b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--gloo\0python\0train.py\0--epochs\00090",
         b"-np=2\0--name=a\0--gloo\0--max-restarts\0003\0--\0python\0train.py",
-    ]
-
-
-def _submit_lines() -> list[bytes]:
-    return [
-        b"slurm\0--nodes\0002\0--ranks-per-node\0002\0--time\0002h\0--directive=--partition=gpu\0--\0python\0train.py",
-        b"mpijob\0--nodes\0001\0--ranks-per-node\0002\0--image\0a/b:1\0--toleration\0a=b:NoSchedule\0--node-selector\0"
-        b"a=b\0--memory\00016GB\0--\0python\0a.py",
-        b"gridengine\0--nodes\0001\0--ranks-per-node\0004\0--array\0000-3\0--\0python\0a.py\0--seed\0{index}",
     ]
 
 
@@ -191,7 +168,7 @@ def _requeue(data: bytes) -> None:
     folder = _file("unsaved", unsaved).parent
     _file("srun.log", messages)
     with contextlib.redirect_stdout(io.StringIO()):
-        assert isinstance(requeue.decide(1, folder, "told", "true"), int)
+        assert isinstance(requeue.decide(1, folder, True, "true"), int)
 
 
 def _settings(data: bytes) -> None:
@@ -230,7 +207,6 @@ TARGETS = (
     Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
     Target("hostfile", _hostfile, lambda: [b"a slots=2\nb slots=4  # c\n\n", b"a.b slots=1\n"], (ValueError,)),
     Target("trainer run's options", _run_options, _run_lines, (ConfigError,)),
-    Target("trainer submit's options", _submit_options, _submit_lines, (ConfigError,)),
     Target("requeue's logs", _requeue, lambda: [b"1\nsrun: error: a: task 0: Exited with exit code 75\n", b"\n"]),
     Target("settings.json", _settings, lambda: [b'{\n  "checkpoints": "runs/checkpoints",\n  "a": null\n}\n']),
     Target("steps.jsonl", _lines, lambda: [b'{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n{"st'], ()),

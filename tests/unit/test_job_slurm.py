@@ -1,26 +1,34 @@
-"""What Slurm's batch script does."""
+"""What the job files for Slurm do."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.unit.job_files import render, stand_in
+from tests.unit.job_files import JOBS, stand_in
 
-SLURM = ["slurm", "--nodes", "2", "--ranks-per-node", "2"]
-COMMAND = ["--", "python", "train.py", "--checkpoint", "runs/a b"]
+BIN = Path(sys.executable).parent
+COMMAND = ["python", "train.py", "--checkpoint", "runs/a b"]
 
 
 class Batch:
     """The script, run with an srun and a scontrol of the test's own."""
 
     def __init__(
-        self, folder: Path, srun: str, *options: str, ready: str = "touch $LOGS/ready-{0..3}", **variables: str
+        self,
+        folder: Path,
+        srun: str,
+        name: str = "slurm.sbatch",
+        ready: str = "touch $LOGS/ready-{0..3}",
+        command: Sequence[str] = COMMAND,
+        **variables: str,
     ) -> None:
         self.folder = folder
         probe = 'if [ "${@: -1}" = true ]; then [ ! -e node-is-lost ]; exit; fi'
@@ -28,17 +36,21 @@ class Batch:
         stand_in(
             folder, "scontrol", '[ ! -s refusals ] || { sed -i 1d refusals; exit 1; }; echo "$@" > scontrol-arguments'
         )
-        script = render(*SLURM, *options, *COMMAND).replace("sleep 5", "sleep 0.2").replace("sleep $pause", "")
+        script = (JOBS / name).read_text().replace("sleep 5", "sleep 0.2").replace("sleep $pause", "")
         (folder / "job.sbatch").write_text(script.replace("step=$!", "$BEFORE_STEP\nstep=$!"))
         env = dict(
             os.environ,
-            PATH=f"{folder}:{os.environ['PATH']}",
+            PATH=f"{folder}:{BIN}:{os.environ['PATH']}",
             SLURM_JOB_ID="17",
             SLURM_JOB_NAME="train",
+            SLURM_NTASKS="4",
+            SLURM_NNODES="2",
             LOGS="runs/train-17",
             **variables,
         )
-        self._process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            ["bash", "job.sbatch", *command], cwd=folder, env=env, stdout=subprocess.DEVNULL
+        )
 
     def signal(self, number: signal.Signals) -> None:
         deadline = time.monotonic() + 20
@@ -58,6 +70,11 @@ class Batch:
     @property
     def is_requeued(self) -> bool:
         return self.requeued == "requeue 17\n"
+
+
+def test_a_job_without_a_command_is_refused(tmp_path: Path) -> None:
+    assert Batch(tmp_path, "exit 0", command=[]).code() == 1
+    assert not (tmp_path / "srun-runs").exists()
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (78, False), (75, True), (140, False)])
@@ -205,7 +222,7 @@ def test_torchruns_variables_are_set_for_each_rank(tmp_path: Path) -> None:
     stand_in(
         tmp_path, "python", f'for name in {names}; do echo $name=${{!name}}; done > variables; echo "$@" >> variables'
     )
-    Batch(tmp_path, 'shift 5; SLURM_PROCID=3 SLURM_LOCALID=1 exec "$@"', "--launcher", "torchrun").code()
+    Batch(tmp_path, 'shift 5; SLURM_PROCID=3 SLURM_LOCALID=1 exec "$@"', "slurm-torchrun.sbatch").code()
     assert (tmp_path / "variables").read_text().splitlines() == [
         "RANK=3",
         "LOCAL_RANK=1",
@@ -215,62 +232,3 @@ def test_torchruns_variables_are_set_for_each_rank(tmp_path: Path) -> None:
         "PYTHONUNBUFFERED=1",
         "train.py --checkpoint runs/a b",
     ]
-
-
-def test_options_become_directives() -> None:
-    script = render(
-        *SLURM,
-        "--gpus-per-node",
-        "2",
-        "--cpus-per-rank",
-        "4",
-        "--memory",
-        "16GB",
-        "--time",
-        "1d",
-        "--grace",
-        "90s",
-        "--array",
-        "0-3",
-        "--directive=--partition=gpu",
-        "--name",
-        "it",
-        "--",
-        "python",
-        "a.py",
-        "{index}",
-    )
-    directives = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
-    assert directives == {
-        "job-name=it",
-        "nodes=2",
-        "ntasks-per-node=2",
-        "cpus-per-task=4",
-        "gpus-per-node=2",
-        "mem=16G",
-        "time=24:00:00",
-        "array=0-3",
-        "partition=gpu",
-        "signal=B:USR2@90",
-        "requeue",
-        "open-mode=append",
-        "output=runs/%x-%j.log",
-    }
-    assert 'python a.py "$SLURM_ARRAY_TASK_ID" 2> "$errors" &' in script
-    assert "--cpus-per-task=4 \\" in script  # srun does not take it over from sbatch
-
-
-def test_a_directive_of_the_users_is_the_last_and_counts() -> None:
-    script = render(*SLURM, "--directive=--signal=B:USR2@600", "--directive=-p gpu", *COMMAND)
-    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert directives[-2:] == ["--signal=B:USR2@600", "-p gpu"]
-
-
-def test_images_go_to_the_container_runtime_that_reads_them() -> None:
-    assert "apptainer exec --bind" in render(*SLURM, "--image", "train.sif", *COMMAND)
-    assert "apptainer exec --nv --bind" in render(*SLURM, "--image", "docker://a/b", "--gpus-per-node", "2", *COMMAND)
-    assert "--container-image=nvcr.io#a/b:1" in render(*SLURM, "--image", "nvcr.io#a/b:1", *COMMAND).replace("'", "")
-    script = render(*SLURM, "--image", "charliecloud:/images/a b", *COMMAND)
-    run = "ch-run --join '--set-env=/images/a b/ch/environment' --bind \"$PWD:/mnt\" --cd /mnt '/images/a b' -- python"
-    assert run in script
-    assert "--container-image" not in script

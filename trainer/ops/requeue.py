@@ -1,22 +1,58 @@
-"""Decide whether a job whose ranks have ended goes back into the queue.
+"""`trainer requeue`: decide whether a job whose ranks have ended goes back into its scheduler's queue.
 
-    python3 requeue.py CODE FOLDER TOLD PROBE ...
-
-The job files of Slurm and Grid Engine hold this program and run it on the job's first host, where there may be no
-trainer, as when the ranks run in an image: it needs Python 3.6 and nothing else.
+The job files of Slurm and Grid Engine in jobs/ call it on the job's first host, and do what its exit code says.
 """
 
+from __future__ import annotations
+
+import argparse
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
+from trainer.errors import TrainerError
 
 REPEATS = 3
 """How many starts in a row are repeated that have not saved: the next one may end like them."""
 _CRASHES = (134, 135, 139)
 """What a shell around a rank makes of SIGABRT, SIGBUS and SIGSEGV."""
+_EPILOG = f"""\
+A start that has saved (exit code {PREEMPTED}) goes back into the queue. So does one that has failed, up
+to {REPEATS} times in a row, if its ranks were told to save, if a rank has crashed below Python, or if a host was lost.
+A mistake of the user's (exit code {MISTAKE}) and any other failure do not.
+
+exit codes: {PREEMPTED} back into the queue; any other one is the job's
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `requeue` to the subcommands."""
+    parser = subparsers.add_parser(
+        "requeue",
+        help="decide in a job file whether the job goes back into the queue",
+        description="Decide whether a job whose ranks have ended goes back into its scheduler's queue.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("code", type=int, metavar="CODE", help="the exit code of what has started the ranks")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the job's logs; srun.log is what srun has said")
+    parser.add_argument("--told", dest="is_told", action="store_true", help="the ranks were told to save")
+    text = "a command for bash that fails if a host of the job was lost"
+    parser.add_argument("--probe", metavar="COMMAND", default="true", help=text)
+
+
+def requeue(parsed: argparse.Namespace) -> int:
+    """Return the exit code of the command.
+
+    Raises:
+        TrainerError: the folder cannot be read or written, so that nothing would count the starts in a row.
+    """
+    try:
+        return decide(parsed.code, parsed.folder, parsed.is_told, parsed.probe)
+    except OSError as error:
+        raise TrainerError(f"{error.filename or parsed.folder}: {error.strerror}") from None
 
 
 def code_of_ranks(code: int, messages: str) -> int:
@@ -43,13 +79,13 @@ def has_crashed(code: int, messages: str) -> bool:
     return bool(re.search(r": (Segmentation fault|Bus error|Aborted)| exit code 13[459]$", first[0]))
 
 
-def decide(code: int, folder: Path, told: str, *probe: str) -> int:
+def decide(code: int, folder: Path, is_told: bool, probe: str) -> int:
     """Return `PREEMPTED` if the job is to be started again, else its exit code; say why.
 
     Args:
         code: the exit code of what has started the ranks.
         folder: the folder of the job's logs. The file `unsaved` there counts the starts in a row that have not saved.
-        told: not empty if the ranks were told to save, and may have failed instead of saving.
+        is_told: whether the ranks were told to save, and may have failed instead of saving.
         probe: a command that fails if a host of the job was lost. It may take a minute, so it runs only if nothing
             else explains why the ranks have failed.
     """
@@ -61,8 +97,8 @@ def decide(code: int, folder: Path, told: str, *probe: str) -> int:
     repeats = 0
     if code != PREEMPTED:
         # A node that has just come back may refuse its ranks.
-        may_go_better = told or has_crashed(code, messages) or " launch failed: " in messages
-        if not may_go_better and subprocess.call(probe, stdin=subprocess.DEVNULL) == 0:
+        may_go_better = is_told or has_crashed(code, messages) or " launch failed: " in messages
+        if not may_go_better and subprocess.call(["bash", "-c", probe], stdin=subprocess.DEVNULL) == 0:
             return code
         repeats = 1 + _number_in(unsaved)
     if repeats > REPEATS:
@@ -77,7 +113,3 @@ def _number_in(file: Path) -> int:
     """Return the number in a file; 0 where there is none, as where a full disk has left the file empty."""
     text = file.read_text(errors="replace").strip() if file.exists() else ""
     return int(text) if re.match(r"[0-9]{1,9}$", text) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(decide(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.job_files import render
-from trainer.ops.submit import requeue
-from trainer.ops.submit.schedulers.template import read_requeue
+from trainer.cli import main
+from trainer.ops import requeue
 
 KILLED = "srun: error: n2: task 2: Terminated"
 
@@ -56,46 +52,50 @@ def exited(code: int, task: str = "task 0") -> str:
 def test_what_is_decided(tmp_path: Path, code: int, messages: str, cause: str, decision: int) -> None:
     (tmp_path / "srun.log").write_text(messages)
     probe = "false" if cause == "lost" else "true"
-    assert requeue.decide(code, tmp_path, cause.replace("lost", ""), probe) == decision
+    assert requeue.decide(code, tmp_path, cause == "told", probe) == decision
 
 
 def test_a_launcher_without_messages_needs_no_file_of_them(tmp_path: Path) -> None:
-    assert [requeue.decide(code, tmp_path, "", "true") for code in (75, 134, 3)] == [75, 75, 3]
+    assert [requeue.decide(code, tmp_path, False, "true") for code in (75, 134, 3)] == [75, 75, 3]
 
 
 def test_starts_that_have_not_saved_are_repeated_three_times_in_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codes = [requeue.decide(code, tmp_path, "", "false") for code in (1, 1, 75, 1, 1, 1, 1)]
+    codes = [requeue.decide(code, tmp_path, False, "false") for code in (1, 1, 75, 1, 1, 1, 1)]
     assert codes == [75, 75, 75, 75, 75, 75, 1]
     said = capsys.readouterr().out.splitlines()
     assert said[2] == "exit code 75: back into the queue"
     assert said[-1] == "exit code 1: not saved 4 times in a row"
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, ""), (75, ""), (78, ""), (134, ""), (1, "yes")])
-def test_hosts_are_not_probed_where_that_would_change_nothing(tmp_path: Path, code: int, told: str) -> None:
-    requeue.decide(code, tmp_path, told, "touch", str(tmp_path / "probed"))
+@pytest.mark.parametrize(("code", "told"), [(0, False), (75, False), (78, False), (134, False), (1, True)])
+def test_hosts_are_not_probed_where_that_would_change_nothing(tmp_path: Path, code: int, told: bool) -> None:
+    requeue.decide(code, tmp_path, told, f"touch {tmp_path}/probed")
     assert not (tmp_path / "probed").exists()
 
 
-def test_it_is_a_command(tmp_path: Path) -> None:
-    decisions = (("75", "", "true", 75), ("3", "", "true", 3), ("3", "yes", "true", 75), ("3", "", "false", 75))
-    for code, told, probe, decision in decisions:
-        command = [sys.executable, "-", code, str(tmp_path), told, probe]
-        done = subprocess.run(command, input=read_requeue(), text=True, check=False, timeout=20)
-        assert done.returncode == decision
+@pytest.mark.parametrize(
+    ("words", "decision"),
+    [
+        (["75"], 75),
+        (["3"], 3),
+        (["3", "--told"], 75),
+        (["3", "--probe", "test a = a"], 3),
+        (["3", "--probe", "test a = b"], 75),
+        (["three"], 2),
+    ],
+)
+def test_it_is_a_command(tmp_path: Path, words: list[str], decision: int) -> None:
+    try:
+        code = main(["requeue", words[0], str(tmp_path), *words[1:]])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == decision
 
 
-def test_it_runs_on_a_host_with_an_old_python_and_nothing_else() -> None:
-    tree = ast.parse(read_requeue(), feature_version=(3, 6))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"re", "subprocess", "sys", "pathlib"}
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "gridengine"])
-def test_job_files_hold_it(scheduler: str) -> None:
-    script = render(scheduler, "--nodes", "2", "--ranks-per-node", "2", "--", "python", "train.py")
-    _, _, rest = script.partition("<< 'REQUEUE'\n")
-    assert rest.partition("REQUEUE\n")[0] == read_requeue()
+def test_where_nothing_can_count_the_starts_the_job_does_not_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["requeue", "75", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err == f"trainer requeue: {tmp_path}/none/unsaved: No such file or directory\n"
