@@ -219,6 +219,7 @@ def test_of_one_of_several_hosts_a_rank_that_is_in_no_collective_is_the_cause() 
 
 def test_of_one_of_several_hosts_who_has_ended_or_loads_data_is_not_surely_to_blame() -> None:
     assert judge(host("b", absent(2, is_at_end=True), absent(3, process="X"), is_whole_job=False), 31.4) is None
+    assert judge(host("b", absent(2, state=State.FAILED), is_whole_job=False), 31.4) is None  # as it lost another host
     assert not judged(host("b", absent(2, state=State.LOADER), is_whole_job=False)).is_sure
     assert not judged(host("b", absent(2, excuse=WORKS), is_whole_job=False)).is_sure
 

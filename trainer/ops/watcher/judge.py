@@ -158,9 +158,11 @@ def _waiting_and_absent(host: Host) -> tuple[dict[int, View], dict[int, str]]:
     waiting = {rank: view for rank, view in host.views.items() if view.waits and view.process not in _KNOWN}
     absent = {rank: _reason(view) for rank, view in host.views.items() if rank not in waiting}
     if not waiting:
-        # Ranks of another host may wait for one of these, unless it has ended; a whole job in which none waits runs.
-        is_quiet = {rank: why for rank, why in absent.items() if why not in (_ENDED, GONE)}
-        return {}, {} if host.is_whole_job else is_quiet
+        # A whole job in which none waits runs. Else ranks of other hosts may wait for one of these, unless it has
+        # ended, or ends because they have.
+        ends = {rank for rank, why in absent.items() if why in (_ENDED, GONE)}
+        ends |= {rank for rank, view in host.views.items() if view.state == State.FAILED}
+        return {}, {} if host.is_whole_job else {rank: why for rank, why in absent.items() if rank not in ends}
     # If a rank has ended or is gone, the others may have failed because of it.
     for reason in (_ENDED, GONE):
         if likeliest := {rank: why for rank, why in absent.items() if why == reason}:
