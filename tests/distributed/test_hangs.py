@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.hangs import FAULTS, STRATEGIES, Trial, run_trial
-from tests.distributed.harness import processes_of, run_job
+from benchmarks.hangs import FAULTS, JOB, STRATEGIES, Trial, run_trial
+from tests.distributed.harness import processes_of, program, run_job
 from tests.distributed.test_supervise import Supervised, command, supervised
+from tests.security.running import Running, running
 
 __all__ = ["supervised"]
 
@@ -89,7 +92,7 @@ def test_a_collective_that_one_rank_alone_calls_is_named_with_its_line(
     assert "network" not in trial.output.partition("trainer: hang: ")[2]
 
 
-@pytest.mark.slow  # waits half a minute; unit/test_hang_judge.py has the line, test_hang_hub.py that it comes once
+@pytest.mark.slow  # waits half a minute; unit/test_hang_judge.py has the line, test_hang_waits.py that it comes once
 @pytest.mark.parametrize("strategy", ["ddp", "horovod over MPI", "horovod over Gloo"])
 def test_long_before_the_limit_it_is_said_once_who_is_waited_for(strategy: str) -> None:
     trial = run_trial(strategy, "late", 300.0, ("--step", "1"), timeout_s=170.0)
@@ -123,18 +126,79 @@ def test_a_job_that_ends_because_its_ranks_differ_names_the_one_that_does(strate
     assert trial.left == ()
 
 
+@contextmanager
+def on_two_hosts(folder: Path, fault: str, rank: int) -> Iterator[Running]:
+    """Context with a job of one rank on each of two hosts; the second is this one with processes of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
+    node += f" --master-port {port} --node-rank"
+    job = f"{JOB} {fault} --rank {rank} --strategy ddp --hang-timeout 3"
+    both = f"{node} 0 {job} & unshare --pid --fork --mount-proc {node} 1 {job}; code=$?; wait $! && exit $code"
+    with running(["sh", "-c", both], folder=folder) as started:
+        yield started
+
+
+def wait_for(job: Running, text: str, count: int = 1) -> None:
+    deadline = time.monotonic() + 60
+    while job.text().count(text) < count and job.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert job.text().count(text) >= count, job.text()
+
+
+ELSEWHERE = "the cause may be on another host; the limit without progress is 540 s"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_of_two_hosts_the_one_with_a_rank_that_sleeps_ends_the_job_and_names_it(rank: int, tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path, "sleeps", rank) as job:
+        wait_for(job, "fault is made")
+        assert job.process.wait(45) != 0, job.text()
+        told = re.findall(r"trainer: hang: no progress for \d+ s: (.*)", job.text())
+        assert len(told) == 1, job.text()
+        assert re.fullmatch(rf"rank {rank} on \S+ is in no collective, and ranks of other hosts may be in one", told[0])
+        assert re.search(r'trainer: hang:     File ".*hang_job\.py", line \d+, in make_fault', job.text())
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_a_debugger_has_stopped_ends_the_job_on_no_host(rank: int, tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path, "stopped", rank) as job:
+        wait_for(job, ELSEWHERE)
+        time.sleep(6)
+        text = job.text()
+        assert text.count(ELSEWHERE) == text.count("are stopped; hangs are watched for when they go on") == 1
+        assert re.search(rf"rank {1 - rank} on \S+ has waited \d+ s for all_reduce of 10 elements .* at hang_job", text)
+        assert "trainer: hang: " not in text
+        for process in processes_of(job.mark):
+            process.send_signal(signal.SIGCONT)
+        assert job.process.wait(45) == 0, job.text()
+        assert "trained" in job.text()
+
+
 @pytest.mark.slow
 @pytest.mark.needs("root")
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_a_host_that_is_cut_off_is_named(strategy: str) -> None:
-    trial = run_trial(strategy, "cut-off", 4.0)
-    assert trial.culprits == [1], trial.output
-    assert "rank 1 on hang-b cannot be asked: host unreachable" in trial.output
-    # The other side of the cut tells the same of rank 0's host.
-    assert [line.partition("s: ")[2] for line in trial.verdicts[1:]] == [
-        "host unreachable: hang-a, which has rank 0, seen from hang-b"
-    ]
-    assert trial.left == ()
+def test_two_hosts_in_different_collectives_say_in_which_and_end_nothing(tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path, "collective-alone", 1) as job:
+        wait_for(job, ELSEWHERE, 2)
+        time.sleep(6)
+        text = job.text()
+        assert text.count(ELSEWHERE) == 2
+        assert re.search(r"rank 0 on \S+ has waited \d+ s for .* at hang_job\.py:\d+; the cause may", text)
+        assert re.search(
+            r"rank 1 on \S+ has waited \d+ s for torch\.distributed\.barrier .* at hang_job\.py:\d+;", text
+        )
+        assert "trainer: hang: " not in text
+        assert job.process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.needs("root")
+def test_where_a_host_is_cut_off_each_side_says_that_the_cause_may_be_on_another() -> None:
+    trial = run_trial("ddp", "cut-off", 4.0, timeout_s=40.0)
+    assert trial.verdicts == (), trial.output
+    assert trial.output.count(ELSEWHERE) == 2, trial.output
 
 
 @pytest.mark.slow
@@ -171,7 +235,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on_afterwards(supervised: Supervi
     assert ended.code == 0, ended.output
     assert [one["verdict"] for one in ended.attempts()] == ["done"]
     assert "trainer: hang: " not in ended.output
-    assert ended.output.count("the job's ranks are stopped") == 1
+    assert ended.output.count("are stopped; hangs are watched for when they go on") == 1
 
 
 def _is_rank(process: psutil.Process) -> bool:

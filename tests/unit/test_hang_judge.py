@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from typing import Any
 
 import pytest
 
-from trainer.ops.watcher.job import UNREACHABLE, UNWATCHED, WORKS, Host, View
+from trainer.ops.watcher.job import WORKS, Host, View
 from trainer.ops.watcher.judge import Verdict, is_paused, judge, notice
 from trainer.ops.watcher.limits import LEAST_S, LONGEST_S, Limit, stage_of
 from trainer.watch.heartbeat import State
@@ -23,20 +20,19 @@ def absent(rank: int, **facts: Any) -> View:
     return View(rank=rank, steps=7, collectives=3, **facts)
 
 
-def host(name: str, *views: View, **facts: Any) -> Host:
-    by_rank = {view.rank: view for view in views}
-    return Host(name, tuple(by_rank), by_rank, **{"heard_at": 1.0, "problem": "", **facts})
+def host(name: str, *views: View, is_whole_job: bool = True) -> Host:
+    return Host(name, {view.rank: view for view in views}, is_whole_job)
 
 
-def judged(*hosts: Host) -> Verdict:
-    verdict = judge(hosts, 31.4)
+def judged(host: Host) -> Verdict:
+    verdict = judge(host, 31.4)
     assert verdict is not None
     return verdict
 
 
 def test_the_rank_that_does_not_wait_is_the_cause() -> None:
     frames = ('File "/lib/python3.11/threading.py", line 1, in wait', 'File "train.py", line 12, in load')
-    told = judged(host("a", waiting(0), absent(1, frames=frames)), host("b", waiting(2)))
+    told = judged(host("a", waiting(0), absent(1, frames=frames), waiting(2)))
     assert told.culprits == (1,)
     assert told.lines == (
         "no progress for 31 s: rank 1 on a did not come to the gradients of step 8",
@@ -143,12 +139,12 @@ NOTICES = [
 
 @pytest.mark.parametrize(("views", "text"), NOTICES)
 def test_a_notice_tells_who_waits_and_what_the_others_do(views: list[View], text: str) -> None:
-    assert notice([host("a", *views)], 31.4, 540.0) == f"{text}; the limit without progress is 540 s"
+    assert notice(host("a", *views), 31.4, 540.0) == f"{text}; the limit without progress is 540 s"
 
 
 @pytest.mark.parametrize("views", [[absent(0), absent(1)], [waiting(0), waiting(1)]])
 def test_no_notice_where_no_rank_waits_for_another_one_as_far_as_is_known(views: list[View]) -> None:
-    assert notice([host("a", *views)], 31.4, 540.0) == ""
+    assert notice(host("a", *views), 31.4, 540.0) == ""
 
 
 def test_where_all_wait_for_the_same_nobody_is_blamed() -> None:
@@ -202,26 +198,51 @@ def test_collectives_of_different_process_groups_blame_nobody() -> None:
 
 def test_ranks_that_all_compute_on_their_gpus_are_left_alone() -> None:
     views = [absent(rank, enqueued=60, completed=60, cpu=1.0) for rank in range(3)]
-    assert judge([host("a", *views)], 31.4) is None
+    assert judge(host("a", *views), 31.4) is None
 
 
 def test_a_job_in_which_nobody_waits_is_left_alone() -> None:
-    assert judge([host("a", absent(0), absent(1))], 31.4) is None
+    assert judge(host("a", absent(0), absent(1)), 31.4) is None
 
 
-def test_a_host_that_cannot_be_reached_is_named() -> None:
-    told = judged(host("a", waiting(0)), host("b", waiting(1), problem=UNREACHABLE))
-    assert (told.culprits, told.is_sure) == ((1,), True)
-    assert "rank 1 on b cannot be asked: host unreachable" in told.lines
+def test_of_one_of_several_hosts_a_rank_that_is_in_no_collective_is_the_cause() -> None:
+    told = judged(host("b", absent(2, frames=("a",)), absent(3, state=State.LOADER), is_whole_job=False))
+    assert (told.culprits, told.is_sure, told.waits_for) == ((2, 3), True, "")
+    assert told.first.endswith(
+        "rank 2 on b and rank 3 on b are in no collective, and ranks of other hosts may be in one"
+    )
+    assert "    a" in told.lines
+    told = judged(host("b", absent(2), waiting(3), is_whole_job=False))
+    assert (told.culprits, told.is_sure, told.waits_for) == ((2,), True, "")
+    assert told.first.endswith("rank 2 on b did not come to the gradients of step 8")
 
 
-def test_a_host_that_is_merely_not_watched_is_blamed_last() -> None:
-    unwatched = host("b", waiting(1), problem=UNWATCHED)
-    assert not judged(host("a", waiting(0)), unwatched).is_sure
-    assert not judged(host("a", waiting(0)), Host("b", (1,))).is_sure  # its watcher has never connected
-    assert judged(host("a", waiting(0)), unwatched).culprits == (1,)
-    assert judged(host("a", waiting(0), absent(2)), unwatched).culprits == (2,)
-    assert judged(Host("a", (0, 1), {0: waiting(0)}, 1.0, "")).culprits == (1,)
+def test_of_one_of_several_hosts_who_has_ended_or_loads_data_is_not_surely_to_blame() -> None:
+    assert judge(host("b", absent(2, is_at_end=True), absent(3, process="X"), is_whole_job=False), 31.4) is None
+    assert judge(host("b", absent(2, state=State.FAILED), is_whole_job=False), 31.4) is None  # as it lost another host
+    assert not judged(host("b", absent(2, state=State.LOADER), is_whole_job=False)).is_sure
+    assert not judged(host("b", absent(2, excuse=WORKS), is_whole_job=False)).is_sure
+
+
+def test_of_one_of_several_hosts_whose_ranks_all_wait_the_cause_may_be_on_another() -> None:
+    told = judged(host("b", waiting(2, at="train.py:4"), waiting(3, at="train.py:4"), is_whole_job=False))
+    assert (told.culprits, told.is_sure) == ((), False)
+    assert told.waits_for == "the gradients of step 8 at train.py:4"
+    assert told.first.endswith(
+        "all ranks on b wait for the gradients of step 8 at train.py:4, and none of them is missing; the cause may be "
+        "on another host"
+    )
+    said = notice(host("b", waiting(2, "all_reduce", elements=10, is_counted=True), is_whole_job=False), 31.4, 540.0)
+    assert said == (
+        "rank 2 on b has waited 31 s for all_reduce of 10 elements (collective 4, after step 7); the cause may be on "
+        "another host; the limit without progress is 540 s"
+    )
+
+
+def test_ranks_of_one_host_in_different_collectives_are_named_though_the_cause_may_be_elsewhere() -> None:
+    told = judged(host("b", waiting(2), waiting(3, "barrier"), is_whole_job=False))
+    assert (told.culprits, told.waits_for) == ((2, 3), "the gradients of step 8 and barrier (after step 7)")
+    assert "rank 2 on b and rank 3 on b wait in different collectives" in told.first
 
 
 @pytest.mark.parametrize(
@@ -245,8 +266,8 @@ def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause() -> None:
     assert judged(host("a", waiting(0), absent(1, is_at_end=True), absent(2, process="X"))).culprits == (1,)
 
 
-def test_a_host_whose_ranks_have_ended_is_not_dead() -> None:
-    told = judged(host("a", waiting(0)), host("b", absent(1, process="X", is_at_end=True), has_left=True))
+def test_a_rank_whose_script_has_ended_is_not_gone() -> None:
+    told = judged(host("b", waiting(0), absent(1, process="X", is_at_end=True)))
     assert "rank 1 on b has ended: its script has reached its end, or has called sys.exit" in told.lines
 
 
@@ -261,26 +282,11 @@ def test_of_many_ranks_eight_are_named() -> None:
     assert "and 21 more ranks that did not come" in told.lines
 
 
-def test_a_job_that_was_stopped_by_its_user_is_paused() -> None:
-    assert is_paused([host("a", absent(0, process="T")), host("b", absent(1, process="T"))])
-    assert is_paused([host("a", absent(0, process="T")), host("b", waiting(1))])  # Ctrl-Z stops those beside it
-    assert is_paused([host("a", waiting(0), absent(1, process="t"))])  # a debugger
-    assert not is_paused([host("a", waiting(0), absent(1, process="T"))])
-    assert not is_paused([host("a", waiting(0)), host("b", absent(1, process="T"))])
-
-
-def test_a_view_is_the_same_after_its_way() -> None:
-    view = waiting(3, frames=("one", "two"), stacks="all", folder="runs/one")
-    told = View.from_dict(json.loads(json.dumps(view.as_dict())))
-    assert bytes(told) == bytes(view)
-    assert (told.rank, told.what, told.folder) == (3, "gradients", "runs/one")
-    assert told.as_dict() == view.as_dict()
-
-
-@pytest.mark.parametrize("record", ["", "~", base64.b85encode(zlib.compress(bytes(8))).decode()])
-def test_what_is_no_heartbeat_is_refused(record: str) -> None:
-    with pytest.raises(ValueError, match=r"heartbeat|Buffer size|base85"):
-        View.from_dict({**waiting(3).as_dict(), "heartbeat": record})
+def test_a_host_whose_ranks_were_stopped_by_their_user_is_paused() -> None:
+    assert is_paused(host("a", absent(0, process="T"), waiting(1, process="T")))
+    assert is_paused(host("a", waiting(0), absent(1, process="t")))  # a debugger
+    assert not is_paused(host("a", waiting(0), absent(1, process="T")))
+    assert not is_paused(host("a"))
 
 
 @pytest.mark.parametrize("counter", ["events", "steps", "updates", "pieces", "enqueued", "completed"])

@@ -42,7 +42,7 @@ def at(place: int, program: Sequence[str] = PROGRAM, rank: int = 0, state: int =
 
 
 def explained(*views: View) -> tuple[str, ...]:
-    return explain([Host("a", tuple(view.rank for view in views), {view.rank: view for view in views})])
+    return explain(Host("a", {view.rank: view for view in views}))
 
 
 def test_ranks_of_one_program_are_never_blamed_wherever_they_are() -> None:
@@ -126,7 +126,7 @@ def test_a_rank_that_was_in_no_collective_has_said_why_itself(process: str) -> N
 @pytest.mark.parametrize("third", [{}, {2: View(rank=2, process="X", collectives=1)}])
 def test_of_ranks_that_are_somewhere_else_nothing_is_needed(third: dict[int, View]) -> None:
     wrong = at(1, ("gradients", "all_reduce 11"), rank=1, state=State.FAILED)
-    lines = explain([Host("a", (0, 1), {0: at(1), 1: wrong}), Host("b", (2,), third)])
+    lines = explain(Host("a", {0: at(1), 1: wrong, **third}))
     assert [line.partition(" on ")[0] for line in lines[:2]] == ["rank 0", "rank 1"]
 
 
@@ -210,13 +210,3 @@ def test_a_last_average_of_weights_or_a_backward_without_a_step_blames_nobody(st
     what = "weights" if steps else "gradients"
     failed = View(rank=0, state=State.FAILED, what=what, steps=steps, collectives=4, last="barrier", failures=1)
     assert explained(failed, ended) == ()
-
-
-def test_ranks_are_named_in_their_order_wherever_they_run() -> None:
-    views = {rank: at(1, rank=rank, state=State.FAILED) for rank in range(5)}
-    views[3] = at(1, ("gradients", "all_reduce 11"), rank=3)
-    hosts = [
-        Host("a", (0, 2, 4), {rank: views[rank] for rank in (0, 2, 4)}),
-        Host("b", (1, 3), {1: views[1], 3: views[3]}),
-    ]
-    assert [line.partition(" called")[0] for line in explain(hosts)[:-1]] == ["rank 3 on b", "ranks 0, 1, 2, 4"]

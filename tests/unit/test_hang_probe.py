@@ -16,11 +16,13 @@ import pytest
 
 import trainer
 from trainer.cluster.processes import children_cpu_s, look
-from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.job import WORKS, Settings, View
+from trainer.ops.watcher.judge import Verdict
 from trainer.ops.watcher.ranks import LocalRank, LocalRanks, excuse_of, read_stacks, takes_signal, wait_for_stacks
+from trainer.ops.watcher.watcher import Watcher
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import SIGNAL, State
-from trainer.watch.job_folder import JobVerdict, parse_verdict
+from trainer.watch.job_folder import JobVerdict, parse_verdict, remove_verdict, write_verdict
 from trainer.watch.stack import Frame, collective_of, main_frames, place_of
 
 # Computes in C and never lets go of the interpreter's lock.
@@ -253,12 +255,19 @@ def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("TRAINER_JOB", "abc")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", JOINS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        LocalRanks({0: process.stdout.readline().decode().strip()}).end("no progress", (0,))
+        ranks = LocalRanks({0: process.stdout.readline().decode().strip()})
+        watcher = Watcher(Settings("a", 1, None, 1800.0, "job"), ranks)
+        watcher.verdict = Verdict(("no progress",), (0,))
+        watcher.end()
         assert process.wait(timeout=5) == -signal.SIGTERM
     (file,) = tmp_path.glob("*/verdict.json")
     assert parse_verdict(file.read_text()) == JobVerdict("hang", "no progress", (0,))
+    write_verdict("waits", "the gradients of step 8")
+    remove_verdict()
+    assert not file.exists()
 
 
 def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:

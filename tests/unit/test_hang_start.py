@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from trainer.watch.heartbeat import SIGNAL
 from trainer.watch.recorder import Recorder
 from trainer.watch.start import Entry, connection_limit_s, hang_timeout_s
 
-OTHER = Entry("b boot ns", "ff", "/proc/1/fd/1")
+OTHER = Entry("b boot ns", "/proc/1/fd/1")
 """What a rank of another host tells."""
 
 
@@ -73,32 +71,23 @@ def entries(ranks: Ranks) -> list[Entry | None]:
     return [entry, entry]
 
 
-def test_one_watcher_is_started_on_a_host_and_no_port_is_opened(ranks: Ranks) -> None:
+def test_one_watcher_is_started_on_a_host(ranks: Ranks) -> None:
     start(ranks, entries(ranks), None)
     ((command, options),) = Process.started
     assert command[-2:] == ["-m", "trainer.ops.watcher"]
-    assert options["pass_fds"] == []
+    assert "pass_fds" not in options
     assert options["start_new_session"] is True
-    assert ranks.broadcasts == [{"given_s": None, "start_s": 1800.0, "endpoint": ""}]
+    assert ranks.broadcasts == [{"given_s": None, "start_s": 1800.0}]
 
 
-def test_several_hosts_get_an_endpoint_and_a_token_that_is_not_broadcast(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
+def test_the_watcher_of_each_host_is_told_of_the_ranks_there(ranks: Ranks) -> None:
     here, _ = entries(ranks)
     assert here is not None
-    other = Entry("b boot ns", "ff", here.record)
-    start(ranks, [here, other], 40.0)
-    ((_, options),) = Process.started
-    assert len(options["pass_fds"]) == 1
-    (plan,) = ranks.broadcasts
-    assert plan["given_s"] == 40.0
-    assert plan["endpoint"].startswith("127.0.0.1:")
-    settings = hang._settings([here, other], here.host)
-    assert settings["hosts"][1] == ("b", [1])
-    assert len(settings["token"]) == 64
-    assert settings["token"] not in json.dumps(plan)
+    start(ranks, [here, OTHER], 40.0)
+    assert len(Process.started) == 1
+    assert ranks.broadcasts == [{"given_s": 40.0, "start_s": 1800.0}]
+    settings = hang._settings([here, OTHER], OTHER.host)
+    assert settings == {"host": "b", "size": 2, "records": {1: OTHER.record}, "script": settings["script"]}
 
 
 def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks) -> None:
@@ -108,15 +97,6 @@ def test_the_watcher_finds_the_library_and_no_signal_stays_blocked(ranks: Ranks)
     assert Path(options["env"]["PYTHONPATH"].split(os.pathsep)[0], "trainer/ops/watcher/__main__.py").is_file()
     assert options["blocked"] >= {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-
-
-def test_the_port_of_the_hub_is_the_watchers_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(socket, "create_server", lambda *_, **__: server)
-    here, _ = entries(ranks)
-    start(ranks, [here, OTHER], None)
-    assert server.fileno() == -1
 
 
 def test_a_rank_that_has_joined_before_keeps_all_from_the_broadcast(ranks: Ranks) -> None:
@@ -131,18 +111,18 @@ def test_the_first_rank_that_can_be_watched_starts_the_watcher(ranks: Ranks, mon
     assert here.host.endswith(f" {Path('/proc/self/ns/pid').readlink()}")
     ranks.world = World(rank=2, size=3, local_rank=1, local_size=2)
     known = [OTHER, Entry(here.host, problem="why"), here]
-    monkeypatch.setattr(ranks, "broadcast_object", lambda *_: {"given_s": None, "endpoint": "b:1"})
+    monkeypatch.setattr(ranks, "broadcast_object", lambda *_: {"given_s": None, "start_s": 1800.0})
     start(ranks, known, None)
     assert len(Process.started) == 1
     settings = hang._settings(known, here.host)
-    assert (settings["number"], settings["records"]) == (1, {2: here.record})
+    assert settings["records"] == {2: here.record}
 
 
-def test_without_rank_0_nothing_is_watched(ranks: Ranks) -> None:
+def test_without_rank_0_the_others_are_watched(ranks: Ranks) -> None:
     here, _ = entries(ranks)
+    ranks.world = World(rank=0, size=2, local_rank=0, local_size=2)
     start(ranks, [Entry("a boot ns", problem="why"), here], None)
-    assert ranks.broadcasts == [None]
-    assert heartbeat._record is None
+    assert ranks.broadcasts == [{"given_s": None, "start_s": 1800.0}]
 
 
 @pytest.mark.parametrize(("timeout", "followed"), [("", 1), ("0", 0)])
@@ -192,19 +172,6 @@ def test_what_is_no_number_is_said_and_ends_nothing(
 
 def _fail(*_: object, **__: object) -> Any:
     raise OSError(1, "not permitted")
-
-
-@pytest.mark.parametrize("place", ["address_toward", "socket.create_server", "token_of"])
-def test_what_fails_on_rank_0_is_said_and_the_job_goes_on(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
-) -> None:
-    monkeypatch.setattr(hang, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(f"trainer.watch.start.{place}", _fail)
-    here, _ = entries(ranks)
-    start(ranks, [here, OTHER], None)
-    assert len(ranks.broadcasts) == 1
-    assert Process.started == []
-    assert capfd.readouterr().err.count("hangs are not watched for") == 1
 
 
 def test_a_watcher_that_cannot_be_started_is_said(

@@ -92,7 +92,7 @@ def test_data_is_taken_as_it_was_sealed(data: bytes, at: int) -> None:
 
 def test_a_proof_holds_for_its_facts_and_no_others() -> None:
     proof = prove("a token", "parameter server", "10.0.0.1:1", 12, "h")
-    assert is_proof(proof, b"a token", "parameter server", "10.0.0.1:1", "12", b"h")
+    assert is_proof(proof, "a token", "parameter server", "10.0.0.1:1", "12", b"h")
     for facts in (("10.0.0.1:1", 1, "2h"), ("10.0.0.1:11", 2, "h"), ("10.0.0.1:1", 12), ("10.0.0.1:1", 12, "h", "")):
         assert not is_proof(proof, "a token", "parameter server", *facts)
     assert not is_proof(proof[:-1], "a token", "parameter server", "10.0.0.1:1", 12, "h")

@@ -3,7 +3,7 @@
 The launcher or the user may give all ranks a secret. From it, and from what each rank adds, they make tokens. A proof
 is an HMAC-SHA256 under a token over what it is for and what it is about.
 
-It imports neither PyTorch nor anything else that takes long: servers and watchers are small processes. The agents of
+It imports neither PyTorch nor anything else that takes long: servers are small processes. The agents of
 `trainer doctor` prove their token in a function of their own: they are sent to hosts that need not have the library.
 """
 
@@ -13,7 +13,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.cluster.environment import SECRET
@@ -55,19 +55,10 @@ def job_token(rendezvous: Rendezvous, world: World) -> str:
     parts = rendezvous.all_gather(part)
     if parts[world.rank] != part:
         raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
-    return token_of(parts)
-
-
-def token_of(parts: Iterable[str]) -> str:
-    """Derive a token of 64 hexadecimal digits from the job's secret and the ranks' random parts.
-
-    Raises:
-        ConfigError: the secret can be guessed.
-    """
     return prove(job_secret(), "token", *parts).hex()
 
 
-def prove(token: str | bytes, purpose: str, *facts: object) -> bytes:
+def prove(token: str, purpose: str, *facts: object) -> bytes:
     """Return an HMAC of the facts, of `PROOF_BYTES` bytes, which nobody can make without the token.
 
     Args:
@@ -77,20 +68,20 @@ def prove(token: str | bytes, purpose: str, *facts: object) -> bytes:
     parts = [fact if isinstance(fact, bytes) else str(fact).encode() for fact in (purpose, *facts)]
     # Behind its length each, so that no other facts have the same bytes.
     message = b"".join(piece for part in parts for piece in (b"%d:" % len(part), part))
-    return hmac.digest(token if isinstance(token, bytes) else token.encode(), message, "sha256")
+    return hmac.digest(token.encode(), message, "sha256")
 
 
-def is_proof(proof: bytes, token: str | bytes, purpose: str, *facts: object) -> bool:
+def is_proof(proof: bytes, token: str, purpose: str, *facts: object) -> bool:
     """Return whether a proof is the one that `prove` returns; compares in constant time."""
     return hmac.compare_digest(proof, prove(token, purpose, *facts))
 
 
-def seal(token: str | bytes, data: bytes, purpose: str, *facts: object) -> bytes:
+def seal(token: str, data: bytes, purpose: str, *facts: object) -> bytes:
     """Return data with a proof of it and of the facts in front."""
     return prove(token, purpose, *facts, data) + data
 
 
-def unseal(token: str | bytes, sealed: bytes, purpose: str, *facts: object) -> bytes | None:
+def unseal(token: str, sealed: bytes, purpose: str, *facts: object) -> bytes | None:
     """Return the data that `seal` was given; None where the data, a fact or the token differs."""
     data = sealed[PROOF_BYTES:]
     return data if is_proof(sealed[:PROOF_BYTES], token, purpose, *facts, data) else None

@@ -21,8 +21,9 @@ from trainer.untrusted import parse_json
 
 JOB = "TRAINER_JOB"
 """Environment variable with the job's random id; also the mark by which the job's processes are found."""
-HANG, DIFFERENT = "hang", "different collectives"
-"""Kinds of verdict: the job is ended because it hangs; it has failed because ranks called different collectives."""
+HANG, DIFFERENT, WAITS = "hang", "different collectives", "waits"
+"""Kinds of verdict: the host's ranks are ended because the job hangs; it has failed because ranks called different
+collectives; all ranks of the host wait, and nothing is ended yet."""
 VERDICT, SIGTERM = "verdict.json", "sigterm"
 
 
@@ -32,6 +33,7 @@ class JobVerdict:
 
     kind: str
     text: str
+    """If all ranks of one of several hosts wait, for what; else a sentence."""
     culprits: tuple[int, ...] = ()
     """Ranks that are to blame."""
 
@@ -61,6 +63,14 @@ def write_verdict(kind: str, text: str, culprits: Sequence[int] = ()) -> None:
     if folder is not None and is_ours(folder):
         with suppress(OSError):
             write_atomically(folder / VERDICT, json.dumps(asdict(JobVerdict(kind, text, tuple(culprits)))) + "\n")
+
+
+def remove_verdict() -> None:
+    """Take back what was noted, because the ranks have gone on."""
+    folder = job_folder()
+    if folder is not None and is_ours(folder):
+        with suppress(OSError):
+            (folder / VERDICT).unlink(missing_ok=True)
 
 
 def parse_verdict(line: str | bytes) -> JobVerdict | None:

@@ -11,7 +11,6 @@ import faulthandler
 import json
 import math
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.environment import HANG_TIMEOUT
-from trainer.cluster.identity import token_of
-from trainer.cluster.network import address_toward, host_id
+from trainer.cluster.network import host_id
 from trainer.cluster.output import warn
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -44,8 +42,6 @@ class Entry:
 
     host: str
     """Its host's id and its namespace of processes: a container that has one of its own is another host."""
-    part: str = ""
-    """This rank's random share of the watch token."""
     record: str = ""
     """Where its host's watcher finds its heartbeat; "" where it cannot be watched."""
     problem: str = ""
@@ -96,7 +92,7 @@ def describe(world: World) -> Entry | None:
         faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
         atexit.register(note_end)
         namespace = Path("/proc/self/ns/pid").readlink()
-        return Entry(f"{host_id()} {namespace}", secrets.token_hex(32), str(record))
+        return Entry(f"{host_id()} {namespace}", str(record))
     except Exception as error:
         close_record()
         return Entry(f"{host_id()} ?", problem=f"{type(error).__name__}: {error}")
@@ -121,8 +117,7 @@ def start(
     if len(known) < len(entries):
         return
     here = known[world.rank]
-    listener, plan = _plan(known, given_s) if world.is_root else (None, None)
-    plan = broadcast(plan)
+    plan = broadcast(_plan(known, given_s) if world.is_root else None)
     try:
         if plan is None or not here.record:
             close_record()
@@ -130,52 +125,36 @@ def start(
         if recorder is not None:
             follow(recorder, is_root=world.is_root)
         if next(entry for entry in known if entry.host == here.host and entry.record) is here:
-            _launch({**plan, **_settings(known, here.host)}, listener)
+            _launch({**plan, **_settings(known, here.host)})
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")
-    finally:
-        if listener is not None:
-            listener.close()
 
 
-def _plan(entries: Sequence[Entry], given_s: float | None) -> tuple[socket.socket | None, dict[str, Any] | None]:
-    """Return the hub's listener, and the plan, which all ranks have to know; no plan where nothing is watched."""
+def _plan(entries: Sequence[Entry], given_s: float | None) -> dict[str, Any] | None:
+    """Return what rank 0 decides for the watchers of all hosts; None where nothing is watched."""
     try:
         given_s = hang_timeout_s(given_s)
-        if given_s == 0:
-            return None, None
-        if problem := next((entry.problem for entry in entries if entry.problem), ""):
-            warn(f"hangs are not watched for on every rank: {problem}")
-        if not entries[0].record:
-            return None, None
-        plan = {"given_s": given_s, "start_s": connection_limit_s(given_s), "endpoint": ""}
-        if len({entry.host for entry in entries}) == 1:
-            return None, plan
-        address = address_toward([entry.host.rpartition(" ")[0] for entry in entries])
-        listener = socket.create_server((address, 0), backlog=max(128, len(entries)))
-        return listener, {**plan, "endpoint": f"{address}:{listener.getsockname()[1]}"}
-    except Exception as error:
-        reason = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        warn(f"hangs are not watched for: {reason}")
-        return None, None
+    except ConfigError as error:
+        warn(f"hangs are not watched for: {error}")
+        return None
+    if given_s == 0:
+        return None
+    if problem := next((entry.problem for entry in entries if entry.problem), ""):
+        warn(f"hangs are not watched for on every rank: {problem}")
+    return {"given_s": given_s, "start_s": connection_limit_s(given_s)}
 
 
 def _settings(entries: Sequence[Entry], here: str) -> dict[str, Any]:
     """Return what the watcher of this host has to know beside the plan: see `main` of `trainer.ops.watcher`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        ranks.setdefault(entry.host, []).append(rank)
     return {
-        "hosts": [(host.split()[0], numbers) for host, numbers in ranks.items()],
-        "number": list(ranks).index(here),
-        "records": {rank: entries[rank].record for rank in ranks[here] if entries[rank].record},
-        "token": token_of(["watch", *(entry.part for entry in entries)]),
+        "host": here.split()[0],
+        "size": len(entries),
+        "records": {rank: entry.record for rank, entry in enumerate(entries) if entry.host == here and entry.record},
         "script": Path(sys.argv[0]).stem or "run",
     }
 
 
-def _launch(settings: dict[str, Any], listener: socket.socket | None) -> None:
-    descriptors = [listener.fileno()] if listener is not None else []
+def _launch(settings: dict[str, Any]) -> None:
     library = str(Path(__file__).resolve().parent.parent.parent)
     paths = filter(None, [library, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     # In a session of its own, because Ctrl-C and Ctrl-Z are for the ranks. A signal that comes before the watcher
@@ -187,7 +166,6 @@ def _launch(settings: dict[str, Any], listener: socket.socket | None) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=descriptors,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
     finally:
@@ -195,5 +173,5 @@ def _launch(settings: dict[str, Any], listener: socket.socket | None) -> None:
     _held.append(process)
     with suppress(BrokenPipeError):
         assert process.stdin is not None  # noqa: S101 (for the type checker)
-        process.stdin.write(json.dumps({**settings, "listener": descriptors}).encode())
+        process.stdin.write(json.dumps(settings).encode())
         process.stdin.close()

@@ -20,87 +20,21 @@ from examples.strategies.parameter_server import wire
 from examples.strategies.parameter_server.wire import decode, encode
 from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
-from tests.unit.hang_watchers import TOKEN, Ranks, both, hub_of, spoke_of, waiting
-from trainer.cluster.identity import PROOF_BYTES, prove, seal, unseal
+from trainer.cluster.identity import seal, unseal
 from trainer.ops.doctor.agent import network
 from trainer.ops.doctor.program import MARK, Program, ProgramError
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.watcher.wire import Link, RefusedError
 from trainer.watch.heartbeat import SIZE, Heartbeat, State
 from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 
 _KEY = "0123456789abcdef" * 2
+_TOKEN = "ab" * 32
 
 
 def _seal(data: bytes) -> None:
-    opened = unseal(TOKEN, data, "object", 1)
-    assert opened is None or seal(TOKEN, opened, "object", 1) == data
-
-
-def _greet_watcher(data: bytes) -> None:
-    """Send as a stranger, to the hub and to another watcher, before anything is proven."""
-    for is_hub in (True, False):
-        link = Link(cast("Any", Connection(data)), TOKEN, is_hub=is_hub)
-        assert not list(link.receive()), "a message of a stranger was heard"
-
-
-def _proven(connection: Connection, *, is_hub: bool) -> Link:
-    link = Link(cast("Any", connection), TOKEN, is_hub=is_hub)
-    link._key = b"key"
-    return link
-
-
-def _framed(data: bytes, *, is_hub: bool) -> Connection:
-    sealed = seal(b"key", data, "message", is_hub, 0)
-    return Connection(len(sealed).to_bytes(4, "big") + sealed, ends=False)
-
-
-def _tell_hub(data: bytes) -> None:
-    """Send the hub a message as the watcher of another host; the hub itself must live on, and judge."""
-    hub = hub_of(both(), Ranks(waiting(0)), None, 0.0)
-    link = _proven(_framed(data, is_hub=False), is_hub=True)
-    hub._links.append(link)
-    hub._serve(link, 1e9)
-    hub.tick()
-    hub.tick()
-    if hub.verdict is not None:
-        assert all(isinstance(line, str) for line in hub.verdict.lines)
-
-
-def _tell_spoke(data: bytes) -> None:
-    """Send another watcher a message as the hub."""
-    spoke = spoke_of(both(), 1, Ranks(waiting(1)), "127.0.0.1:1", 0.0)
-    spoke._links.append(_proven(_framed(data, is_hub=True), is_hub=False))
-    spoke.tick()
-
-
-def _reports() -> list[bytes]:
-    connection = Connection(b"", ends=False)
-    spoke = spoke_of(both(), 1, Ranks(waiting(1)), "", 10.0)
-    link = _proven(connection, is_hub=False)
-    for more in ({}, {"looked": True}, {"bye": True}):
-        spoke._send(link, {1: waiting(1).replaced(frames=("a", "b"), stacks="Thread 1", at="train.py:31")}, **more)
-    return _messages(connection.sent)
-
-
-def _orders() -> list[bytes]:
-    connection = Connection(b"", ends=False)
-    hub = hub_of(both(), Ranks(waiting(0)), None, 10.0)
-    hub._links.append(_proven(connection, is_hub=True))
-    for order in ("look", "report", "go on", "bye"):
-        hub._tell({"do": order})
-    hub._tell({"do": "end", "said": "no progress", "culprits": [0, 1]})
-    return _messages(connection.sent)
-
-
-def _messages(sent: bytearray) -> list[bytes]:
-    messages = []
-    while sent:
-        end = 4 + int.from_bytes(sent[:4], "big")
-        messages.append(bytes(sent[4 + PROOF_BYTES : end]))
-        del sent[:end]
-    return messages
+    opened = unseal(_TOKEN, data, "object", 1)
+    assert opened is None or seal(_TOKEN, opened, "object", 1) == data
 
 
 def _server() -> Any:
@@ -162,10 +96,10 @@ def _exchange(data: bytes) -> None:
     """Connect to a program of `trainer doctor` that listens: the first byte says whether the proof is right."""
     is_rank, rest = data[:1] == b"\1", data[1:]
     challenge = bytes(32)
-    proof = hmac.digest(TOKEN.encode(), challenge, "sha256") if is_rank else b""
+    proof = hmac.digest(_TOKEN.encode(), challenge, "sha256") if is_rank else b""
     connection = Connection(proof + rest)
     with mock.patch("os.urandom", return_value=challenge), suppress(OSError):
-        network._serve(cast("Any", connection), TOKEN.encode())
+        network._serve(cast("Any", connection), _TOKEN.encode())
     assert is_rank or len(connection.sent) == 32, "a stranger got more than a challenge"
 
 
@@ -251,12 +185,7 @@ def _heard() -> Sequence[bytes]:
 
 
 TARGETS = (
-    Target("sealed object", _seal, lambda: [seal(TOKEN, b"object", "object", 1)]),
-    Target(
-        "watcher's greeting", _greet_watcher, lambda: [bytes(32) + prove(TOKEN, "watcher", bytes(32))], (RefusedError,)
-    ),
-    Target("message to the hub", _tell_hub, _reports),
-    Target("message to a watcher", _tell_spoke, _orders),
+    Target("sealed object", _seal, lambda: [seal(_TOKEN, b"object", "object", 1)]),
     Target("parameter server's chunk", _add_up, _chunks, (ValueError,)),
     Target("rendezvous, stranger", _ask_as_stranger, _requests, (OSError,)),
     Target("rendezvous, rank", _ask_as_rank, _requests, (OSError,)),

@@ -14,7 +14,7 @@ from trainer.ops.supervise.outcome import Attempt, Facts, judge
 from trainer.ops.supervise.ranks import Ranks
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
-from trainer.watch.job_folder import HANG
+from trainer.watch.compare import compare
 
 _TICK_S = 0.25
 _LAUNCHER_ENDS_S = 0.5
@@ -133,8 +133,6 @@ class Running:
         asked = {number for number, heartbeat in ranks.all.items() if heartbeat.signal}
         # A rank that has said why it ends may have been seen first, because those that are left take their time.
         silent = [number for number in ranks.dead if not ranks.all[number].has_ended]
-        verdicts = [answer.verdict for answer in answers if answer.verdict is not None]
-        hangs = [verdict for verdict in verdicts if verdict.kind == HANG]
         facts = Facts(
             launcher=program_of(self._options.launcher),
             codes=codes,
@@ -146,7 +144,7 @@ class Running:
             idle_s=self._idle_s,
             is_preempted=self._is_preempted,
             was_interrupted=self._signals.interrupted_by is not None,
-            verdict=next(iter(hangs or verdicts), None),
+            verdict=compare({answer.host: answer.verdict for answer in answers}),
         )
         attempt.judgement = judge(facts)
         attempt.updates = ranks.updates

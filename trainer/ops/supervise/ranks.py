@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.cluster.output import say
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import Inquiry
+from trainer.watch.compare import compare
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
-from trainer.watch.job_folder import folder_name, is_ours
+from trainer.watch.job_folder import WAITS, folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
@@ -53,7 +55,7 @@ class Ranks:
         """Time of the most recent progress of any rank, on this host's monotonic clock."""
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
-        self._unanswered = Counter[str]()
+        self._unanswered, self._waits = Counter[str](), Counter[str]()
         self._inquiry = Inquiry(hosts, job, _POLL_S)
 
     def close(self) -> None:
@@ -128,8 +130,15 @@ class Ranks:
             self.dead, self.ended = tuple(sorted(silent)), tuple(sorted(self._gone - set(silent)))
 
     def _ask(self) -> None:
-        for answer in self._inquiry.answers():
+        answers = self._inquiry.answers()
+        for answer in answers:
             self._unanswered[answer.host] = 0 if answer.is_well else self._unanswered[answer.host] + 1
             for heartbeat in answer.ranks:
                 self.note(answer.host, heartbeat)
         self.lost = {host for host, times in self._unanswered.items() if times >= _LOST}
+        waits = compare({answer.host: answer.verdict for answer in answers})
+        if waits is not None and waits.kind == WAITS:
+            # Twice, because the hosts' watchers do not note it at the same moment.
+            self._waits[waits.text] += 1
+            if self._waits[waits.text] == _LOST:
+                say([waits.text])

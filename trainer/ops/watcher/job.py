@@ -1,26 +1,17 @@
-"""What the watchers know of a job: its hosts, and a view of each rank."""
+"""What a watcher knows: its host, and a view of each rank there."""
 
 from __future__ import annotations
 
-import base64
 import copy
-import zlib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.watch.heartbeat import SIZE, Heartbeat, State
+from trainer.watch.heartbeat import Heartbeat, State
 
 WORKS = "works"
 """Excuse of a rank that may be at work outside all collectives, as when rank 0 alone evaluates or saves."""
-UNREACHABLE = "unreachable"
-"""Problem of a host whose connection has timed out, or whose watcher does not answer a question."""
-UNWATCHED = "unwatched"
-"""Problem of a host whose watcher has not connected, or has ended by itself."""
 STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, beside `trainer.cluster.processes.GONE`."""
-_SEEN = ("process", "cpu", "frames", "at", "stacks", "excuse", "is_recorded")
-"""What a look from outside adds to a heartbeat."""
 
 
 class View(Heartbeat):
@@ -71,72 +62,34 @@ class View(Heartbeat):
             setattr(changed, name, value)
         return changed
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON can tell it."""
-        record = base64.b85encode(zlib.compress(bytes(self), 1)).decode()
-        return {"heartbeat": record, **{name: getattr(self, name) for name in _SEEN}}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> View:
-        """Return the view that `as_dict` has described.
-
-        Raises:
-            ValueError, TypeError, LookupError, OverflowError: it is something else.
-        """
-        try:
-            record = zlib.decompressobj().decompress(base64.b85decode(fields["heartbeat"]), SIZE)
-        except zlib.error as error:
-            raise ValueError(f"no heartbeat: {error}") from None
-        seen = {name: type(getattr(cls, name))(fields[name]) for name in _SEEN}
-        return cls.from_buffer_copy(record).replaced(**{**seen, "frames": tuple(map(str, seen["frames"]))})
-
 
 @dataclass
 class Host:
-    """A host of the job, as the hub sees it."""
+    """A host, as its watcher sees it."""
 
     name: str
-    ranks: tuple[int, ...]
     views: dict[int, View] = field(default_factory=dict)
-    heard_at: float = 0.0
-    """When its watcher was heard last; 0 before."""
-    problem: str = UNWATCHED
-    """Why its ranks cannot be asked: `UNREACHABLE` or `UNWATCHED`; empty where they can, or its watcher has left."""
-    has_left: bool = False
-    """Its watcher has said goodbye: its ranks have ended."""
-    has_looked: bool = False
-    """Its watcher has answered the hub's latest look."""
+    """Of its ranks that can be looked at, by their number, in ascending order."""
+    is_whole_job: bool = True
+    """Whether these are all ranks of the job. If not, the cause of a hang may be elsewhere."""
 
     @property
-    def can_be_asked(self) -> bool:
-        return not (self.problem or self.has_left)
+    def names(self) -> dict[int, str]:
+        """What each rank is called in messages: "rank 1 on b"."""
+        return {rank: f"rank {rank} on {self.name}" for rank in self.views}
 
 
 @dataclass
-class Job:
-    """A job that is watched, as the watcher of one host is told of it."""
+class Settings:
+    """What the watcher of a host is told."""
 
-    hosts: list[Host]
-    """All hosts; the first has rank 0, and its watcher is the hub."""
-    number: int
-    """Which of them this one is."""
-    token: str
-    """Known to the job's watchers alone."""
+    host: str
+    """The name of its host."""
+    size: int
+    """How many ranks the job has."""
     given_s: float | None
     """How long the job may be without progress, as the user has set it; None where that is measured."""
     start_s: float
     """The limit until the first step."""
-    endpoint: str
-    """The hub's address and port; empty where the job has one host."""
     script: str
     """Name of the training script, of which that of the stacks' folder is made."""
-
-
-def views_of(hosts: Iterable[Host]) -> dict[int, View]:
-    """Return the views of all ranks that were seen, in the order of the ranks."""
-    return dict(sorted((rank, view) for host in hosts for rank, view in host.views.items()))
-
-
-def names_of(hosts: Iterable[Host]) -> dict[int, str]:
-    """Return what each rank is called in messages: "rank 1 on b"."""
-    return {rank: f"rank {rank} on {host.name}" for host in hosts for rank in host.ranks}

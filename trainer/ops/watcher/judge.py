@@ -1,8 +1,9 @@
 """The judge: which ranks keep the others waiting, or have made a collective fail. From views; no processes, no clock.
 
-Of a job that hangs: if some ranks wait in a collective, those that do not are absent, and are the cause, whatever the
-waiting ranks look like. If all ranks wait, the cause is the minority that waits in another collective than the rest.
-Collectives of different process groups are not compared, because ranks of one group may wait for those of another.
+It sees the ranks of one host. Of a job that hangs: those that do not wait in a collective although their time is over
+are the cause, whatever the waiting ranks look like. If all ranks of the host wait, the cause may be on another host. If
+they wait in different collectives, the minority is named; but on a job of several hosts these may be of process groups
+that wait for a rank elsewhere. Collectives of process groups that are known to be different are not compared.
 
 Of a job that fails: MPI, Gloo and Horovod end a job whose ranks call different collectives with an error about lengths
 or connections, which names no rank. What the ranks had noted before tells which of them it was. Ranks of a healthy job
@@ -19,18 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.cluster.processes import GONE
-from trainer.ops.watcher.job import (
-    STOPPED,
-    TRACED,
-    UNINTERRUPTIBLE,
-    UNREACHABLE,
-    UNWATCHED,
-    WORKS,
-    Host,
-    View,
-    names_of,
-    views_of,
-)
+from trainer.ops.watcher.job import STOPPED, TRACED, UNINTERRUPTIBLE, WORKS, Host, View
 from trainer.watch.heartbeat import BATCH_NORM, SAVING, TRAINING, State
 from trainer.watch.stack import is_users
 
@@ -45,10 +35,7 @@ _BATCH_NORM = (
 _ENDED = "ended"
 _HAS_ENDED = "has ended: its script has reached its end, or has called sys.exit"
 _EARLY_END = "every rank has to take as many steps, and to call the same collectives, before it ends"
-_ASK_DOCTOR = "check whether the host runs and can be reached (`trainer doctor`)"
 _KNOWN = {
-    UNREACHABLE: ("cannot be asked: host unreachable", _ASK_DOCTOR),
-    UNWATCHED: ("cannot be asked: not watched", _ASK_DOCTOR),
     _ENDED: (_HAS_ENDED, _EARLY_END),
     GONE: ("is gone: its process has ended", "see why it has ended before the others"),
     STOPPED: ("is stopped (by SIGSTOP or Ctrl-Z)", "kill -CONT lets it go on, if you have stopped it"),
@@ -69,67 +56,67 @@ class Verdict:
     """Empty where all ranks wait in the same collective."""
     is_sure: bool = True
     """False if the wait may end by itself, as it may be due to a slow network, a slow disk, or a rank at work."""
+    waits_for: str = ""
+    """What all ranks of this host wait for, if the cause may be on another host."""
 
     @property
     def first(self) -> str:
         return self.lines[0]
 
 
-def judge(hosts: Sequence[Host], idle_s: float) -> Verdict | None:
-    """Return the verdict on a job without progress for `idle_s` seconds; None where no rank waits for another."""
-    waiting, absent = _waiting_and_absent(hosts)
-    if not waiting:
+def judge(host: Host, idle_s: float) -> Verdict | None:
+    """Return the verdict on ranks without progress for `idle_s` seconds; None where no rank waits for another."""
+    waiting, absent = _waiting_and_absent(host)
+    if not waiting and not absent:
         return None
+    views, names = host.views, host.names
     blamed = absent or {rank: _reason(waiting[rank]) for rank in _minority(waiting)}
-    views, names = _views_of_all(hosts), names_of(hosts)
     others = {rank: view for rank, view in waiting.items() if rank not in blamed}
-    lines = [f"no progress for {idle_s:.0f} s: {_summary(blamed, names, waiting, others)}"]
+    lines = [f"no progress for {idle_s:.0f} s: {_summary(host, blamed, waiting, others)}"]
     for rank, why in list(blamed.items())[:_MOST_NAMED]:
         lines.append(f"{names[rank]} {_what_it_does(views[rank], why, bool(others))}")
-        if why not in (UNREACHABLE, UNWATCHED):
-            lines += [f"    {frame}" for frame in _shown(views[rank].frames)]
+        lines += [f"    {frame}" for frame in _shown(views[rank].frames)]
     if len(blamed) > _MOST_NAMED:
         lines.append(f"and {len(blamed) - _MOST_NAMED} more ranks that did not come")
     for what, ranks in _grouped(_name_and_line, others).items():
         lines.append(f"{_list_of(ranks)} wait{'s' * (len(ranks) == 1)} for {what}")
     lines.append(f"what to do: {_advice(blamed, views, others)}")
-    is_sure = bool(blamed) and not any(_may_recover(views[rank], why) for rank, why in blamed.items())
-    return Verdict(tuple(lines), tuple(blamed), is_sure)
+    waits_for = "" if absent or host.is_whole_job else " and ".join(_grouped(_name_and_line, waiting))
+    # Where no rank here waits, all ranks of the job may wait for a slow source of data.
+    may_be_healthy = not waiting and all(view.state == State.LOADER for view in views.values())
+    may_recover = may_be_healthy or any(_may_recover(views[rank]) for rank in blamed)
+    return Verdict(tuple(lines), tuple(blamed), bool(blamed) and not may_recover, waits_for)
 
 
-def notice(hosts: Sequence[Host], idle_s: float, limit_s: float) -> str:
+def notice(host: Host, idle_s: float, limit_s: float) -> str:
     """Return in one line which ranks wait, and what the others do; "" where it is not known whom they wait for.
 
     Args:
         idle_s: seconds without progress.
         limit_s: seconds without progress after which there will be a verdict.
     """
-    waiting, absent = _waiting_and_absent(hosts)
+    waiting, absent = _waiting_and_absent(host)
     places = _grouped(_name_and_line, waiting)
-    if not waiting or (not absent and len(places) == 1):
+    if not waiting or (not absent and len(places) == 1 and host.is_whole_job):
         return ""
-    views, names = _views_of_all(hosts), names_of(hosts)
+    where = "" if host.is_whole_job else f" on {host.name}"
     parts = [
-        f"{_list_of(ranks)} {'have' if len(ranks) > 1 else 'has'} waited {idle_s:.0f} s for {what}"
+        f"{_list_of(ranks)}{where} {'have' if len(ranks) > 1 else 'has'} waited {idle_s:.0f} s for {what}"
         for what, ranks in list(places.items())[:_MOST_PLACES]
     ]
     for rank, why in list(absent.items())[:_MOST_PLACES]:
-        parts.append(f"{names[rank]} {_where_it_is(views[rank], why)}")
+        parts.append(f"{host.names[rank]} {_where_it_is(host.views[rank], why)}")
     if len(absent) > _MOST_PLACES:
         parts.append(f"and {len(absent) - _MOST_PLACES} more ranks do not wait")
+    if not absent and not host.is_whole_job:
+        parts.append("the cause may be on another host")
     return f"{'; '.join(parts)}; the limit without progress is {limit_s:.0f} s"
 
 
-def is_paused(hosts: Sequence[Host]) -> bool:
-    """Return whether a debugger traces a rank, or the job is stopped: all its ranks, or those on rank 0's host."""
-
-    def all_stopped(part: Sequence[Host]) -> bool:
-        views = views_of(part).values()
-        return bool(views) and all(view.process in (STOPPED, TRACED) for view in views)
-
-    is_traced = any(view.process == TRACED for view in views_of(hosts).values())
-    # Ctrl-Z stops the ranks of the terminal's host alone.
-    return is_traced or all_stopped(hosts) or all_stopped(hosts[:1])
+def is_paused(host: Host) -> bool:
+    """Return whether a debugger traces a rank of the host, or all its ranks are stopped, as by Ctrl-Z."""
+    processes = [view.process for view in host.views.values()]
+    return TRACED in processes or (bool(processes) and {*processes} == {STOPPED})
 
 
 def has_failed(views: Iterable[View]) -> bool:
@@ -137,19 +124,18 @@ def has_failed(views: Iterable[View]) -> bool:
     return any(view.state == State.FAILED or (view.process == GONE and not view.is_at_end) for view in views)
 
 
-def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
+def explain(host: Host) -> tuple[str, ...]:
     """Return what to say of a job that has failed; nothing where its ranks may have called the same collectives.
 
     Args:
-        hosts: of the job, with what each rank did last.
+        host: with what each of its ranks did last.
     """
     # Who has caught an error of a collective, and gone on, tells nothing about the others.
-    known = views_of(hosts).items()
-    views = {rank: view for rank, view in known if view.failures <= (view.state == State.FAILED)}
+    views = {rank: view for rank, view in host.views.items() if view.failures <= (view.state == State.FAILED)}
     different = _contradicted(views) if has_failed(views.values()) else {}
     if not different:
         return ()
-    names = names_of(hosts)
+    names = host.names
     behind = min(different.values(), key=lambda view: view.collectives)
     called = {rank: _called_beside(behind, view) for rank, view in views.items()}
     others = {rank: view for rank, view in called.items() if rank not in different and _place(view).collective}
@@ -167,26 +153,21 @@ def explain(hosts: Sequence[Host]) -> tuple[str, ...]:
 # Of a job that hangs.
 
 
-def _waiting_and_absent(hosts: Sequence[Host]) -> tuple[dict[int, View], dict[int, str]]:
+def _waiting_and_absent(host: Host) -> tuple[dict[int, View], dict[int, str]]:
     """Return the views of waiting ranks, and by rank the reasons of those that most likely keep them waiting."""
-    waiting, absent = {}, {}
-    for host in hosts:
-        for rank in host.ranks:
-            view = host.views.get(rank)
-            if view is not None and not host.problem and view.waits and view.process not in _KNOWN:
-                waiting[rank] = view
-            else:
-                absent[rank] = host.problem or (UNWATCHED if view is None else _reason(view))
-    # If a rank has ended or is gone, the others may have failed because of it. Hosts that are not watched come last.
-    for reasons in ({_ENDED}, {GONE}, {*absent.values()} - {UNWATCHED}):
-        if likeliest := {rank: why for rank, why in absent.items() if why in reasons}:
-            return dict(sorted(waiting.items())), likeliest
-    return dict(sorted(waiting.items())), absent
-
-
-def _views_of_all(hosts: Sequence[Host]) -> dict[int, View]:
-    """Return the views of all ranks; that of a rank which was never seen is empty."""
-    return {rank: View(rank=rank) for host in hosts for rank in host.ranks} | views_of(hosts)
+    waiting = {rank: view for rank, view in host.views.items() if view.waits and view.process not in _KNOWN}
+    absent = {rank: _reason(view) for rank, view in host.views.items() if rank not in waiting}
+    if not waiting:
+        # A whole job in which none waits runs. Else ranks of other hosts may wait for one of these, unless it has
+        # ended, or ends because they have.
+        ends = {rank for rank, why in absent.items() if why in (_ENDED, GONE)}
+        ends |= {rank for rank, view in host.views.items() if view.state == State.FAILED}
+        return {}, {} if host.is_whole_job else {rank: why for rank, why in absent.items() if rank not in ends}
+    # If a rank has ended or is gone, the others may have failed because of it.
+    for reason in (_ENDED, GONE):
+        if likeliest := {rank: why for rank, why in absent.items() if why == reason}:
+            return waiting, likeliest
+    return waiting, absent
 
 
 def _reason(view: View) -> str:
@@ -213,10 +194,8 @@ def _minority(waiting: Mapping[int, View]) -> list[int]:
     return sorted(minority)
 
 
-def _may_recover(view: View, why: str) -> bool:
+def _may_recover(view: View) -> bool:
     """Return whether a blamed rank may join the others by itself."""
-    if why in (UNREACHABLE, UNWATCHED):
-        return why == UNWATCHED
     return view.excuse == WORKS or view.process == UNINTERRUPTIBLE
 
 
@@ -226,21 +205,29 @@ def _shown(frames: Sequence[str]) -> list[str]:
     return [frame for frame in frames if frame in shown][:_MOST_FRAMES]
 
 
-def _summary(
-    blamed: Mapping[int, str], names: Mapping[int, str], waiting: Mapping[int, View], others: Mapping[int, View]
-) -> str:
-    who = " and ".join(names[rank] for rank in list(blamed)[:_MOST_NAMED])
-    collectives = list(_grouped(_name, others))
+def _summary(host: Host, blamed: Mapping[int, str], waiting: Mapping[int, View], others: Mapping[int, View]) -> str:
+    who = " and ".join(host.names[rank] for rank in list(blamed)[:_MOST_NAMED])
+    may_be_elsewhere = not blamed and not host.is_whole_job
+    collectives = list(_grouped(_name_and_line if may_be_elsewhere else _name, others))
     if not blamed:
         which = collectives[0] if len(collectives) == 1 else "others"
-        what = f"all ranks wait for {which}, and none of them is missing"
+        whose = f"all ranks{'' if host.is_whole_job else f' on {host.name}'}"
+        what = f"{whose} wait for {which}, and none of them is missing"
+    elif not waiting:
+        what = f"{who} {'are' if len(blamed) > 1 else 'is'} in no collective, and ranks of other hosts may be in one"
     else:
         what = f"{who} did not come to {collectives[0]}" if others else f"{who} wait in different collectives"
-    shown = _grouped(_name_and_line, {rank: view for rank, view in waiting.items() if rank in blamed or not blamed})
-    if len(shown) < (1 if blamed and others else 2):
-        return what
-    places = [f"{_list_of(ranks)} in {where}" for where, ranks in shown.items()]
-    return f"{what}: {', '.join(places[:_MOST_PLACES])}{', …' * (len(places) > _MOST_PLACES)}"
+    if not blamed or not (blamed.keys() - waiting.keys()):
+        shown = {rank: view for rank, view in waiting.items() if rank in blamed or not blamed}
+        if len(_grouped(_name_and_line, shown)) >= (1 if blamed and others else 2):
+            what = f"{what}: {_places(shown)}"
+    return f"{what}; the cause may be on another host" if may_be_elsewhere else what
+
+
+def _places(waiting: Mapping[int, View]) -> str:
+    """Return which ranks wait in what: "ranks 0, 2 in the gradients of step 8 at train.py:31, rank 1 in barrier"."""
+    places = [f"{_list_of(ranks)} in {where}" for where, ranks in _grouped(_name_and_line, waiting).items()]
+    return f"{', '.join(places[:_MOST_PLACES])}{', …' * (len(places) > _MOST_PLACES)}"
 
 
 def _where_it_is(view: View, why: str) -> str:

@@ -1,4 +1,4 @@
-"""How long a job may be without progress: given, or measured from its own steps."""
+"""How long the ranks of a host may be without progress: given, or measured from their own steps."""
 
 from __future__ import annotations
 

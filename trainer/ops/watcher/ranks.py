@@ -20,7 +20,6 @@ from pathlib import Path
 from trainer.cluster.processes import GONE, Process, children_cpu_s, look
 from trainer.ops.watcher.job import STOPPED, UNINTERRUPTIBLE, WORKS, View
 from trainer.watch.heartbeat import SAVING, SIGNAL, SIZE, State
-from trainer.watch.job_folder import HANG, write_verdict
 from trainer.watch.stack import Frame, collective_of, frames_of, has_called, is_in_backward, main_frames, place_of
 
 _LOOK_S = 1.0
@@ -234,9 +233,8 @@ class LocalRanks:
             for number, rank in self.by_rank.items()
         }
 
-    def end(self, said: str, culprits: Sequence[int]) -> None:
-        """End all ranks, and note why where `trainer run` finds it."""
-        write_verdict(HANG, said, culprits)
+    def end(self) -> None:
+        """End all ranks."""
         for number, wait_s in ((signal.SIGTERM, _TERMINATED_S), (signal.SIGKILL, 0.0)):
             for rank in self.by_rank.values():
                 rank.signal(number)
