@@ -40,9 +40,10 @@ def test_an_unknown_name_is_refused_with_all_valid_ones() -> None:
     ("name", "problem"),
     [
         ("examples.nowhere:Ring", "No module named 'examples.nowhere'"),
-        ("examples.strategies.ring:Rings", "has no attribute 'Rings'"),
-        ("examples.strategies.ring:Ring", "which is no subclass of trainer.Strategy"),
-        (":Ring", "Empty module name"),
+        ("examples.strategies.ring:Rings", "has no subclass of trainer.Strategy of that name"),
+        ("examples.strategies.ring:Ring", "has no subclass of trainer.Strategy of that name"),
+        (":Ring", "valid is module:Class"),
+        (".x:Ring", "valid is module:Class"),
     ],
 )
 def test_a_strategy_of_ones_own_that_is_not_there_is_one_line(name: str, problem: str) -> None:

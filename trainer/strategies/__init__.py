@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -60,15 +61,22 @@ def make_strategy(name: str, world: World) -> Strategy:
     """
     name = choose_strategy(name, world)
     module, kind = _REGISTRY.get(name) or name.split(":", 1)
-    try:
-        made = getattr(importlib.import_module(module), kind)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        if name in _REGISTRY or (isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name))):
-            raise  # what the strategy's module itself imports is missing
-        raise ConfigError(f"strategy is {name!r}: {error}") from None
+    made = getattr(_import(module, name), kind, None)
     if not (isinstance(made, type) and issubclass(made, Strategy)):
-        raise ConfigError(f"strategy is {name!r}, which is no subclass of trainer.Strategy")
+        raise ConfigError(f"strategy is {name!r}, and {module} has no subclass of trainer.Strategy of that name")
     return made(world)
+
+
+def _import(module: str, name: str) -> ModuleType:
+    """Import the module of a strategy; what is wrong within one of the user's own is a traceback."""
+    if not all(map(str.isidentifier, module.split("."))):
+        raise ConfigError(f"strategy is {name!r}, whose module is {module!r}; valid is module:Class")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if name in _REGISTRY or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a package that the module imports
+        raise ConfigError(f"strategy is {name!r}: {error}") from None
 
 
 def wrapped(strategy: Strategy) -> Strategy:

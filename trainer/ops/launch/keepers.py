@@ -99,16 +99,21 @@ class Keepers:
     def _send(host: Host, shell: subprocess.Popen[bytes], call: bytes) -> None:
         if shell.stdin is None or shell.stdout is None or shell.stderr is None:
             return
-        with suppress(BrokenPipeError):
+        try:
             shell.stdin.write(call)
             shell.stdin.flush()
+        except BrokenPipeError:  # of a host with another keeper; what is left in the buffer would be sent at each close
+            with suppress(BrokenPipeError):
+                shell.stdin.close()
+            shell.stdin = None
         answer = shell.stdout.readline()
         if answer != b"ready\n":
             if answer:  # of something else that the host starts with each shell, which would mix with the outcomes
                 shell.kill()
-            with suppress(BrokenPipeError):  # there may be something that nobody has read
-                shell.stdin.close()
-            shell.stdin = None
+            if shell.stdin is not None:
+                with suppress(BrokenPipeError):  # there may be something that nobody has read
+                    shell.stdin.close()
+                shell.stdin = None
             problem = shell.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
             why = problem or f"ssh has ended with code {shell.wait()}"
             raise TrainerError(f"the function cannot be sent to host {host.name}: {why}")
