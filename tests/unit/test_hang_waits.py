@@ -170,15 +170,15 @@ def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever
 def test_what_is_waited_for_is_said_once_in_a_wait_and_nothing_is_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], excuse: str, count: int
 ) -> None:
-    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.3)
     ranks = Ranks(waiting(0, 1), View(rank=1, steps=1, excuse=excuse, at="train.py:31"))  # whose limit is 540 s
     watcher = watcher_of(ranks, None)
-    run(watcher, seconds=0.6)
+    run(watcher, seconds=1.0)
     assert not watcher.verdict
     printed = capfd.readouterr().err
     assert printed.count("trainer: rank 0 has waited") == count
     assert printed.count("rank 1 on a is in user code at train.py:31") == count
-    for events, seconds, more in ((1, 0.15, 0), (2, 0.35, count)):  # twice as long before the next one
+    for events, seconds, more in ((1, 0.2, 0), (2, 1.0, count)):  # twice as long before the next one
         ranks.seen[0] = View(rank=0, state=State.WAITING, what="gradients", steps=1, events=events)
         run(watcher, seconds=seconds)
         assert capfd.readouterr().err.count("has waited") == more
