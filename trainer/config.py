@@ -170,18 +170,18 @@ class RunConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
-        yield from self._not_shared()
+        yield from self._low_communication_problems()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
 
-    def _not_shared(self) -> Iterator[str]:
+    def _low_communication_problems(self) -> Iterator[str]:
         if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
             yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
-        if not (setting := self.shared_mechanism):
+        if not (setting := self.low_communication_setting):
             return
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
@@ -194,7 +194,7 @@ class RunConfig(_Checked):
         return self.sync_every > 1 or self.outer_lr is not None
 
     @property
-    def shared_mechanism(self) -> str:
+    def low_communication_setting(self) -> str:
         """The setting that asks for one of the mechanisms which all strategies share, in words; "" where none does."""
         if self.sync_every > 1:
             return f"sync_every is {self.sync_every}"

@@ -104,7 +104,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._evaluated: int | None = None
         """Samples of the evaluation batch at hand; None outside of an evaluation."""
-        self._parts_ranks = False
+        self._in_uneven_evaluation = False
         """Whether this is within an evaluation of which ranks have unequal numbers of batches."""
 
     @property
@@ -284,7 +284,7 @@ class Run:
         This happens by itself at the end of a loader's epoch, for checkpoints, and in `Trainer.evaluate`.
         """
         for synchronizer in self._updates.prepared.models.values():
-            synchronizer.settle()
+            synchronizer.average_weights()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.
@@ -320,11 +320,11 @@ class Run:
         return self.batch_samples if self._updates.batches.has_loader else 1
 
     def _on_evaluated(self, samples: int | None, is_even: bool) -> None:
-        self._evaluated, self._parts_ranks = samples, not is_even
+        self._evaluated, self._in_uneven_evaluation = samples, not is_even
 
     def _check_all_ranks_call(self, name: str) -> None:
         """Refuse a call within a loop that other ranks leave earlier: their next call would take its place."""
-        if self._parts_ranks:
+        if self._in_uneven_evaluation:
             raise TrainerError(
                 f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "
                 "after the loop, where run.mean() has added up what each rank has seen"

@@ -131,7 +131,7 @@ class Loader(ABC):
     """Units of the next epoch that an interrupted run has taken."""
     taken = 0
     """Units of the running epoch that all ranks together have taken, those of the last batch included."""
-    skip = 0
+    passes_done_before_resume = 0
     """Passes that yield nothing, because an interrupted run has made them in this epoch."""
     observer: Observer | None = None
     """Listener to the passes of a training."""
@@ -172,7 +172,7 @@ class Loader(ABC):
         """Called with the samples of each evaluation batch before it is yielded, and with None after the last one; and
         with whether all ranks are known to have as many batches.
         """
-        self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
+        self.wrap_steps: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
         """A filter of the steps that the loop asks for, which may time them."""
         # How many samples there are in a batch that another rank has loaded, only that rank knows.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
@@ -226,11 +226,11 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self.through(each_in_span(LOADER, self._told_steps()))
+        return self.wrap_steps(each_in_span(LOADER, self._told_steps()))
 
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
-        return self.through(each_in_span(LOADER, self._evaluation_steps()))
+        return self.wrap_steps(each_in_span(LOADER, self._evaluation_steps()))
 
     def use_seed(self, seed: int) -> None:
         """Draw orders and random numbers by another seed than the given one, for which a position still holds."""
@@ -282,8 +282,8 @@ class Loader(ABC):
         return 1 if loaded.count is None else loaded.count
 
     def _told_steps(self) -> Iterator[Step]:
-        if self.skip:
-            self.skip -= 1
+        if self.passes_done_before_resume:
+            self.passes_done_before_resume -= 1
             return
         on_step, observer, was_left = self._on_step, self.observer, False
         try:

@@ -68,10 +68,10 @@ class Batches:
         self._epoch = 0
         self.is_in_pass = False
         """Whether a backward pass runs, in which a forward pass computes activations anew."""
-        self._is_uneven = self._has_looked = False
+        self._is_uneven = self._digested_first_input = False
 
     @property
-    def is_unclear(self) -> bool:
+    def batch_is_ambiguous(self) -> bool:
         """Whether a pass whose inputs are none of the loaders' tensors may be of a batch that counts differently."""
         return len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
 
@@ -104,8 +104,8 @@ class Batches:
         """Note which batch a forward pass is of."""
         if self.is_in_pass:
             return
-        if not self._has_looked and self._ranks > 1:
-            self._has_looked = True
+        if not self._digested_first_input and self._ranks > 1:
+            self._digested_first_input = True
             self.first_inputs = next((_digest(tensor) for tensor in _tensors(inputs)), None)
         if not self._by_tensor:
             return
@@ -129,7 +129,7 @@ class Batches:
             self.current = step
             self._on_step(step)
 
-    def take_seen(self) -> list[Batch]:
+    def pop_forwarded_batches(self) -> list[Batch]:
         """Return the batches of the forward passes since the last backward pass, for the one that begins now."""
         self._thread = threading.get_ident()
         seen, self._seen = self._seen, []

@@ -75,7 +75,7 @@ class Exchange:
             ]
         for synchronizer in filter(None, reached):
             with span(EXCHANGE):
-                synchronizer.discard() if failed else synchronizer.complete()
+                synchronizer.reduce_after_error() if failed else synchronizer.complete()
             self._stepped[synchronizer] = set()
         if not prepared.has_optimizers:
             self.completed.on_step(self._batches.has_loader)
@@ -109,7 +109,7 @@ class Exchange:
             for synchronizer in self._complete(known, optimizer):
                 synchronizer.before_step()
             return None
-        if is_fp16 or self._config.shared_mechanism:
+        if is_fp16 or self._config.low_communication_setting:
             raise ConfigError("a closure cannot be combined with fp16, powersgd, sync_every or outer_lr")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:

@@ -65,7 +65,7 @@ class Weighing:
         if samples is None and batches.has_loader and not batches.is_watching:
             self.weight = batches.current.weight
             return
-        seen = batches.take_seen()
+        seen = batches.pop_forwarded_batches()
         if samples is not None:
             self.weight = self._weight_of_samples(samples)
         elif batches.has_loader:
@@ -92,7 +92,7 @@ class Weighing:
                 "the loss is of several batches of run.loader that count differently, such as the last batches of "
                 "two loaders; call run.backward once for each batch's loss, right after its forward pass"
             )
-        if not seen and self.batches.is_unclear and not self._has_warned:
+        if not seen and self.batches.batch_is_ambiguous and not self._has_warned:
             self._has_warned = True
             print_line(_AHEAD, sys.stderr)
         return weights.pop() if weights else self.batches.current.weight

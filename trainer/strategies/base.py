@@ -56,8 +56,8 @@ class Strategy(Collectives):
             ConfigError: the strategy cannot train this model with these settings.
         """
         is_alone = self.world.size == 1
-        if config.shared_mechanism and not is_alone:
-            check_dense(model, f"{config.shared_mechanism}, which takes")
+        if config.low_communication_setting and not is_alone:
+            check_dense(model, f"{config.low_communication_setting}, which takes")
         else:
             self.check(config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))

@@ -68,8 +68,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         return synchronizer
 
     def check(self, config: RunConfig) -> None:
-        if config.shared_mechanism and self.world.size > 1:
-            setting = config.shared_mechanism
+        if config.low_communication_setting and self.world.size > 1:
+            setting = config.low_communication_setting
             raise ConfigError(f"{setting}, and under FSDP no rank has whole gradients; valid there is none")
         if config.compression not in ("none", "bf16"):
             raise ConfigError(

@@ -39,7 +39,12 @@ class Synchronizer:
         super().__init_subclass__()
         note_waits(
             cls,
-            {"complete": "gradients", "discard": "gradients", "after_step": "weights", "settle": "weights"},
+            {
+                "complete": "gradients",
+                "reduce_after_error": "gradients",
+                "after_step": "weights",
+                "average_weights": "weights",
+            },
             counts=False,
         )
 
@@ -57,7 +62,7 @@ class Synchronizer:
     def complete(self) -> None:
         """Make the gradients the mean over all ranks. Collective, even for a rank whose pass has not reached them."""
 
-    def discard(self) -> None:
+    def reduce_after_error(self) -> None:
         """Take part, for the other ranks, in the all-reduce of a pass that has raised an error here. Collective.
 
         This rank's gradients stay as the error has left them.
@@ -72,7 +77,7 @@ class Synchronizer:
     def after_step(self) -> None:
         """Combine the ranks' weights, if each has taken a step of its own."""
 
-    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+    def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
         """Make the weights the same on all ranks where they differ between updates. Collective.
 
         Args:
@@ -151,7 +156,7 @@ class GradientSynchronizer(Synchronizer):
         self._is_local, self._is_in_pass = is_local, True
         self._move_hooks_last()
 
-    def discard(self) -> None:
+    def reduce_after_error(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:

@@ -162,10 +162,10 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
         if self._in_round == self._config.sync_every:
-            self._average_weights()
+            self._average_round()
 
     @torch.no_grad()
-    def _average_weights(self) -> None:
+    def _average_round(self) -> None:
         named = self._named
         # A parameter that was freed has its place among changes, too: PowerSGD knows tensors by theirs.
         names = [*(self._anchors.weights if self._sends_changes else named)]
@@ -195,9 +195,9 @@ class LocalSynchronizer(WholeSynchronizer):
         return sent
 
     @torch.no_grad()
-    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+    def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
         if self._differs:
-            self._average_weights()
+            self._average_round()
         if not self._states_differ or not optimizers:
             return
         self._states_differ = False
