@@ -67,7 +67,7 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
 
 
 class _LoaderOptions(CommonOptions, total=False):
-    """The options of `Run.loader` for datasets of both kinds; one that is for the other kind is refused at run time."""
+    """The options of `Run.loader` for datasets of both kinds; an option of the other kind is refused at run time."""
 
     drop_last: bool
     shuffle: bool | None
@@ -98,14 +98,14 @@ class Run:
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
         self._epoch = self._made = 0
-        """The epoch at hand of `epochs`, and how many training loaders were made before the loop and in this epoch."""
+        """The current epoch of `epochs`, and how many training loaders were made before the loop and in this epoch."""
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
         self._evaluated: int | None = None
-        """Samples of the evaluation batch at hand; None outside of an evaluation."""
+        """Samples of the current evaluation batch; None outside an evaluation."""
         self._in_uneven_evaluation = False
-        """Whether this is within an evaluation of which ranks have unequal numbers of batches."""
+        """Whether an evaluation runs in which some ranks have fewer batches than others."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def batch_samples(self) -> int:
-        """Number of samples in the most recent training batch, to weight sums of your own; 0 for a padding batch."""
+        """Number of samples in the most recent training batch, to weight your own sums; 0 for a padding batch."""
         return self._updates.batches.current.count
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
@@ -200,7 +200,7 @@ class Run:
             **options,
         )
         if training:
-            if self._made:  # as in one process, two datasets are not gone through in the same order
+            if self._made:  # two datasets have different orders, as in a single process
                 loader.use_seed(mix_seeds(self.config.seed, self._made))
             self._made, loader.epoch = self._made + 1, self._epoch
         loader.on_evaluated = self._on_evaluated
@@ -238,7 +238,7 @@ class Run:
 
         Raises:
             TrainerError: `create_graph` is true, parameters were unfrozen after `prepare`, the loss combines batches
-                with different weights, or ranks have diverged: their weights differ, or one has skipped a batch.
+                with different weights, or ranks have diverged: their weights differ, or a rank has skipped a batch.
         """
         if create_graph:
             raise TrainerError(
@@ -307,14 +307,14 @@ class Run:
         return total.to(local.dtype) if local.dtype == torch.bfloat16 else total
 
     def mean(self) -> Mean:
-        """Return a running mean over all ranks' samples, of the loss for example. Reading it is what all-reduces it.
+        """Return a running mean over all ranks' samples, of the loss for example. Only `read` communicates.
 
-        In `state` of the run's checkpoints, a mean goes on where an epoch was interrupted.
+        Given to `checkpoints` in `state`, it continues where an epoch was interrupted.
         """
-        return Mean(self.all_reduce, self._samples_at_hand, self.device, self.is_root)
+        return Mean(self.all_reduce, self._current_samples, self.device, self.is_root)
 
-    def _samples_at_hand(self) -> int:
-        """Return the samples of the batch that was drawn last, of an evaluation too; 1 without a loader."""
+    def _current_samples(self) -> int:
+        """Return the number of samples in the batch that was drawn last, also in an evaluation; 1 without a loader."""
         if self._evaluated is not None:
             return self._evaluated
         return self.batch_samples if self._updates.batches.has_loader else 1
@@ -323,7 +323,7 @@ class Run:
         self._evaluated, self._in_uneven_evaluation = samples, not is_even
 
     def _check_all_ranks_call(self, name: str) -> None:
-        """Refuse a call within a loop that other ranks leave earlier: their next call would take its place."""
+        """Raise `TrainerError` within a loop that other ranks leave earlier, which would not make this call."""
         if self._in_uneven_evaluation:
             raise TrainerError(
                 f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "
@@ -333,16 +333,16 @@ class Run:
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled.
 
-        Tensors of a GPU come to this rank's.
+        Tensors on a GPU arrive on this rank's GPU.
         """
         self._check_all_ranks_call("all_gather")
         sent = self.strategy.all_gather_object(packed(value, self.world))
-        return [unpacked(one, self.world) for one in sent]
+        return [unpacked(item, self.world) for item in sent]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. A value is anything that can be pickled.
 
-        Tensors of a GPU come to this rank's.
+        Tensors on a GPU arrive on this rank's GPU.
         """
         self._check_all_ranks_call("broadcast")
         sent = self.strategy.broadcast_object(packed(value, self.world) if self.rank == root else None, root=root)
@@ -359,7 +359,7 @@ class Run:
             print_line(" ".join(map(str, values)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model that was given to `prepare`, from the one that `prepare` returned."""
+        """Return the model that was given to `prepare`; takes what `prepare` returned for it."""
         if isinstance(model, nn.DataParallel) and model.module in self._updates.prepared.models:
             return cast(nn.Module, model.module)
         return model
@@ -393,10 +393,12 @@ class Run:
         if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
             for loader in self._held_loaders():
                 loader.epoch = start
-        return self._at(self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter))
+        numbers = range(start, count)
+        self._report.begin(numbers)
+        return self._in_each_epoch(self._checkpoints.count(numbers) if self._checkpoints else iter(numbers))
 
-    def _at(self, epochs: Iterator[int]) -> Iterator[int]:
-        """Yield epochs; a loader that is made within one has its order, and that of an uninterrupted run."""
+    def _in_each_epoch(self, epochs: Iterator[int]) -> Iterator[int]:
+        """Yield epochs. A loader that is made within an epoch gets the order of an uninterrupted run."""
         before = self._epoch, self._made
         try:
             for epoch in epochs:
@@ -464,15 +466,15 @@ class Run:
         return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard, checkpoints=saved_in)
 
     def log_to(self, function: LogFunction) -> None:
-        """Have `log` hand its values to a function as well, a tracker's say, on rank 0 only.
+        """Have `log` also call a function with its values on rank 0, for an experiment tracker.
 
         Args:
-            function: is called with the values, as numbers by name, and the step. What it raises, `log` raises.
+            function: is called with a dict from name to number, and the step. What it raises, `log` raises.
         """
         self._report.log_to(function)
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
-        """Hand rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""
+        """Give rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""
         self._report.log(values, step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The progress of an epoch: tqdm's bar on a terminal or in a notebook, a line now and then elsewhere."""
+"""Show the progress of an epoch: tqdm's bar on a terminal or in a notebook, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDLESS_FORMAT = "{desc}  {n_fmt}{postfix}"
 
 
 class Display:
-    """Rank 0's view of a loop.
+    """The progress display of a loop, on rank 0.
 
     Under launchers that give their ranks pipes, such as horovodrun and mpirun, standard error is no terminal.
 
@@ -32,7 +32,7 @@ class Display:
         self._bar: Any = None
 
     def show(self, head: str, done: int, samples: int | None, details: Sequence[str]) -> None:
-        """Show that `done` of `samples` are trained on; of a stream nobody may know how many there are."""
+        """Show that `done` of `samples` samples are done; `samples` is None for a stream of unknown length."""
         if self._has_bar:
             if head != self._head:  # another pass, which may be an evaluation within a training's
                 self.clear()
@@ -45,7 +45,7 @@ class Display:
             print_line("  ".join([head, f"{done}" if samples is None else f"{done}/{samples}", *details]))
 
     def clear(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             keep_lines_off(None)
             self._bar.close()

@@ -15,10 +15,10 @@ from trainer.tuning import tune
 
 
 class SingleStrategy(Strategy):
-    """One process, whose gradient is the mean gradient.
+    """A single process, whose gradient is the mean gradient.
 
     Raises:
-        ConfigError: the process is one of several.
+        ConfigError: the launcher started several processes.
     """
 
     def __init__(self, world: World) -> None:
