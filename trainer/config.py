@@ -150,11 +150,6 @@ class RunConfig(_Checked):
     """Replace every BatchNorm by a layer that normalizes over the global batch."""
     compile: bool = False
     """Run the model through `torch.compile`."""
-    dynamic_graph: bool = False
-    """Has no effect, and is there for scripts that set it: a step may leave parameters without a gradient in any case.
-
-    It may do so on some ranks only. Strategy "fsdp", which needs a gradient of each, refuses it; so does `sync_every`.
-    """
     device: Annotated[str, DEVICES] = "auto"
     """auto takes the GPU with this process's local rank if the host has it, else the CPU."""
     hang_timeout_s: Annotated[float | None, _FROM_0] = None
@@ -185,8 +180,6 @@ class RunConfig(_Checked):
             return
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
-        if self.dynamic_graph and self.averages_weights:
-            yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
 
     @property
     def averages_weights(self) -> bool:

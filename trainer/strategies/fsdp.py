@@ -75,11 +75,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             raise ConfigError(
                 f"compression is {config.compression!r}, which strategy 'fsdp' does not have; valid there: none, bf16"
             )
-        if config.dynamic_graph:
-            raise ConfigError(
-                "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze "
-                "what is not trained, or take another strategy"
-            )
         if config.fsdp.cpu_offload and self.world.device.type != "cuda":
             raise ConfigError("fsdp's cpu_offload keeps parameters off a GPU, and the device is the CPU; leave it out")
 
