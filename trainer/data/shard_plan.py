@@ -54,11 +54,6 @@ class ShardPlan:
         """Steps from `start` to the epoch's end, the same on every rank, a short last one included."""
         return -(-(self.samples - self.start) // self.step_size)
 
-    @property
-    def updates(self) -> int:
-        """Optimizer updates in these steps; the last one may have fewer than `accumulate` steps."""
-        return -(-self.steps // self.accumulate)
-
     def full_steps(self) -> ShardPlan:
         """Return the plan without the samples that do not fill the last step.
 

@@ -127,7 +127,7 @@ class Trainer:
         check_consistency(self.strategy, {"epochs": epochs})
         torch.manual_seed(mix_seeds(self.config.seed, self.world.rank))
         schedule = make_schedule(
-            self.config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
+            self.config, world_size=self.world.size, updates_per_epoch=loader.updates, epochs=epochs
         )
         self._learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
@@ -202,7 +202,7 @@ class Trainer:
 
     def _train_epoch(self, loader: ShardedLoader, epoch: int, validator: ShardedLoader | None) -> EpochRecord:
         state = self._state
-        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(loader.start)
+        opens_update, update = True, (epoch - 1) * loader.updates + loader.updates_before(loader.start)
         state.begin_epoch(is_resumed=loader.start > 0)
         if not self.model.training:  # else each module stays in the mode that the user has chosen for it
             self.model.train()
@@ -299,7 +299,7 @@ class Trainer:
         """Tell the callbacks that a fit begins or goes on; raise `ConfigError` if the user's scheduler is too short."""
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
-        update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates
+        update, last = before * loader.updates + loader.updates_before(taken), epochs * loader.updates
         self._learning_rate.check_steps(updates=last - update, epochs=epochs - before)
         self._context = FitContext(
             world=self.world,

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.data.base import NO_STEP, Step
 from trainer.loop.prepared import at_end
+from trainer.models.sharded import tensors_in
 
 
 class Batch(NamedTuple):
@@ -87,7 +88,7 @@ class Batches:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
-        for tensor in _tensors(step.batch):
+        for _, tensor in tensors_in(step.batch):
             self._by_tensor[tensor] = batch
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
             if self._seen:  # this loader's earlier batches have had no backward pass
@@ -100,16 +101,16 @@ class Batches:
             hook = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
             at_end(model, hook.remove)
 
-    def on_forward(self, inputs: Iterable[Any]) -> None:
+    def on_forward(self, inputs: tuple[Any, ...]) -> None:
         """Find the batch that a forward pass computes on."""
         if self.is_in_pass:
             return
         if not self._digested_first_input and self._ranks > 1:
             self._digested_first_input = True
-            self.first_inputs = next((_digest(tensor) for tensor in _tensors(inputs)), None)
+            self.first_inputs = next((_digest(tensor) for _, tensor in tensors_in(inputs)), None)
         if not self._by_tensor:
             return
-        for tensor in _tensors(inputs):
+        for _, tensor in tensors_in(inputs):
             if (batch := self._batch_of(tensor)) is not None:
                 self._seen.append(batch)
                 self.activate(batch.step, batch.position)
@@ -171,15 +172,3 @@ def _digest(tensor: Tensor) -> object:
     except (RuntimeError, TypeError):
         return None
     return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -29,7 +29,6 @@ _SENT_AS = {torch.bfloat16: torch.float32}
 """The type that is sent, without a compression, for a type in which sums would keep eight bits."""
 _PIECE_BYTES = 2**30
 """The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
-_SMALL_BYTES = 2**16
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 
@@ -122,19 +121,10 @@ class HorovodStrategy(Strategy):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = _pickled(value)
-        length = torch.tensor([len(data)]).view(torch.uint8)
-        # One all-gather is enough where no value is large.
-        small = self._hvd.allgather(torch.cat([length, data[:_SMALL_BYTES]]), name="trainer.objects")
-        lengths, parts = [], []
-        while len(small):
-            lengths.append(int.from_bytes(small[: len(length)].numpy().tobytes(), sys.byteorder))
-            parts.append(small[len(length) :][: min(lengths[-1], _SMALL_BYTES)])
-            small = small[len(length) + len(parts[-1]) :]
+        lengths = self._hvd.allgather(torch.tensor([len(data)]), name="trainer.lengths").tolist()
         if sum(lengths) > _PIECE_BYTES:
             return super().all_gather_object(value)
-        if max(lengths) > _SMALL_BYTES:
-            parts = self._hvd.allgather(data, name="trainer.large_objects").split(lengths)
-        return [_unpickled(part) for part in parts]
+        return [_unpickled(part) for part in self._hvd.allgather(data, name="trainer.objects").split(lengths)]
 
     def _broadcast(self, tensors: Iterable[Tensor], root: int) -> None:
         """Overwrite each of `tensors` with rank `root`'s, in place, in pieces of at most `_PIECE_BYTES`."""
