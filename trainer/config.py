@@ -51,11 +51,11 @@ class _Checked:
 
     def __post_init__(self) -> None:
         # Bounds are checked only if all types are right: a text cannot be compared with a number.
-        problems = list(self._of_another_kind()) or [*self._out_of_bounds(), *self._problems()]
+        problems = list(self._type_problems()) or [*self._bound_problems(), *self._problems()]
         if problems:
             raise ConfigError("; ".join(problems))
 
-    def _of_another_kind(self) -> Iterator[str]:
+    def _type_problems(self) -> Iterator[str]:
         for name, hint in get_type_hints(type(self)).items():
             (kind, *others), value = get_args(hint) or (hint,), getattr(self, name)
             if kind not in _KINDS or (value is None and others):
@@ -64,7 +64,7 @@ class _Checked:
             if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
                 yield f"{name} is {value!r}; it must be {words}{' or None' * bool(others)}"
 
-    def _out_of_bounds(self) -> Iterator[str]:
+    def _bound_problems(self) -> Iterator[str]:
         hints = get_type_hints(type(self), include_extras=True)
         for setting in fields(self):
             value = getattr(self, setting.name)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
@@ -69,6 +69,7 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
 class _LoaderOptions(CommonOptions, total=False):
     """The options of `Run.loader` for datasets of both kinds; an option of the other kind is refused at run time."""
 
+    global_batch_size: int | None
     drop_last: bool
     shuffle: bool | None
     sampler: Drawn | None
@@ -97,7 +98,7 @@ class Run:
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
-        self._epoch = self._made = 0
+        self._epoch = self._training_loaders = 0
         """The current epoch of `epochs`, and how many training loaders were made before the loop and in this epoch."""
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
@@ -148,30 +149,13 @@ class Run:
         results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
         return results[0] if len(results) == 1 else results
 
-    # An iterable dataset is a Dataset as well; type checkers take the first of the two that fits.
-    @overload
-    def loader(  # type: ignore[overload-overlap]
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int | None = NOT_GIVEN,
-        *,
-        global_batch_size: int | None = None,
-        training: bool = True,
-        **options: Unpack[_LoaderOptions],
-    ) -> StreamLoader: ...
-    @overload
     def loader(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Dataset[Any] | Sequence[Any] | Iterable[Any],
         batch_size: int | None = NOT_GIVEN,
         *,
-        global_batch_size: int | None = None,
         training: bool = True,
         **options: Unpack[_LoaderOptions],
-    ) -> ShardedLoader: ...
-
-    def loader(
-        self, dataset: Any, batch_size: int | None = NOT_GIVEN, *, training: bool = True, **options: Any
     ) -> Loader:
         """Return a loader of this rank's batches, on its device.
 
@@ -180,9 +164,9 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
-        if of_run := {"seed", "accumulate"} & set(options):
-            raise ConfigError(f"run.loader takes {min(of_run)} from the run; set it in trainer.init")
-        kind = StreamLoader if is_stream(dataset) else ShardedLoader
+        if from_run := {"seed", "accumulate"} & set(options):
+            raise ConfigError(f"run.loader takes {min(from_run)} from the run; set it in trainer.init")
+        kind: Any = StreamLoader if is_stream(dataset) else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
                 "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "
@@ -200,9 +184,9 @@ class Run:
             **options,
         )
         if training:
-            if self._made:  # two datasets have different orders, as in a single process
-                loader.use_seed(mix_seeds(self.config.seed, self._made))
-            self._made, loader.epoch = self._made + 1, self._epoch
+            if self._training_loaders:  # two datasets have different orders, as in a single process
+                loader.use_seed(mix_seeds(self.config.seed, self._training_loaders))
+            self._training_loaders, loader.epoch = self._training_loaders + 1, self._epoch
         loader.on_evaluated = self._on_evaluated
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
@@ -399,13 +383,13 @@ class Run:
 
     def _in_each_epoch(self, epochs: Iterator[int]) -> Iterator[int]:
         """Yield epochs. A loader that is made within an epoch gets the order of an uninterrupted run."""
-        before = self._epoch, self._made
+        before = self._epoch, self._training_loaders
         try:
             for epoch in epochs:
-                self._epoch, self._made = epoch, before[1]
+                self._epoch, self._training_loaders = epoch, before[1]
                 yield epoch
         finally:  # also where the loop was left early
-            self._epoch, self._made = before
+            self._epoch, self._training_loaders = before
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.

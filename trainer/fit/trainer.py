@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +198,8 @@ class Trainer:
         whole, workers = config.global_batch_size if training else None, config.num_workers
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
         per_rank = size if whole is None else None
-        return self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
+        loader = self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
+        return cast(ShardedLoader, loader)
 
     def _train_epoch(self, loader: ShardedLoader, epoch: int, validator: ShardedLoader | None) -> EpochRecord:
         state = self._state
@@ -349,10 +350,10 @@ def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | Non
     """Return the settings of a Trainer that is given a run; raise `ConfigError` if they contradict the run's."""
     if strategy not in ("auto", run.strategy):
         raise ConfigError("Trainer was given both run and strategy; choose the strategy in trainer.init")
-    of_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
+    from_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
     if config is None:
-        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**of_run)
-    for name, value in of_run.items():
+        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**from_run)
+    for name, value in from_run.items():
         if getattr(config, name) != value:
             raise ConfigError(
                 f"Trainer's config has {name} {getattr(config, name)!r}, and its run has {value!r}; give the config to "

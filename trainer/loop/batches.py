@@ -60,7 +60,7 @@ class Batches:
         """Digest of the first tensor in the first forward pass; None if it cannot be read."""
         self._by_tensor: Any = WeakIdKeyDictionary()
         """From each tensor of a batch to the batch, as long as somebody holds the tensor."""
-        self._seen: list[Batch] = []
+        self._forwarded: list[Batch] = []
         """The batches of the forward passes since the last backward pass."""
         self._thread = threading.get_ident()
         self._drawn: Counter[int] = Counter()
@@ -91,8 +91,8 @@ class Batches:
         for _, tensor in tensors_in(step.batch):
             self._by_tensor[tensor] = batch
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
-            if self._seen:  # this loader's earlier batches have had no backward pass
-                self._seen = [seen for seen in self._seen if seen.loader != loader]
+            if self._forwarded:  # this loader's earlier batches have had no backward pass
+                self._forwarded = [seen for seen in self._forwarded if seen.loader != loader]
             self.activate(batch.step, batch.position)
 
     def watch(self, model: nn.Module) -> None:
@@ -112,7 +112,7 @@ class Batches:
             return
         for _, tensor in tensors_in(inputs):
             if (batch := self._batch_of(tensor)) is not None:
-                self._seen.append(batch)
+                self._forwarded.append(batch)
                 self.activate(batch.step, batch.position)
                 return
 
@@ -133,7 +133,7 @@ class Batches:
     def pop_forwarded_batches(self) -> list[Batch]:
         """Return the batches of the forward passes since the last backward pass, and forget them."""
         self._thread = threading.get_ident()
-        seen, self._seen = self._seen, []
+        seen, self._forwarded = self._forwarded, []
         return seen
 
     def end_pass(self) -> None:

@@ -113,7 +113,7 @@ class Updates:
                 hook.remove()
         self._end_pass()
         if weight:
-            self._warn_of_others()
+            self._warn_if_unreached()
 
     def _end_pass(self) -> None:
         self._is_in_pass = False
@@ -130,7 +130,7 @@ class Updates:
         if self.prepared.active and not self._weighing.is_local:
             self.exchange.run(self._reached(), failed=True)
 
-    def _warn_of_others(self) -> None:
+    def _warn_if_unreached(self) -> None:
         """Warn once if a pass reached no prepared model."""
         if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
             return
