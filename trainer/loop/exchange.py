@@ -14,7 +14,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import PeriodicCheck
 from trainer.loop.grad_scaler import check_step_is_scaled
-from trainer.loop.gradients import gradients_of
+from trainer.loop.gradients import parameters_of
 from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.loop.weighing import Weighing
@@ -138,7 +138,7 @@ class Exchange:
                 f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
                 "where run.sync_gradients is true"
             )
-        if is_repeated and gradients_of(optimizer):
+        if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
                 "optimizer.step() found gradients, but run.backward has not run since its last step; call "
                 "run.backward(loss) before each step, and zero the gradients after it"

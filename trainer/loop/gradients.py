@@ -17,11 +17,6 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients that the optimizer's parameters have."""
-    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-
-
 def mark(parameters: Iterable[nn.Parameter]) -> Marks:
     """Remember the gradients that these parameters have now."""
     return {

@@ -59,8 +59,8 @@ def _make_bar(head: str, samples: int | None) -> Any:
     return tqdm(desc=head, total=samples, leave=False, dynamic_ncols=True, bar_format=bar_format)
 
 
-def clock(seconds: float) -> str:
-    """Format a duration, as in 3:10 or 1:02:00."""
-    minutes, rest = divmod(round(seconds), 60)
+def time_left(seconds: float, done: float, left: int) -> str:
+    """Return the time for `left` samples, if `done` samples took so many seconds: "3:10 left" or "1:02:00 left"."""
+    minutes, rest = divmod(round(seconds / done * left), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02} left" if hours else f"{minutes}:{rest:02} left"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from trainer.cluster.world import World
 from trainer.data.base import Loader
 from trainer.errors import ConfigError
-from trainer.report.display import Display, clock
+from trainer.report.display import Display, time_left
 from trainer.report.run_record import RunFolder, describe_optimizer, describe_run
 
 Settings = Mapping[str, Any] | Namespace
@@ -151,10 +151,8 @@ class LoopReport:
             return name, []
         if epochs:  # with what happens between them, such as an evaluation
             trained = (loader.epoch - 1) * samples + done
-            left_s = (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
-        else:
-            left_s = (samples - done) / rate
-        return name, [f"{clock(left_s)} left"]
+            return name, [time_left(now - self._began, trained - self._before, epochs.stop * samples - trained)]
+        return name, [time_left(1.0, rate, samples - done)]
 
 
 def _number(name: str, value: Tensor | float) -> float:
