@@ -23,7 +23,7 @@ _INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number must be.
+    """A condition on a number.
 
     It stands in a field's `Annotated`. There, a tuple holds every valid value.
     """
@@ -40,7 +40,7 @@ _KINDS: dict[Any, tuple[type, str]] = {
     int: (Integral, "an integer"),
     float: (Real, "a number"),
 }
-"""What may be given for a field of this type."""
+"""The accepted type for a field's type, and its name in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class _Checked:
     _whose = ""
 
     def __post_init__(self) -> None:
-        # Of another kind, a value cannot be compared with its bounds.
-        problems = list(self._of_another_kind()) or [*self._out_of_bounds(), *self._problems()]
+        # Bounds are checked only if all types are right: a text cannot be compared with a number.
+        problems = list(self._type_problems()) or [*self._bound_problems(), *self._problems()]
         if problems:
             raise ConfigError("; ".join(problems))
 
-    def _of_another_kind(self) -> Iterator[str]:
+    def _type_problems(self) -> Iterator[str]:
         for name, hint in get_type_hints(type(self)).items():
             (kind, *others), value = get_args(hint) or (hint,), getattr(self, name)
             if kind not in _KINDS or (value is None and others):
@@ -64,7 +64,7 @@ class _Checked:
             if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
                 yield f"{name} is {value!r}; it must be {words}{' or None' * bool(others)}"
 
-    def _out_of_bounds(self) -> Iterator[str]:
+    def _bound_problems(self) -> Iterator[str]:
         hints = get_type_hints(type(self), include_extras=True)
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -75,11 +75,11 @@ class _Checked:
                     yield f"{self._whose}{setting.name} is {value!r}; valid are {', '.join(map(str, rule))}"
 
     def _problems(self) -> Iterator[str]:
-        """Yield what else is not valid, in words."""
+        """Yield a sentence for each further problem that a subclass finds."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for a file or a comparison between ranks."""
+        """Return the settings as plain values, for a file or a comparison between ranks."""
         return asdict(self)
 
 
@@ -99,8 +99,8 @@ class FsdpConfig(_Checked):
     parameter_dtype: Annotated[str | None, (None, "bf16")] = None
     """bf16 gathers and computes in bfloat16; what the optimizer updates stays as it is."""
     reduce_dtype: Annotated[str | None, (None, "fp32", "bf16")] = None
-    """for the sum of the gradients; None takes fp32 where parameters are gathered in bf16, and
-    the parameters' own type otherwise."""
+    """Type in which gradients are summed; None takes fp32 if parameters are gathered in bf16, else
+    the parameters' type."""
     checkpoint_activations: bool = False
     """Keep the blocks' inputs only, and compute each block a second time in the backward pass."""
     cpu_offload: bool = False
@@ -133,11 +133,11 @@ class RunConfig(_Checked):
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
     fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32. None is the same as none.
-    powersgd:2 approximates each matrix of gradients by one of rank 2, powersgd by one of rank 4. With `sync_every`,
-    it is what a round has changed in the weights that is sent so.
+    powersgd:2 approximates each matrix of gradients by a matrix of rank 2, powersgd by a matrix of rank 4. With
+    `sync_every`, they approximate what a round has changed in the weights.
     """
     full_updates: Annotated[int, _FROM_0] = 10
-    """The first so many updates send whole gradients; compression powersgd and `sync_every` begin after them."""
+    """How many updates send whole gradients before compression powersgd or `sync_every` begins."""
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
     outer_lr: float | None = None
@@ -147,20 +147,15 @@ class RunConfig(_Checked):
     seed: Annotated[int, _FROM_0] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
-    """Replace every BatchNorm by one that normalizes over the global batch."""
+    """Replace every BatchNorm by a layer that normalizes over the global batch."""
     compile: bool = False
     """Run the model through `torch.compile`."""
-    dynamic_graph: bool = False
-    """Has no effect, and is there for scripts that set it: a step may leave parameters without a gradient in any case.
-
-    It may do so on some ranks only. Strategy "fsdp", which needs a gradient of each, refuses it; so does `sync_every`.
-    """
     device: Annotated[str, DEVICES] = "auto"
-    """auto takes the GPU with this process's local rank, where there is one."""
+    """auto takes the GPU with this process's local rank if the host has it, else the CPU."""
     hang_timeout_s: Annotated[float | None, _FROM_0] = None
     """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    """Of strategy "fsdp": what it shards, and what it trades for memory."""
+    """Options of strategy "fsdp"."""
 
     def __post_init__(self) -> None:
         if self.compression is None:
@@ -170,23 +165,21 @@ class RunConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
-        yield from self._not_shared()
+        yield from self._low_communication_problems()
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
 
-    def _not_shared(self) -> Iterator[str]:
+    def _low_communication_problems(self) -> Iterator[str]:
         if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
             yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
-        if not (setting := self.shared_mechanism):
+        if not (setting := self.low_communication_setting):
             return
         if self.precision == "fp16":
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
-        if self.dynamic_graph and self.averages_weights:
-            yield f"{setting}, which does not go with dynamic_graph: no rank may leave parameters out"
 
     @property
     def averages_weights(self) -> bool:
@@ -194,8 +187,8 @@ class RunConfig(_Checked):
         return self.sync_every > 1 or self.outer_lr is not None
 
     @property
-    def shared_mechanism(self) -> str:
-        """The setting that asks for one of the mechanisms which all strategies share, in words; "" where none does."""
+    def low_communication_setting(self) -> str:
+        """The setting by which ranks send less than all gradients, in words for an error; "" if there is none."""
         if self.sync_every > 1:
             return f"sync_every is {self.sync_every}"
         if self.outer_lr is not None:
@@ -233,7 +226,7 @@ class TrainerConfig(RunConfig):
     warmup_epochs: Annotated[float, _FROM_0] = 1.0
     """Epochs of warm-up, from the single-rank learning rate to the scaled one; with `global_batch_size` from 0."""
     decay: Annotated[str, ("none", "cosine")] = "cosine"
-    """decay of the learning rate after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     channels_last: bool = False
     """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
     prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.
@@ -272,18 +265,18 @@ class CheckpointConfig(_Checked):
     every_epochs: Annotated[int | None, _POSITIVE] = None
     """Epochs between two checkpoints, each after what the loop does at the end of an epoch."""
     keep: Annotated[int, _FROM_1] = 3
-    """The newest so many are kept. An older one is removed after the next has been committed."""
+    """How many of the newest checkpoints are kept. An older one is removed once the next has been committed."""
     best: Annotated[str | None, ("min", "max")] = None
-    """keep the one with the least or the greatest score as well; see `Checkpoints.rate`."""
+    """Also keep the checkpoint with the least or the greatest score; see `Checkpoints.rate`."""
     metric: str = "loss"
-    """Of `Trainer`: the validation's metric that is the score."""
+    """The validation metric that `Trainer` takes for the score."""
     resume: str | Path = "auto"
-    """"auto" goes on from the newest checkpoint in the folder, if there is one. "none" starts anew, in an empty folder.
+    """"auto" goes on from the newest checkpoint in the folder, if any. "none" starts anew, in an empty folder.
 
     Anything else is the path of a checkpoint to go on from.
     """
     on_error: Annotated[str, ("continue", "stop")] = "continue"
-    """what to do when a checkpoint cannot be written, because the disk is full say."""
+    """What to do if a checkpoint cannot be written, for example because the disk is full."""
     files: Annotated[str, CHECKPOINT_FILES] = "auto"
     """"auto" has each rank write its part of a sharded model if they share the folder."""
     grace_s: Annotated[float, _FROM_0] = 20.0
@@ -303,14 +296,14 @@ _SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")
 
 
 def settings_from(kind: type[_SettingsT], call: str, others: Sequence[str] = (), **settings: Any) -> _SettingsT:
-    """Return the settings of a call.
+    """Build the settings that a function was given as keyword arguments.
 
     Args:
-        call: its name, for the error.
-        others: what else it takes.
+        call: the function's name, for the error.
+        others: the function's other parameters.
 
     Raises:
-        ConfigError: one has a name or a value that is not valid.
+        ConfigError: a setting's name or value is not valid.
     """
     valid: list[str] = [setting.name for setting in fields(kind)]
     for name in settings:

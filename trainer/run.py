@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
@@ -67,8 +67,9 @@ def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, 
 
 
 class _LoaderOptions(CommonOptions, total=False):
-    """The options of `Run.loader` for datasets of both kinds; one that is for the other kind is refused at run time."""
+    """The options of `Run.loader` for datasets of both kinds; an option of the other kind is refused at run time."""
 
+    global_batch_size: int | None
     drop_last: bool
     shuffle: bool | None
     sampler: Drawn | None
@@ -97,15 +98,15 @@ class Run:
         self._updates = Updates(self.strategy, config)
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
-        self._epoch = self._made = 0
-        """The epoch at hand of `epochs`, and how many training loaders were made before the loop and in this epoch."""
+        self._epoch = self._training_loaders = 0
+        """The current epoch of `epochs`, and how many training loaders were made before the loop and in this epoch."""
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
         self._evaluated: int | None = None
-        """Samples of the evaluation batch at hand; None outside of an evaluation."""
-        self._parts_ranks = False
-        """Whether this is within an evaluation of which ranks have unequal numbers of batches."""
+        """Samples of the current evaluation batch; None outside an evaluation."""
+        self._in_uneven_evaluation = False
+        """Whether an evaluation runs in which some ranks have fewer batches than others."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -114,7 +115,7 @@ class Run:
 
     @property
     def batch_samples(self) -> int:
-        """Number of samples in the most recent training batch, to weight sums of your own; 0 for a padding batch."""
+        """Number of samples in the most recent training batch, to weight your own sums; 0 for a padding batch."""
         return self._updates.batches.current.count
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
@@ -148,30 +149,13 @@ class Run:
         results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
         return results[0] if len(results) == 1 else results
 
-    # An iterable dataset is a Dataset as well; type checkers take the first of the two that fits.
-    @overload
-    def loader(  # type: ignore[overload-overlap]
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int | None = NOT_GIVEN,
-        *,
-        global_batch_size: int | None = None,
-        training: bool = True,
-        **options: Unpack[_LoaderOptions],
-    ) -> StreamLoader: ...
-    @overload
     def loader(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Dataset[Any] | Sequence[Any] | Iterable[Any],
         batch_size: int | None = NOT_GIVEN,
         *,
-        global_batch_size: int | None = None,
         training: bool = True,
         **options: Unpack[_LoaderOptions],
-    ) -> ShardedLoader: ...
-
-    def loader(
-        self, dataset: Any, batch_size: int | None = NOT_GIVEN, *, training: bool = True, **options: Any
     ) -> Loader:
         """Return a loader of this rank's batches, on its device.
 
@@ -180,9 +164,9 @@ class Run:
         Raises:
             ConfigError: an argument is not valid, or the datasets differ in size between ranks.
         """
-        if of_run := {"seed", "accumulate"} & set(options):
-            raise ConfigError(f"run.loader takes {min(of_run)} from the run; set it in trainer.init")
-        kind = StreamLoader if is_stream(dataset) else ShardedLoader
+        if from_run := {"seed", "accumulate"} & set(options):
+            raise ConfigError(f"run.loader takes {min(from_run)} from the run; set it in trainer.init")
+        kind: Any = StreamLoader if is_stream(dataset) else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
                 "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "
@@ -200,9 +184,9 @@ class Run:
             **options,
         )
         if training:
-            if self._made:  # as in one process, two datasets are not gone through in the same order
-                loader.use_seed(mix_seeds(self.config.seed, self._made))
-            self._made, loader.epoch = self._made + 1, self._epoch
+            if self._training_loaders:  # two datasets have different orders, as in a single process
+                loader.use_seed(mix_seeds(self.config.seed, self._training_loaders))
+            self._training_loaders, loader.epoch = self._training_loaders + 1, self._epoch
         loader.on_evaluated = self._on_evaluated
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
@@ -238,7 +222,7 @@ class Run:
 
         Raises:
             TrainerError: `create_graph` is true, parameters were unfrozen after `prepare`, the loss combines batches
-                with different weights, or ranks have diverged: their weights differ, or one has skipped a batch.
+                with different weights, or ranks have diverged: their weights differ, or a rank has skipped a batch.
         """
         if create_graph:
             raise TrainerError(
@@ -284,7 +268,7 @@ class Run:
         This happens by itself at the end of a loader's epoch, for checkpoints, and in `Trainer.evaluate`.
         """
         for synchronizer in self._updates.prepared.models.values():
-            synchronizer.settle()
+            synchronizer.average_weights()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.
@@ -307,24 +291,24 @@ class Run:
         return total.to(local.dtype) if local.dtype == torch.bfloat16 else total
 
     def mean(self) -> Mean:
-        """Return a running mean over all ranks' samples, of the loss for example. Reading it is what all-reduces it.
+        """Return a running mean over all ranks' samples, of the loss for example. Only `read` communicates.
 
-        In `state` of the run's checkpoints, a mean goes on where an epoch was interrupted.
+        Given to `checkpoints` in `state`, it continues where an epoch was interrupted.
         """
-        return Mean(self.all_reduce, self._samples_at_hand, self.device, self.is_root)
+        return Mean(self.all_reduce, self._current_samples, self.device, self.is_root)
 
-    def _samples_at_hand(self) -> int:
-        """Return the samples of the batch that was drawn last, of an evaluation too; 1 without a loader."""
+    def _current_samples(self) -> int:
+        """Return the number of samples in the batch that was drawn last, also in an evaluation; 1 without a loader."""
         if self._evaluated is not None:
             return self._evaluated
         return self.batch_samples if self._updates.batches.has_loader else 1
 
     def _on_evaluated(self, samples: int | None, is_even: bool) -> None:
-        self._evaluated, self._parts_ranks = samples, not is_even
+        self._evaluated, self._in_uneven_evaluation = samples, not is_even
 
     def _check_all_ranks_call(self, name: str) -> None:
-        """Refuse a call within a loop that other ranks leave earlier: their next call would take its place."""
-        if self._parts_ranks:
+        """Raise `TrainerError` within a loop that other ranks leave earlier, which would not make this call."""
+        if self._in_uneven_evaluation:
             raise TrainerError(
                 f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "
                 "after the loop, where run.mean() has added up what each rank has seen"
@@ -333,16 +317,16 @@ class Run:
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled.
 
-        Tensors of a GPU come to this rank's.
+        Tensors on a GPU arrive on this rank's GPU.
         """
         self._check_all_ranks_call("all_gather")
         sent = self.strategy.all_gather_object(packed(value, self.world))
-        return [unpacked(one, self.world) for one in sent]
+        return [unpacked(item, self.world) for item in sent]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. A value is anything that can be pickled.
 
-        Tensors of a GPU come to this rank's.
+        Tensors on a GPU arrive on this rank's GPU.
         """
         self._check_all_ranks_call("broadcast")
         sent = self.strategy.broadcast_object(packed(value, self.world) if self.rank == root else None, root=root)
@@ -359,7 +343,7 @@ class Run:
             print_line(" ".join(map(str, values)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model that was given to `prepare`, from the one that `prepare` returned."""
+        """Return the model that was given to `prepare`; takes what `prepare` returned for it."""
         if isinstance(model, nn.DataParallel) and model.module in self._updates.prepared.models:
             return cast(nn.Module, model.module)
         return model
@@ -393,17 +377,19 @@ class Run:
         if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
             for loader in self._held_loaders():
                 loader.epoch = start
-        return self._at(self._report.count(range(start, count), self._checkpoints.count if self._checkpoints else iter))
+        numbers = range(start, count)
+        self._report.begin(numbers)
+        return self._in_each_epoch(self._checkpoints.count(numbers) if self._checkpoints else iter(numbers))
 
-    def _at(self, epochs: Iterator[int]) -> Iterator[int]:
-        """Yield epochs; a loader that is made within one has its order, and that of an uninterrupted run."""
-        before = self._epoch, self._made
+    def _in_each_epoch(self, epochs: Iterator[int]) -> Iterator[int]:
+        """Yield epochs. A loader that is made within an epoch gets the order of an uninterrupted run."""
+        before = self._epoch, self._training_loaders
         try:
             for epoch in epochs:
-                self._epoch, self._made = epoch, before[1]
+                self._epoch, self._training_loaders = epoch, before[1]
                 yield epoch
         finally:  # also where the loop was left early
-            self._epoch, self._made = before
+            self._epoch, self._training_loaders = before
 
     def checkpoints(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, **options: Any) -> Checkpoints:
         """Save checkpoints while this run trains, and resume where an earlier run stopped. Collective.
@@ -464,15 +450,15 @@ class Run:
         return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard, checkpoints=saved_in)
 
     def log_to(self, function: LogFunction) -> None:
-        """Have `log` hand its values to a function as well, a tracker's say, on rank 0 only.
+        """Have `log` also call a function with its values on rank 0, for an experiment tracker.
 
         Args:
-            function: is called with the values, as numbers by name, and the step. What it raises, `log` raises.
+            function: is called with a dict from name to number, and the step. What it raises, `log` raises.
         """
         self._report.log_to(function)
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
-        """Hand rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""
+        """Give rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""
         self._report.log(values, step)
 
     def close(self) -> None:

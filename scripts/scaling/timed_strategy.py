@@ -94,7 +94,7 @@ class TimedStrategy(Strategy):
     def follow_loader(self, loader: Loader) -> None:
         super().follow_loader(loader)
         if loader.training:
-            loader.through = lambda steps: self.timer.epoch(loader, steps)
+            loader.wrap_steps = lambda steps: self.timer.epoch(loader, steps)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         """Count the time between the first message of a backward pass and the end of the last one."""
@@ -157,7 +157,7 @@ class StepTimer:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         self._gradient_shapes = [list(parameter.shape) for parameter in parameters]
-        self._full_updates = config.full_updates if config.shared_mechanism else 0
+        self._full_updates = config.full_updates if config.low_communication_setting else 0
         self._round = config.sync_every
         self._settings = {name: getattr(config, name) for name in SETTINGS}
         self._tells_exchange = isinstance(synchronizer, BucketSynchronizer)

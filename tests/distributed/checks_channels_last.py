@@ -70,7 +70,7 @@ def train(strategy: Strategy, data: InMemory, *, batch_norm: bool, **settings: A
 
 
 def check_channels_last_weights_equal_one_process(strategy: Strategy) -> None:
-    every: list[dict[str, Any]] = [{"batch_norm": True}, {"accumulate": 2}, {"dynamic_graph": True}]
+    every: list[dict[str, Any]] = [{"batch_norm": True}, {"accumulate": 2}]
     for settings in every:
         batch = BATCH * strategy.world.size * settings.get("accumulate", 1)
         options = {"batch_norm": False, **settings}

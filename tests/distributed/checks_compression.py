@@ -37,7 +37,6 @@ def check_wide_factors_equal_one_process(strategy: Strategy) -> None:
         (4 * full + strategy.world.size + 1, 1, {}),
         (2 * full + 1, 1, {"clip_norm": 0.05}),
         (7 * full + 1, 3, {"accumulate": 3}),
-        (3 * full, 1, {"dynamic_graph": True}),
     ):
         model, data = make_model(), make_data(samples)
         expected = train_alone(model, data, batch=batches * full, clip_norm=settings.get("clip_norm"))

@@ -92,7 +92,7 @@ def check_a_parameter_without_a_gradient_is_told_where_gradients_are_sharded(str
 
 def check_a_dynamic_graph_moves_no_parameter_that_got_no_gradient(strategy: Strategy) -> None:
     """Weight decay and momentum would move it with a gradient of zeros."""
-    if strategy.shards:  # which refuses a dynamic graph
+    if strategy.shards:  # which needs a gradient of every parameter
         return
     last = strategy.world.size - 1
     for users in (set(), {last}, set(range(strategy.world.size))):

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd
-from trainer import ConfigError, InMemory, init
+from trainer import ConfigError, InMemory, StreamLoader, init
 from trainer.strategies.base import Strategy
 
 SAMPLES = 7 * BATCH
@@ -89,6 +89,7 @@ def check_streams_of_their_own_give_every_sample_once(strategy: Strategy) -> Non
         assert seen == BATCH * rank + 1
         whole = sum(BATCH * one + 1 for one in range(run.world_size))
         assert int(run.all_reduce(seen, "sum")) == whole
+        assert isinstance(loader, StreamLoader)
         assert not training or loader.samples == whole
 
 

@@ -105,12 +105,6 @@ def test_what_sends_less_does_not_go_with_a_loss_scale(setting: dict[str, Any]) 
         TrainerConfig(**setting, precision="fp16")
 
 
-def test_ranks_that_train_by_themselves_leave_no_parameters_out() -> None:
-    with pytest.raises(ConfigError, match="sync_every is 4, which does not go with dynamic_graph"):
-        TrainerConfig(sync_every=4, dynamic_graph=True)
-    assert TrainerConfig(compression="powersgd", dynamic_graph=True).dynamic_graph
-
-
 @pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("bf16", None), ("none", None)])
 def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
     assert TrainerConfig(compression=compression).powersgd_rank == rank

@@ -25,8 +25,8 @@ class Noted(Synchronizer):
         self.calls = calls
         self.loaded: list[dict[str, Any]] = []
 
-    def settle(self, optimizers: Any = ()) -> None:
-        self.calls.append(f"settle {len(optimizers)}")
+    def average_weights(self, optimizers: Any = ()) -> None:
+        self.calls.append(f"average_weights {len(optimizers)}")
 
     def state_dict(self) -> dict[str, Any]:
         self.calls.append("state")
@@ -86,10 +86,10 @@ def test_what_a_checkpoint_is_without_is_told() -> None:
     assert problems == ["it has 2 models, and 1 were prepared", "it has 0 optimizers, and 1 were prepared"]
 
 
-def test_weights_are_settled_before_the_state_is_read() -> None:
+def test_weights_are_averaged_before_the_state_is_read() -> None:
     contents, prepared = make()
     contents.state()
-    assert prepared.calls == ["settle 1", "state"]
+    assert prepared.calls == ["average_weights 1", "state"]
 
 
 @pytest.mark.parametrize("has_scaler", [True, False])

@@ -164,7 +164,7 @@ def test_what_filters_a_loaders_steps_sees_those_of_an_evaluation_too() -> None:
                 seen.append(step)
                 yield step
 
-        loader.through = filtered
+        loader.wrap_steps = filtered
         assert len(list(loader)) == len(seen) == 2
 
 

@@ -158,12 +158,12 @@ def test_an_outer_optimizers_momentum_moves_no_frozen_parameter() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
         replica = Rank(rank, strategy, every=2, outer=Outer(lr=0.7, momentum=0.9))
         replica.train(6)
-        replica.synchronizer.settle()
+        replica.synchronizer.average_weights()
         weight, bias = replica.model.parameters()
         weight.requires_grad_(False)
         before, before_bias = weight.clone(), bias.detach().clone()
         replica.train(6)
-        replica.synchronizer.settle()
+        replica.synchronizer.average_weights()
         return before, weight, bias - before_bias
 
     for before, after, trained in Threads(RANKS).run(job):
@@ -217,8 +217,8 @@ def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weight
             assert replica.synchronizer._has_begun == (step > 0)
             if step == 0:
                 # Nothing differs yet, and an outer step would be one from weights of before.
-                replica.synchronizer.settle()
-        replica.synchronizer.settle()
+                replica.synchronizer.average_weights()
+        replica.synchronizer.average_weights()
         return replica.weights()
 
     first, second = threads.run(job)

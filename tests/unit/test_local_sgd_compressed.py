@@ -50,7 +50,7 @@ def run(compression: str, job: Callable[[Changed], None]) -> tuple[Tensor, Tenso
     def train(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
         training = Changed(rank, strategy, compression)
         job(training)
-        training.synchronizer.settle()
+        training.synchronizer.average_weights()
         return flat(training.model), training.added
 
     weights, added = zip(*threads.run(train), strict=True)

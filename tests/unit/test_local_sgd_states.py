@@ -1,4 +1,4 @@
-"""Local training: what is settled for a checkpoint, kept in it and loaded from it."""
+"""Local training: what is averaged for a checkpoint, kept in it and loaded from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
         replica = Rank(rank, strategy, every=4)
         replica.train(6)
         before = replica.weights()
-        replica.synchronizer.settle([replica.optimizer])
-        settled = replica.weights()
-        replica.synchronizer.settle([replica.optimizer])
-        assert torch.equal(replica.weights(), settled)
+        replica.synchronizer.average_weights([replica.optimizer])
+        averaged = replica.weights()
+        replica.synchronizer.average_weights([replica.optimizer])
+        assert torch.equal(replica.weights(), averaged)
         momentum = torch.cat(
             [replica.optimizer.state[p]["momentum_buffer"].flatten() for p in replica.model.parameters()]
         )
-        return before, settled, momentum.clone()
+        return before, averaged, momentum.clone()
 
     (before0, settled0, momentum0), (before1, settled1, momentum1) = threads.run(job)
     assert not torch.equal(before0, before1)
@@ -44,7 +44,7 @@ def test_settling_averages_the_states_of_its_own_model_only() -> None:
         other.weight.grad = torch.full((1, 1), float(rank))
         both.step()
         replica.train(1)
-        replica.synchronizer.settle([both])
+        replica.synchronizer.average_weights([both])
         return float(both.state[other.weight]["momentum_buffer"])
 
     assert Threads(RANKS).run(job) == [0.0, 1.0]
@@ -57,7 +57,7 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: O
         options = {"every": 3, "full_updates": 2, "outer": outer, "compression": compression}
         replica = Rank(rank, strategy, **options)
         replica.train(7)
-        replica.synchronizer.settle([replica.optimizer])
+        replica.synchronizer.average_weights([replica.optimizer])
         kept = copy.deepcopy(
             (replica.model.state_dict(), replica.optimizer.state_dict(), replica.synchronizer.state_dict())
         )
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_with_whole_gradients_takes_its_anchors_after_them() 
         options = {"every": 2, "outer": Outer(lr=0.7, momentum=0.9)}
         replica = Rank(rank, strategy, **options)
         replica.train(4)
-        replica.synchronizer.settle([replica.optimizer])
+        replica.synchronizer.average_weights([replica.optimizer])
         resumed = Rank(rank, strategy, **options, full_updates=10, optimizer=standing)
         resumed.model.load_state_dict(replica.model.state_dict())
         resumed.synchronizer.load_state_dict(copy.deepcopy(replica.synchronizer.state_dict()))
@@ -105,7 +105,7 @@ def test_a_state_that_some_ranks_alone_have_stays_as_it_is() -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, rank + 1.0)
             optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(rank))
         replica.train(1)
-        replica.synchronizer.settle([optimizer])
+        replica.synchronizer.average_weights([optimizer])
         return [
             sorted({float(value.mean()) for value in optimizer.state[parameter].values()})
             for parameter in replica.model.parameters()
@@ -154,7 +154,7 @@ def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are(
         replica.train(1)
         state = replica.optimizer.state[next(replica.model.parameters())]
         state.update(counts=torch.full((2, 3), rank), history=torch.zeros(rank + 1), note="text")
-        replica.synchronizer.settle([replica.optimizer])
+        replica.synchronizer.average_weights([replica.optimizer])
         return state["counts"], len(state["history"]), state["note"]
 
     for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_run import OfTwo
-from trainer import ConfigError, InMemory, Run, StreamLoader, TrainerError, World, init
+from trainer import ConfigError, InMemory, Run, TrainerError, World, init
 from trainer.report import loop_report
 
 
@@ -114,7 +114,7 @@ def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: lis
 def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) -> None:
     run = init("single")
     for _ in run.epochs(2):
-        loader: StreamLoader = run.loader(Seven(), 5)  # type: ignore[call-overload]  # any iterable will do
+        loader = run.loader(Seven(), 5)  # any iterable will do
         for _ in run.progress(loader):
             pass
     assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 7, None, "4 samples/s")]

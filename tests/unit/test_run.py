@@ -135,7 +135,7 @@ def test_a_loader_that_cannot_be_made_says_why(arguments: dict[str, Any], messag
 
 def test_a_data_loader_is_not_taken_for_a_dataset() -> None:
     with pytest.raises(ConfigError, match="makes the DataLoader itself"):
-        init("single").loader(torch.utils.data.DataLoader(Words()), 1)  # type: ignore[call-overload]
+        init("single").loader(torch.utils.data.DataLoader(Words()), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.complex64, torch.bool])

@@ -89,7 +89,7 @@ def test_a_step_takes_the_samples_of_one_process_with_the_global_batch(plan: Sha
 @for_any_plan
 def test_updates_have_accumulate_steps_except_the_last(plan: ShardPlan) -> None:
     sizes = [len(steps) for steps in updates(plan)]
-    assert len(sizes) == plan.updates
+    assert len(sizes) == -(-plan.steps // plan.accumulate)
     assert sum(sizes) == plan.steps
     assert all(size == plan.accumulate for size in sizes[:-1])
     assert 1 <= sizes[-1] <= plan.accumulate

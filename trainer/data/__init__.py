@@ -1,1 +1,1 @@
-"""Which sample goes to which rank, and the batches that are made of them."""
+"""Loaders: which sample goes to which rank, and the batches that each rank gets."""

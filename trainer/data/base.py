@@ -1,4 +1,4 @@
-"""Base of the loaders: an epoch of steps, one rank's batches, and what a run asks of them."""
+"""Base class of the loaders, and the steps that they yield."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainer.watch.heartbeat import report_phase
 from trainer.watch.spans import LOADER, each_in_span
 
 
-@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes one
+@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
 class Step:
-    """One step of one rank."""
+    """A rank's batch in a step, and its weight."""
 
     batch: Any
-    """What the dataset's batches are, on this rank's device: a pair of tensors, a dict, …"""
+    """The batch on this rank's device: a pair of tensors, a dict, …"""
     count: int
     """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce."""
     weight: float
@@ -44,7 +44,7 @@ NOT_GIVEN: Any = object()
 """Default of `batch_size`, because None says that the dataset's items are batches already."""
 
 NO_STEP = Step(None, 1, 1.0, True)
-"""The step between epochs, for batches that come from elsewhere."""
+"""Neutral step used outside loaders."""
 
 
 class Group(Protocol):
@@ -57,7 +57,7 @@ class Group(Protocol):
 
 
 class Observer(Protocol):
-    """Listener to a loader's passes, called at the same places on every rank."""
+    """Listener to a loader's passes, called after the same steps on every rank."""
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
@@ -70,7 +70,7 @@ class Observer(Protocol):
 
 
 class DataLoaderOptions(TypedDict, total=False):
-    """The options of torch's DataLoader that a loader hands on."""
+    """The options of torch's DataLoader that a loader accepts."""
 
     collate_fn: Callable[[list[Any]], Any] | None
     multiprocessing_context: BaseContext | str | None
@@ -82,14 +82,14 @@ class DataLoaderOptions(TypedDict, total=False):
 
 
 class CommonOptions(DataLoaderOptions, total=False):
-    """What every loader takes, and `run.loader` hands on; see `Loader`."""
+    """The options that every loader and `run.loader` take; see `Loader`."""
 
     weigh_by: Callable[[Any], Tensor | float] | None
     num_workers: int
 
 
 class LoaderOptions(CommonOptions, total=False):
-    """The same, and what `run.loader` takes from the run; see `Loader`."""
+    """`CommonOptions`, and the options that `run.loader` sets from the run; see `Loader`."""
 
     seed: int
     accumulate: int
@@ -112,7 +112,7 @@ class Loader(ABC):
         seed: seeds the order, and with the epoch and the rank the workers' random numbers.
         accumulate: steps whose gradients form one update.
         world: the ranks that share the dataset; by default the world that this process was launched into.
-        on_step: called with each training step before its batch is yielded, and after the last one.
+        on_step: called with each training step before its batch is yielded, and with `NO_STEP` after the last.
         group: the ranks' collectives; not needed on a single rank.
         num_workers: processes per rank that load samples, for a dataset that is not in memory.
         options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
@@ -128,11 +128,11 @@ class Loader(ABC):
     epoch = 0
     """Number of the next epoch, from 0; set it to continue an interrupted run."""
     start = 0
-    """Units of the next epoch that an interrupted run has taken."""
+    """Units of the next epoch that an interrupted run has already taken."""
     taken = 0
-    """Units of the running epoch that all ranks together have taken, those of the last batch included."""
-    skip = 0
-    """Passes that yield nothing, because an interrupted run has made them in this epoch."""
+    """Units of the running epoch that all ranks together have taken, including the last batch."""
+    passes_done_before_resume = 0
+    """Passes that an interrupted run made in this epoch; as many passes yield nothing after it is resumed."""
     observer: Observer | None = None
     """Listener to the passes of a training."""
     takes: tuple[str, ...] = ()
@@ -169,12 +169,12 @@ class Loader(ABC):
         self.on_evaluation_step: Callable[[bool], object] = lambda has_samples: None
         """Called with each step of `evaluation_steps`, and with False for those in which this rank has none."""
         self.on_evaluated: Callable[[int | None, bool], object] = lambda samples, is_even: None
-        """Called with the samples of each evaluation batch before it is yielded, and with None after the last one; and
+        """Called with the samples of each evaluation batch before it is yielded, and with None after the last; and
         with whether all ranks are known to have as many batches.
         """
-        self.through: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """A filter of the steps that the loop asks for, which may time them."""
-        # How many samples there are in a batch that another rank has loaded, only that rank knows.
+        self.wrap_steps: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
+        """Wraps the iterator over an epoch's steps, to time or to end them."""
+        # Only the rank that has loaded a ready batch knows how many samples it has.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
 
@@ -186,11 +186,11 @@ class Loader(ABC):
     @property
     @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
-        """The facts that have to be the same on all ranks, by the words for them in an error."""
+        """Facts that have to be the same on all ranks, by their name in an error."""
 
     @property
     def updates(self) -> int:
-        """Optimizer updates in an epoch of `len(self)` steps; the last one may have fewer steps than the others."""
+        """Optimizer updates in an epoch of `len(self)` steps; the last update may have fewer steps than the others."""
         return -(-len(self) // self.accumulate)
 
     @property
@@ -226,26 +226,26 @@ class Loader(ABC):
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self.through(each_in_span(LOADER, self._told_steps()))
+        return self.wrap_steps(each_in_span(LOADER, self._training_steps()))
 
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
-        return self.through(each_in_span(LOADER, self._evaluation_steps()))
+        return self.wrap_steps(each_in_span(LOADER, self._evaluation_steps()))
 
     def use_seed(self, seed: int) -> None:
-        """Draw orders and random numbers by another seed than the given one, for which a position still holds."""
+        """Draw orders and random numbers from this seed, while positions still refer to the seed of the constructor."""
         self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in units, so that any number of ranks can go on there, and what it holds for."""
+        """Return the position in units, so that any number of ranks can go on there, and what it depends on."""
         taken = self.taken or self.start
-        holds_for = {"unit": self.unit, **self._holds_for(is_within=True)}
-        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, "own_seed": self.seed, **holds_for}
+        depends_on = {"unit": self.unit, **self._position_depends_on(is_within=True)}
+        return {"epoch": self.epoch - (self.taken > 0), "taken": taken, "own_seed": self.seed, **depends_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a `state_dict` in the next epoch; raise `ConfigError` for one of other data or another order."""
+        """Go on with a `state_dict` in the next epoch; raise `ConfigError` if its data or order differ."""
         state = {"unit": "samples", **state}  # which earlier versions do not say
-        for name, here in {"unit": self.unit, **self._holds_for(state["taken"] > 0)}.items():
+        for name, here in {"unit": self.unit, **self._position_depends_on(state["taken"] > 0)}.items():
             if state.get(name) != here:
                 raise ConfigError(
                     f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {here}"
@@ -254,8 +254,8 @@ class Loader(ABC):
         self.use_seed(state.get("own_seed", self._given_seed))  # which earlier versions had for all loaders
 
     @abstractmethod
-    def _holds_for(self, is_within: bool) -> Mapping[str, Any]:
-        """Return what a position depends on, one within an epoch or one between two."""
+    def _position_depends_on(self, is_within: bool) -> Mapping[str, Any]:
+        """Return what a position within an epoch (`is_within`), or between epochs, depends on."""
 
     def _begin(self, start: int) -> None:
         """Begin a pass after `start` units, and tell the observer. Called before the first batch is drawn."""
@@ -268,12 +268,12 @@ class Loader(ABC):
         options: dict[str, Any] = {"pin_memory": self.world.device.type == "cuda", **self._options}
         options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
         options["worker_init_fn"] = partial(start_worker, function=options.get("worker_init_fn"))
-        # A generator of its own: DataLoader would draw from torch's, and change what dropout draws.
+        # Without this generator, DataLoader would draw from torch's, and change what dropout draws.
         generator = torch.Generator()
         return DataLoader(dataset, num_workers=self.num_workers, generator=generator, **batches, **options)
 
-    def _count_of(self, loaded: Counted) -> int:
-        """Return the samples of a batch; 1 where they are neither known nor needed."""
+    def _samples_of(self, loaded: Counted) -> int:
+        """Return the number of samples in a batch; 1 if it is neither known nor needed."""
         if loaded.count is None and self._must_count:
             raise TrainerError(
                 f"no tensor in a batch of type {type(loaded.batch).__name__} tells how many samples it has; say what a "
@@ -281,14 +281,14 @@ class Loader(ABC):
             )
         return 1 if loaded.count is None else loaded.count
 
-    def _told_steps(self) -> Iterator[Step]:
-        if self.skip:
-            self.skip -= 1
+    def _training_steps(self) -> Iterator[Step]:
+        if self.passes_done_before_resume:
+            self.passes_done_before_resume -= 1
             return
         on_step, observer, was_left = self._on_step, self.observer, False
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in self._all_steps() if is_known else self._weighed():
+            for step in self._all_steps() if is_known else self._weighed_steps():
                 if on_step is not None:
                     on_step(step)
                 self.taken, was_left = step.taken, step.closes_update
@@ -306,14 +306,14 @@ class Loader(ABC):
                 on_step(NO_STEP)
             report_phase("between epochs")
 
-    def _weighed(self) -> Iterator[Step]:
-        """Yield the steps of the next epoch, weighed by what they count for. Collective, once per update."""
+    def _weighed_steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch, weighed by `weigh_by` or by samples. Collective, once per update."""
         update: list[Step] = []
         for step in self._all_steps():
             update.append(step)
             if not step.closes_update:
                 continue
-            counts = [self._count_for(step) if step.count else 0.0 for step in update]
+            counts = [self._weight_of(step) if step.count else 0.0 for step in update]
             total = torch.tensor(sum(counts), dtype=torch.float64)
             if self._group is not None:
                 total = self._group.all_reduce(total, "sum")
@@ -323,8 +323,8 @@ class Loader(ABC):
                 weighed.weight = count * self.world.size / whole
                 yield weighed
 
-    def _count_for(self, step: Step) -> float:
-        """Return what a batch counts for in the mean of its update."""
+    def _weight_of(self, step: Step) -> float:
+        """Return a batch's weight in the mean of its update, before it is divided by the sum of the weights."""
         if self._weigh_by is None:
             return float(step.count)
         weight = self._weigh_by(step.batch)
@@ -340,7 +340,7 @@ class Loader(ABC):
 def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can only be iterated over: as torch's `IterableDataset`, or without a `__getitem__`.
 
-    A stream of Hugging Face has a `__getitem__` that takes a column's name; without a length it is none of samples.
+    A stream of Hugging Face has a `__getitem__` that takes a column's name; without a length it is a stream.
     Raises `ConfigError` for a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader):

@@ -1,4 +1,4 @@
-"""Batches of any kind, as torch's DataLoader makes them: counting, pinning and moving them; starting its workers."""
+"""Count, pin and move batches of any type from torch's DataLoader, and start its workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.watch.heartbeat import loading
 
 @dataclass(slots=True)
 class Counted:
-    """A batch and its samples; None where nothing in a ready batch tells them."""
+    """A batch and its number of samples; None if nothing in a ready batch tells it."""
 
     count: int | None
     batch: Any
 
     def pin_memory(self) -> Counted:
-        """Pin the batch, as DataLoader asks. Its own pinning fails at classes that it cannot make anew."""
+        """Pin the batch; DataLoader calls this. The pinning of DataLoader fails for classes that it cannot rebuild."""
         return Counted(self.count, pin(self.batch))
 
 
@@ -42,11 +42,11 @@ def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bo
 
 
 def start_worker(number: int, *, function: Callable[[int], object] | None) -> None:
-    """Begin a loader's worker in a process group of its own.
+    """Put a loader's worker into a new process group.
 
     torchrun, and others, send SIGTERM to the group of each rank, which takes it as a notice: without its workers it
-    would fail before it has saved. A rank ends its own workers, and one whose rank has gone ends within seconds
-    (PyTorch).
+    would fail before it has saved. A rank ends its workers, and a worker whose rank has gone ends within
+    seconds (PyTorch).
 
     Args:
         function: the user's `worker_init_fn`.
@@ -67,7 +67,7 @@ def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
 
 @contextmanager
 def usr2_blocked() -> Iterator[None]:
-    """Give a context in which this thread starts processes that SIGUSR2 does not reach, however they are started.
+    """Block SIGUSR2 within the context, so that processes which this thread starts do not get it.
 
     Slurm sends it to all processes of a rank, and the rank would fail without its workers before it has saved. A
     process that is forked could ignore it from its first line on. One that is spawned begins with the default action,
@@ -84,9 +84,9 @@ def usr2_blocked() -> Iterator[None]:
 def move(value: Any, device: torch.device) -> Any:
     """Return `value` with every tensor in it on `device`.
 
-    Tensors, and whatever else has a `.to` of its own, are moved by it. Lists, tuples, named tuples, dicts and other
-    mappings that can be changed, and dataclasses are gone through, at any depth; where something in one has moved, a
-    copy of the same type takes its place. Everything else stays as it is.
+    Tensors, and other objects with a method `to`, are moved by it. Lists, tuples, named tuples, dicts and other
+    mappings that can be changed, and dataclasses are searched, at any depth; if something in a container has
+    moved, the result has a copy of the container. Everything else stays as it is.
     """
 
     def moved(part: Any) -> Any:
@@ -98,7 +98,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def pin(value: Any) -> Any:
-    """Return `value` with every tensor in it in pinned memory, gone through as by `move`."""
+    """Return `value` with every tensor in it in pinned memory; searches containers like `move`."""
 
     def pinned(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -109,7 +109,7 @@ def pin(value: Any) -> Any:
 
 
 def count_samples(value: Any) -> int | None:
-    """Return the length of the first dimension of the first tensor in a batch that has one; None without any.
+    """Return the length of the first dimension of the first tensor in a batch; None without any tensor.
 
     A packed sequence has as many samples as sequences.
     """
@@ -127,10 +127,10 @@ def count_samples(value: Any) -> int | None:
 
 
 def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
-    """Return a value with something else in the place of some of its parts; the value itself where nothing changes.
+    """Return a value with some of its parts replaced; the value itself if nothing changes.
 
     Args:
-        new_of: returns what takes a part's place; None to go through it.
+        new_of: returns the replacement of a part; None to search the part.
     """
     new = new_of(value)
     if new is not None:
@@ -152,7 +152,7 @@ def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """Return what a container is made of, by index, key or field; nothing for any other value."""
+    """Return the parts of a container by index, key or field; {} for any other value."""
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -163,5 +163,5 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 def _has(value: Any, method: str) -> bool:
-    """Return whether an object has a method; what a named tuple holds under that name is none."""
+    """Return whether an object has a method; a named tuple's field of that name is no method."""
     return callable(getattr(type(value), method, None))

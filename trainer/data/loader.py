@@ -1,4 +1,4 @@
-"""Sharded loader: batches for one rank, cut from tensors in memory or through torch's DataLoader."""
+"""The loader of a map-style dataset: this rank's batches, from tensors in memory or through torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class ShardedLoader(Loader):
     """Loader of this rank's shards; iterating yields an epoch of batches on the rank's device.
 
     In training every rank takes the same number of steps. `Run.backward` weighs each, so that N ranks compute exactly
-    what one process computes with an N times larger batch, whatever the size of the dataset. In an evaluation each
+    what a single process computes with an N times larger batch, whatever the size of the dataset. In an evaluation each
     sample comes once, and a rank may get fewer batches than another.
 
-    Batches that a batch sampler or the dataset has made are not cut: each goes to one rank, and a step takes as many as
-    there are ranks, in the order of the epoch. Positions and lengths are then counted in batches. In the mean of an
-    update each counts for its samples: those whose indices the batch sampler has drawn, or, of a dataset of batches,
-    the length of the first dimension of the first tensor in it.
+    Batches that a batch sampler or the dataset has made are not cut: each goes to a single rank, and a step takes as
+    many as there are ranks, in the order of the epoch. Positions and lengths are counted in batches. In the mean of an
+    update each counts for its samples: those whose indices the batch sampler has drawn, or, of a dataset of
+    batches, the length of the first dimension of the first tensor in it.
 
     Args:
         dataset: `InMemory`, or any map-style dataset, such as a list.
         batch_size: samples per rank and step; None (given, not left out) for a dataset whose items are batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
-        shuffle: a new order in every epoch, from `seed`; without it the dataset's own order. By default in training.
+        shuffle: a new order in every epoch, from `seed`; without it the order of the dataset. By default in training.
         sampler: draws the order of each epoch's samples, instead of `shuffle`: torch's WeightedRandomSampler, say.
         batch_sampler: draws each epoch's batches, as lists of indices: instead of a batch size and an order.
         training: False for an evaluation.
@@ -82,7 +82,7 @@ class ShardedLoader(Loader):
         options: what every loader takes, such as `weigh_by`, `num_workers` and `collate_fn`; see `Loader`.
 
     Raises:
-        ConfigError: a number is not valid, the dataset cannot be sharded, or an option is not one of DataLoader's.
+        ConfigError: a number is not valid, the dataset cannot be sharded, or an option is not an option of DataLoader.
     """
 
     takes = ("shuffle", "sampler", "batch_sampler")
@@ -108,7 +108,7 @@ class ShardedLoader(Loader):
         if batch_sampler is not None:
             self.unit = "batches"
         self.dataset_length = _length(dataset)
-        """Samples in the dataset, or batches of one that has these; an epoch may take others."""
+        """Items in the dataset: samples, or batches if `batch_size` is None. A sampler may draw another number."""
         shuffle = training if shuffle is None else shuffle
         self._order = EpochOrder(
             self.dataset_length,
@@ -177,7 +177,7 @@ class ShardedLoader(Loader):
             self._order.expect(state["drawn"])
             self._plan_for(state["units"])
 
-    def _holds_for(self, is_within: bool) -> dict[str, Any]:
+    def _position_depends_on(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self._given_seed}
 
     def _plan_from(self, start: int) -> ShardPlan:
@@ -185,7 +185,7 @@ class ShardedLoader(Loader):
         return plan.full_steps() if self.drop_last else plan
 
     def _plan_for(self, units: int) -> None:
-        """Plan for an epoch that has other units than the one before: a batch sampler may draw more, or fewer."""
+        """Plan for an epoch with another number of units than the last: a batch sampler may draw more, or fewer."""
         if self.unit == "batches" and units != self.plan.samples:
             self._whole_plan = replace(self._whole_plan, samples=units)
             self.plan = self._plan_from(0)
@@ -201,7 +201,7 @@ class ShardedLoader(Loader):
         plan = self._plan_from(start)
         for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
             shard = plan.shard(step, rank)
-            count = self._count_of(loaded) if shard.stop > shard.start else 0
+            count = self._samples_of(loaded) if shard.stop > shard.start else 0
             if epoch.bounds is None:
                 weight = plan.weight(step, rank)
             else:
@@ -222,7 +222,7 @@ class ShardedLoader(Loader):
             left -= 1
             report_phase("evaluation")
             self.on_evaluation_step(True)
-            yield Step(loaded.batch, self._count_of(loaded), 1.0, True)
+            yield Step(loaded.batch, self._samples_of(loaded), 1.0, True)
         for _ in range(left):
             self.on_evaluation_step(False)
 
@@ -233,14 +233,14 @@ class ShardedLoader(Loader):
         """Return the next epoch, and plan for it. Collective with a sampler.
 
         Raises:
-            ConfigError: the dataset has another length than it had, or `EpochOrder.of` says why.
+            ConfigError: the dataset has another length than it had, or `EpochOrder.draw_epoch` says why.
         """
         if not self._is_drawn and (length := _length(self.dataset)) != self.dataset_length:
             raise ConfigError(
                 f"the dataset had {self.dataset_length} samples when its loader was made, and has {length} now; make "
                 "another loader after it has changed"
             )
-        epoch = self._order.of(self.epoch)
+        epoch = self._order.draw_epoch(self.epoch)
         self.epoch += 1
         self._plan_for(len(epoch))
         return epoch
@@ -271,9 +271,9 @@ class ShardedLoader(Loader):
 
 
 def _checksum_of_subset(dataset: Any) -> str:
-    """Return a checksum of which items of its dataset a `Subset` has; "none" for other datasets.
+    """Return a checksum of the indices of a `Subset`; "none" for other datasets.
 
-    A split that each rank draws by itself, with a generator that is in another state, has the same length on all.
+    Ranks that draw a split from generators in different states have different samples in splits of equal length.
     """
     checksum = 0
     while isinstance(dataset, Subset):
@@ -284,7 +284,7 @@ def _checksum_of_subset(dataset: Any) -> str:
 
 
 class _Indices:
-    """What a DataLoader loads in an epoch: the indices of each batch; of a dataset of batches, the index of each."""
+    """The sampler of a DataLoader: the indices of each batch, or the index of each item of a dataset of batches."""
 
     epoch: Iterator[Any]
 
@@ -293,7 +293,7 @@ class _Indices:
 
 
 def _check_order(shuffle: object, sampler: object, batch_sampler: object) -> None:
-    """Raise `ConfigError` where two arguments say what an epoch takes, and in which order."""
+    """Raise `ConfigError` if two arguments determine the order of an epoch."""
     if batch_sampler is not None and (shuffle is not None or sampler is not None):
         other = "sampler" if sampler is not None else f"shuffle={shuffle}"
         raise ConfigError(f"a batch_sampler draws the order and the batches itself; leave {other} out")

@@ -29,54 +29,54 @@ Drawn = Sampler[int] | Iterable[int]
 DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 _LARGEST_TABLE = 2**20
-"""Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed as it is needed."""
+"""Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed when it is needed."""
 _AT_ONCE = 8
-"""Batches for which it is computed at once, because each call costs 70 µs, and an index 0.1 µs."""
+"""Batches whose order is computed at once, because each call costs 70 µs, and an index 0.1 µs."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The dataset's indices in the order of one epoch. Ranks divide it in units, which are items or whole batches."""
+    """The dataset's indices in the order of an epoch. Ranks divide it in units, which are items or whole batches."""
 
     keys: Tensor | list[Any] | Permutation
     """The indices, or other keys, by which the dataset is asked for its items."""
     bounds: Sequence[int] | None = None
-    """Positions in `keys` where each batch begins, and where the last one ends; None if each item is a unit."""
+    """Positions in `keys` where each batch begins, and where the last batch ends; None if each item is a unit."""
 
     def __len__(self) -> int:
         """Return the number of units."""
         return len(self.keys) if self.bounds is None else len(self.bounds) - 1
 
-    def places(self, units: slice) -> slice:
-        """Return the slice of `keys` that a slice of units covers; for an empty one, that of a padding batch.
+    def key_range(self, units: slice) -> slice:
+        """Return the slice of `keys` that a slice of units covers; for an empty slice, that of a padding batch.
 
         A padding batch repeats the first two samples of the epoch: two, because BatchNorm over vectors cannot normalize
-        a single one. Where batches come whole it is the first of them, because a loss may need a whole one.
+        a single sample. If batches come whole it is the first batch, because a loss may need a whole batch.
         """
         if units.stop == units.start:
             return slice(0, min(2, len(self.keys)) if self.bounds is None else self.bounds[1])
         return units if self.bounds is None else slice(self.bounds[units.start], self.bounds[units.stop])
 
     def batches(self, shards: Iterable[slice], device: torch.device | None = None) -> Iterator[Tensor | list[Any]]:
-        """Yield the keys of each slice of units; where they are a tensor, on this device."""
-        places = map(self.places, shards)
+        """Yield the keys of each slice of units; if they are a tensor, on this device."""
+        ranges = map(self.key_range, shards)
         if not isinstance(self.keys, Permutation):
             keys = self.keys.to(device) if isinstance(self.keys, Tensor) else self.keys
-            yield from (keys[place] for place in places)
+            yield from (keys[part] for part in ranges)
             return
-        while block := list(islice(places, _AT_ONCE)):
-            numbers = np.concatenate([np.arange(place.start, place.stop, dtype=np.uint64) for place in block])
+        while block := list(islice(ranges, _AT_ONCE)):
+            numbers = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in block])
             indices = torch.from_numpy(self.keys.at(numbers).view(np.int64)).to(device)
-            yield from indices.split([place.stop - place.start for place in block])
+            yield from indices.split([part.stop - part.start for part in block])
 
     def count(self, units: slice) -> int:
-        """Return the number of items in a slice of units; 0 for an empty one, whose padding does not count."""
-        places = self.places(units)
-        return places.stop - places.start if units.stop > units.start else 0
+        """Return the number of items in a slice of units; 0 for an empty slice, whose padding does not count."""
+        keys = self.key_range(units)
+        return keys.stop - keys.start if units.stop > units.start else 0
 
 
 class EpochOrder:
-    """The order of each epoch: shuffled, the dataset's own, or drawn by a sampler or a batch sampler.
+    """The order of each epoch: shuffled, that of the dataset, or drawn by a sampler or a batch sampler.
 
     Args:
         dataset_length: items in the dataset.
@@ -103,7 +103,7 @@ class EpochOrder:
         self.units = dataset_length
         """Items or batches in an epoch, before any are left out."""
         self._is_table = dataset_length <= _LARGEST_TABLE
-        # What a position holds for: the orders of the two ways differ.
+        # A position depends on this: the order of a table and the computed order differ.
         self.description: Any = shuffle if self._is_table else shuffle and "computed"
         self.drawn: list[int] | None = None
         """Number of the epoch that was drawn last, and a checksum of what was drawn; None without a sampler."""
@@ -126,8 +126,8 @@ class EpochOrder:
         """Compare the next draw with that of an interrupted run, given as its `drawn`."""
         self.drawn = self._expected = drawn
 
-    def of(self, epoch: int) -> Epoch:
-        """Return the order of an epoch, counted from 0. Collective if there is a sampler.
+    def draw_epoch(self, epoch: int) -> Epoch:
+        """Return the order of an epoch, whose number begins at 0. Collective if there is a sampler.
 
         Raises:
             ConfigError: the sampler has drawn another number of samples than its length, something that is not a batch,
@@ -197,8 +197,8 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     """Return what a sampler, or a batch sampler, draws in an epoch.
 
     `seed` and `epoch` determine all its random numbers: the generators that it or a sampler within it holds are seeded,
-    and so are the global ones of Python, NumPy and PyTorch, whose states are restored afterwards. `set_epoch` is called
-    on each of these samplers that has it.
+    and so are the global generators of Python, NumPy and PyTorch, whose states are restored afterwards. `set_epoch` is
+    called on each of these samplers that has it.
     """
     mixed = mix_seeds(seed, epoch)
     with _seeded(mixed):

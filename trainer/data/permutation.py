@@ -1,4 +1,4 @@
-"""A permutation without a table: which sample has a place in an epoch's order is computed where it is asked for."""
+"""A permutation without a table: the sample at a position of an epoch's order is computed when it is asked for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SHIFT = np.uint64(31)
 class Permutation:
     """A pseudorandom permutation of the numbers below `samples`, the same on every rank and machine.
 
-    It is a Feistel network over two digits of equal base, whose square is just large enough. A round adds to one digit
-    a hash of the other one. Subtracting would undo it, so no two places have the same sample. A result that is no
-    sample is permuted again until it is one (cycle walking), which happens to about 2 in √`samples` places.
+    It is a Feistel network over two digits of equal base, whose square is just large enough. A round adds to a digit
+    a hash of the other digit. Subtracting would undo it, so no two positions have the same sample. A result that is no
+    sample is permuted again until it is a sample (cycle walking), which happens to about 2 in √`samples` positions.
 
     Args:
         seed: determines the order; None is the identity, which has no rounds.
@@ -31,9 +31,9 @@ class Permutation:
     def __len__(self) -> int:
         return self._samples
 
-    def at(self, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Return the samples at these places."""
-        high, low = np.divmod(places, np.uint64(self._base))
+    def at(self, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Return the samples at these positions."""
+        high, low = np.divmod(positions, np.uint64(self._base))
         for key in self._keys:
             high, low = low, (high + _hash(low ^ key)) % np.uint64(self._base)
         samples = high * np.uint64(self._base) + low
@@ -44,7 +44,7 @@ class Permutation:
 
 
 def _hash(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return 63-bit numbers, each bit of which depends on all bits of the number that is hashed."""
+    """Return 63-bit numbers, each bit of which depends on all bits of the hashed number."""
     for multiplier in _MULTIPLIERS:
         numbers = numbers * multiplier
         numbers ^= numbers >> _SHIFT

@@ -1,11 +1,11 @@
 """Shard plan: which sample goes to which rank in which step, computed by every rank without communication.
 
-Where batches come whole, they are what the plan calls samples: each rank takes one in a step.
+If batches come whole, the plan's "samples" are batches: each rank takes a single batch in a step.
 
-No sample is padded, dropped or counted twice. Step k of N ranks with batch B takes the same samples as step k of one
-process with batch N·B: the next N·B places of the epoch's permutation. Each rank takes one contiguous shard of them.
-Shards differ by at most one sample, so that all ranks finish the last step together, too. Only where fewer than two
-samples per rank are left do some ranks get none.
+No sample is padded, dropped or counted twice. Step k of N ranks with batch B takes the same samples as step k of a
+single process with batch N·B: the next N·B in the epoch's order. Each rank takes a contiguous shard of them. Shards
+differ by at most one sample, so that all ranks finish the last step together, too. Only if fewer than two samples per
+rank are left do some ranks get none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardPlan:
     accumulate: int = 1
     """Steps whose gradients form one update."""
     start: int = 0
-    """Samples of the epoch that were taken before, by any number of ranks; the steps are those of the others."""
+    """Samples of the epoch that were taken before, by any number of ranks; the steps are for the remaining samples."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "world_size", "batch_size", "global_batch_size", "accumulate"):
@@ -54,11 +54,6 @@ class ShardPlan:
         """Steps from `start` to the epoch's end, the same on every rank, a short last one included."""
         return -(-(self.samples - self.start) // self.step_size)
 
-    @property
-    def updates(self) -> int:
-        """Optimizer updates in these steps; the last one may have fewer than `accumulate` steps."""
-        return -(-self.steps // self.accumulate)
-
     def full_steps(self) -> ShardPlan:
         """Return the plan without the samples that do not fill the last step.
 
@@ -74,7 +69,7 @@ class ShardPlan:
         return replace(self, samples=full)
 
     def shard(self, step: int, rank: int) -> slice:
-        """Return the places of the epoch's permutation that `rank` takes in `step`; empty when none is left for it."""
+        """Return the positions in the epoch's order that `rank` takes in `step`; empty if none is left for it."""
         start = self.start + step * self.step_size
         left = min(self.step_size, self.samples - start)
         # BatchNorm cannot normalize a single sample, so ranks take at least two where the batch size allows it.
@@ -86,7 +81,7 @@ class ShardPlan:
         return slice(begin, begin + share + (rank < extra))
 
     def update(self, step: int) -> slice:
-        """Return the places that all ranks together take in the update to which `step` belongs."""
+        """Return the positions in the epoch's order that all ranks together take in the update of `step`."""
         begin = self.start + (step - step % self.accumulate) * self.step_size
         return slice(begin, min(self.samples, begin + self.accumulate * self.step_size))
 
@@ -104,7 +99,7 @@ class ShardPlan:
         if self.accumulate == 1 and divided and self.start + (step + 1) * self.step_size <= self.samples:
             return 1.0
         update, shard = self.update(step), self.shard(step, rank)
-        count, whole = (int(places.stop - places.start) for places in (shard, update))
+        count, whole = (int(positions.stop - positions.start) for positions in (shard, update))
         return count * self.world_size / whole
 
 

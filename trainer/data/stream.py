@@ -1,4 +1,4 @@
-"""Stream loader: batches for one rank out of an iterable dataset, whose samples cannot be asked for by number."""
+"""The loader of an iterable dataset (a stream), whose samples cannot be asked for by index: this rank's batches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StreamLoader(Loader):
     is the mean over samples. A rank whose part has ended repeats its last batch with weight 0. In an evaluation each
     sample comes once, and a rank may get fewer batches than another.
 
-    A stream of batches yields one for each step of the rank. It counts for its samples: the length of the first
+    A stream of batches yields a batch for each step of the rank. It counts for its samples: the length of the first
     dimension of the first tensor in it. Positions and lengths are then counted in batches.
 
     Args:
-        dataset: an iterable dataset with `shard(num_shards, index)`, which returns one rank's part, as those of
+        dataset: an iterable dataset with `shard(num_shards, index)`, which returns a rank's part, as those of
             Hugging Face have it. If it has `set_epoch(epoch)`, that is called before each epoch.
         batch_size: samples per rank and step; None (given, not left out) for a stream of batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
@@ -36,7 +36,7 @@ class StreamLoader(Loader):
         training: False for an evaluation.
         drop_last: end the epoch before the first step that the ranks cannot fill.
         options: what every loader takes, such as `weigh_by` and `collate_fn`; see `Loader`. Each of `num_workers`
-            processes iterates over the dataset, which has to give it a part of its own
+            processes iterates over the dataset, which has to give each a different part
             (`torch.utils.data.get_worker_info`), as with torch's DataLoader.
 
     Raises:
@@ -117,8 +117,8 @@ class StreamLoader(Loader):
         super().load_state_dict(state)
         self._steps_taken = state["steps"]
 
-    def _holds_for(self, is_within: bool) -> dict[str, Any]:
-        # Which sample comes next is known to each rank of its own part only.
+    def _position_depends_on(self, is_within: bool) -> dict[str, Any]:
+        # Each rank knows only of its part of the stream which sample comes next.
         within = {"world size": self.world.size, f"{self.unit} per step": self.step_size} if is_within else {}
         return {**within, self.unit: self._epoch_samples}
 
@@ -136,15 +136,15 @@ class StreamLoader(Loader):
             totals = self._totals(drawn)
             if not totals and self.samples == 0:
                 raise TrainerError(f"the ranks' streams have no {self.unit} for a step of this epoch")
-            for place, total in enumerate(totals):
-                # Where this rank's part has ended, its last batch comes again, with weight 0.
-                count, batch = drawn[place] if place < len(drawn) else (0, batch)
+            for index, total in enumerate(totals):
+                # Once this rank's part has ended, its last batch comes again, with weight 0.
+                count, batch = drawn[index] if index < len(drawn) else (0, batch)
                 if batch is None:
                     raise TrainerError(f"the stream of rank {self.world.rank} is empty; each rank needs a sample")
                 weight = count * self.world.size / sum(totals)
                 self.samples += total
                 self._steps_taken += 1
-                closes_update = place == len(totals) - 1
+                closes_update = index == len(totals) - 1
                 yield Step(move(batch, self.world.device), count, weight, closes_update, epoch, self.samples)
 
     def _totals(self, drawn: Sequence[tuple[int, Any]]) -> list[int]:
@@ -153,7 +153,7 @@ class StreamLoader(Loader):
         if self._group is not None:
             units = self._group.all_reduce(torch.tensor(units), "sum").tolist()
         least = self.step_size if self.drop_last else 1
-        return units[: next((place for place, total in enumerate(units) if total < least), None)]
+        return units[: next((index for index, total in enumerate(units) if total < least), None)]
 
     def _units(self, samples: int) -> int:
         return 1 if self._is_ready else samples
@@ -165,7 +165,7 @@ class StreamLoader(Loader):
         self.epoch += 1
         drawn = 0
         for loaded in batches:
-            count = self._count_of(loaded)
+            count = self._samples_of(loaded)
             drawn += self._units(count)
             yield count, loaded.batch
         if self._length not in (None, drawn) and not self.drop_last:

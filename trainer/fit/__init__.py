@@ -1,1 +1,1 @@
-"""The loop as a class: `Trainer`, its evaluation, and what it carries from epoch to epoch."""
+"""The training loop as a class, `Trainer`, and the state that it carries from epoch to epoch."""

@@ -1,4 +1,4 @@
-"""How far a fit has come: what a checkpoint keeps of `Trainer`'s loop, beside what it keeps of every run."""
+"""The state of `Trainer`'s loop, which a checkpoint keeps beside the state of the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.strategies.base import Strategy
 
 
 class FitState:
-    """Updates, epochs and the running loss of one fit, and the callbacks' own states.
+    """Updates, epochs and the running loss of a fit, and the callbacks' states.
 
     The loss is summed up on the device, in float64, so that no batch waits for the device.
 
     Args:
-        callbacks: their states are kept by class, and by place among those of a class.
+        callbacks: their states are kept by class name, and by number among the callbacks of a class.
     """
 
     def __init__(self, strategy: Strategy, callbacks: Sequence[Callback]) -> None:
@@ -39,7 +39,7 @@ class FitState:
         self.begin_epoch()
 
     def begin_epoch(self, *, is_resumed: bool = False) -> None:
-        """Begin the sums anew, or go on with those of an epoch that was interrupted."""
+        """Start the epoch's sums at zero, or go on with those of an epoch that was interrupted."""
         if not is_resumed:
             self._loss = torch.zeros((), dtype=torch.float64, device=self._strategy.world.device)
             self._samples, self._seconds, self._last = 0, 0.0, (0.0, 0)
@@ -47,7 +47,7 @@ class FitState:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of training in this epoch, those before an interruption included."""
+        """Seconds of training in this epoch, including those before an interruption."""
         return self._seconds + time.perf_counter() - self._started
 
     def add(self, loss: Tensor, samples: int) -> None:
@@ -85,7 +85,7 @@ class FitState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a state. Rank 0 takes the sums of all ranks, which may have been another number of them."""
+        """Go on with a state. Rank 0 takes the sums of all ranks of the earlier run, however many they were."""
         self.updates, self.learning_rate = state["updates"], state.get("learning_rate", 0.0)
         self.records = [_record(values) for values in state["records"]]
         self.begin_epoch()

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,19 @@ class Trainer:
         model: any module; it is moved to this rank's device and gets rank 0's weights.
         optimizer: over the model's parameters, with the learning rate for one rank.
         loss: takes the model's outputs and the targets, returns the mean over the batch.
-        run: the handle to train with, for a script that has called `trainer.init`; None makes one.
-        strategy: a name out of `trainer.strategies.NAMES`, or a strategy; of `run`, where that is given.
-        config: see `TrainerConfig`; by default that of `run`. What `RunConfig` has of it is the same as there.
+        run: the handle to train with, for a script that has called `trainer.init`; None calls it.
+        strategy: a name out of `trainer.strategies.NAMES`, or a strategy; not given together with `run`.
+        config: see `TrainerConfig`; by default the run's. Its `RunConfig` fields must be those of `run`.
         metrics: further values for the evaluation, by name; each returns a sum over the batch.
         lr_scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, which then alone sets the learning
-            rate; without one, `scale_lr`, `warmup_epochs` and `decay` do.
+            rate; without it, `scale_lr`, `warmup_epochs` and `decay` do.
         lr_scheduler_per: "update" or "epoch", after which the scheduler takes a step.
         callbacks: see `Callback`.
-        output: the folder of this run's record, which must not hold one yet; "auto" makes a new one under runs/,
-            None leaves no record.
+        output: the folder of this run's record, which must not hold a record yet; "auto" makes a new folder under
+            runs/, None leaves no record.
         tensorboard: also write TensorBoard events into that folder.
         progress: show a bar on a terminal, lines elsewhere.
-        checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier one's.
+        checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier training.
 
     Raises:
         ConfigError: a setting is not valid or not that of `run`, the strategy is not available here, or the ranks'
@@ -85,7 +85,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self._users_schedule = UsersSchedule(lr_scheduler, lr_scheduler_per) if lr_scheduler is not None else None
         self.run = run or Run(strategy, self.config)
-        """The handle that the loop is written on."""
+        """The run that this loop uses."""
         self.strategy, self.world = self.run.strategy, self.run.world
         check_consistency(self.strategy, describe_settings(self.config))
         self.model = model
@@ -106,7 +106,7 @@ class Trainer:
     def fit(self, train: Dataset[Any], validation: Dataset[Any] | None = None, *, epochs: int) -> list[EpochRecord]:
         """Train for `epochs` epochs, evaluating on `validation` after each. Collective.
 
-        With a `checkpoint` it goes on where an earlier fit stopped, and returns that one's records as well.
+        With a `checkpoint` it goes on where an earlier fit stopped, and also returns the records of the earlier fit.
 
         Args:
             train: `InMemory`, or any map-style dataset of (input, target) pairs.
@@ -127,7 +127,7 @@ class Trainer:
         check_consistency(self.strategy, {"epochs": epochs})
         torch.manual_seed(mix_seeds(self.config.seed, self.world.rank))
         schedule = make_schedule(
-            self.config, world_size=self.world.size, updates_per_epoch=loader.plan.updates, epochs=epochs
+            self.config, world_size=self.world.size, updates_per_epoch=loader.updates, epochs=epochs
         )
         self._learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
@@ -198,11 +198,12 @@ class Trainer:
         whole, workers = config.global_batch_size if training else None, config.num_workers
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
         per_rank = size if whole is None else None
-        return self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
+        loader = self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
+        return cast(ShardedLoader, loader)
 
     def _train_epoch(self, loader: ShardedLoader, epoch: int, validator: ShardedLoader | None) -> EpochRecord:
         state = self._state
-        opens_update, update = True, (epoch - 1) * loader.plan.updates + loader.updates_before(loader.start)
+        opens_update, update = True, (epoch - 1) * loader.updates + loader.updates_before(loader.start)
         state.begin_epoch(is_resumed=loader.start > 0)
         if not self.model.training:  # else each module stays in the mode that the user has chosen for it
             self.model.train()
@@ -299,7 +300,7 @@ class Trainer:
         """Tell the callbacks that a fit begins or goes on; raise `ConfigError` if the user's scheduler is too short."""
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
-        update, last = before * loader.plan.updates + loader.updates_before(taken), epochs * loader.plan.updates
+        update, last = before * loader.updates + loader.updates_before(taken), epochs * loader.updates
         self._learning_rate.check_steps(updates=last - update, epochs=epochs - before)
         self._context = FitContext(
             world=self.world,
@@ -346,13 +347,13 @@ def _score_of(record: EpochRecord, metric: str) -> float:
 
 
 def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | None) -> TrainerConfig:
-    """Return the settings of a Trainer that is handed a run; raise `ConfigError` for one that contradicts the run's."""
+    """Return the settings of a Trainer that is given a run; raise `ConfigError` if they contradict the run's."""
     if strategy not in ("auto", run.strategy):
         raise ConfigError("Trainer was given both run and strategy; choose the strategy in trainer.init")
-    of_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
+    from_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
     if config is None:
-        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**of_run)
-    for name, value in of_run.items():
+        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**from_run)
+    for name, value in from_run.items():
         if getattr(config, name) != value:
             raise ConfigError(
                 f"Trainer's config has {name} {getattr(config, name)!r}, and its run has {value!r}; give the config to "

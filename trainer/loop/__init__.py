@@ -1,1 +1,1 @@
-"""What happens between a batch and a step, for a loop of one's own and for `Trainer`'s alike."""
+"""From a batch to an optimizer step, both for a user's loop and for `Trainer`."""

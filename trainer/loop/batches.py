@@ -1,7 +1,7 @@
-"""Batches: which of the loaders' batches a forward and a backward pass are of.
+"""Find out which of the loaders' batches a forward and a backward pass compute on.
 
-The forward pass of a prepared model tells by its inputs, so that batches may be drawn ahead, kept, or drawn from
-several loaders in turns. Where the inputs are none of a loader's tensors, the batch that was drawn last counts.
+The inputs of a prepared model's forward pass are compared with the tensors of the batches, so that batches may be drawn
+ahead, kept, or drawn from several loaders in turns. If no input is a batch's tensor, the batch drawn last counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,15 +21,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.data.base import NO_STEP, Step
 from trainer.loop.prepared import at_end
+from trainer.models.sharded import tensors_in
 
 
 class Batch(NamedTuple):
-    """What is remembered of a batch that a loader has yielded."""
+    """A batch that a loader has yielded, without its tensors."""
 
     step: Step
-    """Without the batch itself, which would be kept alive."""
+    """The step, without the batch itself, which would be kept alive."""
     position: tuple[int, int, int]
-    """The loader's number, its epoch, and the batch's number among all of this loader."""
+    """The loader's number, its epoch, and the batch's number, counted from the loader's first batch."""
 
     @property
     def loader(self) -> int:
@@ -38,28 +39,28 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of one `Run`.
+    """The batches that a `Run` trains on.
 
     Args:
         ranks: the world size.
-        is_watching: whether it matters which batch a pass is of; alone and without accumulation, each counts 1 and
-            closes an update.
+        is_watching: whether it matters which batch a pass computes on. On a single rank without accumulation each has
+            weight 1 and closes an update.
         on_step: called when another batch's forward and backward pass are about to begin.
     """
 
     def __init__(self, ranks: int, *, is_watching: bool, on_step: Callable[[Step], None]) -> None:
         self._ranks, self.is_watching, self._on_step = ranks, is_watching, on_step
         self.current = NO_STEP
-        """The step whose batch the next backward pass is of, as far as is known."""
+        """The step that the next backward pass belongs to, as far as is known."""
         self.position: tuple[int, int, int] | None = None
-        """The position of that batch, as in `Batch`; None where it is no loader's."""
+        """The position of that step's batch, as in `Batch`; None if it is not from a loader."""
         self.has_loader = False
         """Whether a loader of the run has yielded a batch."""
         self.first_inputs: object = None
-        """Digest of the first tensor in the first forward pass; None where there is none that can be read."""
+        """Digest of the first tensor in the first forward pass; None if it cannot be read."""
         self._by_tensor: Any = WeakIdKeyDictionary()
-        """The batches by each tensor in them, as long as somebody holds it."""
-        self._seen: list[Batch] = []
+        """From each tensor of a batch to the batch, as long as somebody holds the tensor."""
+        self._forwarded: list[Batch] = []
         """The batches of the forward passes since the last backward pass."""
         self._thread = threading.get_ident()
         self._drawn: Counter[int] = Counter()
@@ -68,11 +69,11 @@ class Batches:
         self._epoch = 0
         self.is_in_pass = False
         """Whether a backward pass runs, in which a forward pass computes activations anew."""
-        self._is_uneven = self._has_looked = False
+        self._is_uneven = self._digested_first_input = False
 
     @property
-    def is_unclear(self) -> bool:
-        """Whether a pass whose inputs are none of the loaders' tensors may be of a batch that counts differently."""
+    def batch_is_ambiguous(self) -> bool:
+        """Whether a pass that was matched to no batch may belong to a batch of another weight than the current one."""
         return len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
 
     def on_batch(self, loader: int, step: Step) -> None:
@@ -87,31 +88,31 @@ class Batches:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
-        for tensor in _tensors(step.batch):
+        for _, tensor in tensors_in(step.batch):
             self._by_tensor[tensor] = batch
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
-            if self._seen:  # of which those of this loader have had no backward pass
-                self._seen = [seen for seen in self._seen if seen.loader != loader]
+            if self._forwarded:  # this loader's earlier batches have had no backward pass
+                self._forwarded = [seen for seen in self._forwarded if seen.loader != loader]
             self.activate(batch.step, batch.position)
 
     def watch(self, model: nn.Module) -> None:
-        """Look at the inputs of a model's forward passes."""
+        """Match the inputs of a model's forward passes with batches."""
         if self.is_watching:
             hook = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
             at_end(model, hook.remove)
 
-    def on_forward(self, inputs: Iterable[Any]) -> None:
-        """Note which batch a forward pass is of."""
+    def on_forward(self, inputs: tuple[Any, ...]) -> None:
+        """Find the batch that a forward pass computes on."""
         if self.is_in_pass:
             return
-        if not self._has_looked and self._ranks > 1:
-            self._has_looked = True
-            self.first_inputs = next((_digest(tensor) for tensor in _tensors(inputs)), None)
+        if not self._digested_first_input and self._ranks > 1:
+            self._digested_first_input = True
+            self.first_inputs = next((_digest(tensor) for _, tensor in tensors_in(inputs)), None)
         if not self._by_tensor:
             return
-        for tensor in _tensors(inputs):
+        for _, tensor in tensors_in(inputs):
             if (batch := self._batch_of(tensor)) is not None:
-                self._seen.append(batch)
+                self._forwarded.append(batch)
                 self.activate(batch.step, batch.position)
                 return
 
@@ -122,17 +123,17 @@ class Batches:
         return batch
 
     def activate(self, step: Step, position: tuple[int, int, int] | None = None) -> None:
-        """Make a step the current one."""
+        """Make `step` the current step."""
         if position is not None:
             self.position = position
         if step is not self.current:
             self.current = step
             self._on_step(step)
 
-    def take_seen(self) -> list[Batch]:
-        """Return the batches of the forward passes since the last backward pass, for the one that begins now."""
+    def pop_forwarded_batches(self) -> list[Batch]:
+        """Return the batches of the forward passes since the last backward pass, and forget them."""
         self._thread = threading.get_ident()
-        seen, self._seen = self._seen, []
+        seen, self._forwarded = self._forwarded, []
         return seen
 
     def end_pass(self) -> None:
@@ -142,7 +143,7 @@ class Batches:
 
 
 class _Hook:
-    """Tells `Batches`, as long as it lives, of the forward passes of a module."""
+    """Forward hook that reports a module's inputs to `Batches` as long as that lives."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = weakref.ref(batches)
@@ -171,15 +172,3 @@ def _digest(tensor: Tensor) -> object:
     except (RuntimeError, TypeError):
         return None
     return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -48,9 +48,9 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
 class PeriodicCheck:
     """Compares the ranks after their backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
 
-    Ranks may part without an error: one skips a batch, takes another step, loads other weights, or steps a scheduler
-    with its own loss; a bit of its memory flips. What is compared are the loader's epoch and batches, the optimizers'
-    settings, and the sum of each weight's bits, which any single change of a weight changes.
+    Ranks may diverge without an error: a rank skips a batch, takes another step, loads other weights, or steps a
+    scheduler with its local loss; a bit of its memory flips. Compared are the loader's epoch and batches, the
+    optimizers' settings, and the sum of each weight's bits, which any single change of a weight changes.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -60,11 +60,11 @@ class PeriodicCheck:
 
     @property
     def is_first(self) -> bool:
-        """Whether the comparison that is due is the first one."""
+        """Whether no comparison has been made before."""
         return self._passes == 1
 
     def is_due(self) -> bool:
-        """Count a backward pass of all ranks; return whether it is one of these."""
+        """Count a backward pass of all ranks; return whether the ranks are to be compared after it."""
         number, self._passes = self._passes, self._passes + 1
         is_power_of_two = number & (number - 1) == 0  # or 0
         is_due = is_power_of_two if number < _AT_LEAST_EVERY else number % _AT_LEAST_EVERY == 0
@@ -93,9 +93,9 @@ class PeriodicCheck:
         hosts, positions, held_optimizers, held_models = zip(*by_rank, strict=True)
         self._compare_positions(hosts, positions)
         facts: dict[str, object] = {}
-        for place, number in enumerate(sorted(set.intersection(*held_optimizers))):
+        for index, number in enumerate(sorted(set.intersection(*held_optimizers))):
             for name, value in describe_optimizer(optimizers[number]).items():
-                facts[f"{name} (optimizer {place})" if place else name] = value
+                facts[f"{name} (optimizer {index})" if index else name] = value
         check_consistency(self._strategy, facts)
         self._compare_models(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
 
@@ -115,7 +115,7 @@ class PeriodicCheck:
             return
         named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
         sums = _sums_of_bits([parameter for _, parameter in named])
-        buffers = dict(_own_buffers(models)) if not self._has_warned else {}
+        buffers = dict(_buffers_to_compare(models)) if not self._has_warned else {}
         kinds = [(name, tuple(buffer.shape)) for name, buffer in buffers.items()]
         of_buffers = dict(zip(kinds, _sums_of_bits([*buffers.values()]), strict=True))
         digests, digests_of_buffers = zip(
@@ -140,7 +140,7 @@ class PeriodicCheck:
         )
 
     def _warn_of_buffers(self, here: Mapping[tuple[str, tuple[int, ...]], int]) -> None:
-        """Warn once of a buffer that each rank changes by its own samples, such as a codebook or a queue of features.
+        """Warn once of a buffer that depends on each rank's samples, such as a codebook or a queue of features.
 
         Running statistics, which many models have, are left out: they are broadcast before an evaluation. So are
         buffers that some ranks have alone, or in another shape.
@@ -151,19 +151,19 @@ class PeriodicCheck:
             if None not in sums and (ranks := _differing_ranks(sums)) is not None:
                 self._has_warned = True
                 if self._strategy.world.is_root:
-                    print_line(_PARTED.format(kind[0], *ranks), sys.stderr)
+                    print_line(_DIFFERING_BUFFER.format(kind[0], *ranks), sys.stderr)
                 return
 
 
-_PARTED = (
+_DIFFERING_BUFFER = (
     "trainer: WARNING: buffer {} is not the same on ranks {} and {}: each rank has changed it by its own samples, and "
     "rank 0's is saved. Have all ranks change it alike, with run.all_reduce, or call "
     "run.strategy.broadcast_buffers(model) after each step"
 )
 
 
-def _own_buffers(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the models' buffers but for running statistics."""
+def _buffers_to_compare(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the models' buffers except running statistics."""
     for model in models:
         for prefix, module in model.named_modules():
             if not isinstance(module, _NormBase):
@@ -187,9 +187,9 @@ def _describe_position(position: tuple[int, int, int] | None) -> str:
 
 
 def _differing_ranks(values: Sequence[object]) -> tuple[int, int] | None:
-    """Return two ranks that differ: the first without the most common value, and the first with another than that.
+    """Return the first rank whose value is not the most common, and the first rank whose value differs from that.
 
-    In a tie rank 0's value counts as the most common one. None where all are equal.
+    In a tie rank 0's value counts as the most common. None if all are equal.
     """
     ((usual, _),) = Counter(values).most_common(1)
     other = next((rank for rank, value in enumerate(values) if value != usual), None)
@@ -239,7 +239,7 @@ def check_devices(strategy: Strategy) -> None:
 
 
 def describe_settings(config: RunConfig) -> dict[str, object]:
-    """Describe those settings that must be the same on all ranks."""
+    """Return the settings that must be the same on all ranks."""
     private = ("log_every_s", "num_workers")
     return {f"setting {name}": value for name, value in config.as_dict().items() if name not in private}
 
@@ -248,7 +248,7 @@ def describe_model(model: nn.Module) -> dict[str, object]:
     """Describe every parameter and buffer by its type and shape, and parameters by their order of memory.
 
     Raises:
-        ConfigError: one of them has no shape yet, which those of a lazy module get in its first forward pass.
+        ConfigError: a lazy module has parameters without a shape, which they get in its first forward pass.
     """
     facts: dict[str, object] = {}
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -285,14 +285,14 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a setting is of numbers and texts alone."""
+    """Return whether a setting consists of numbers and strings only."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _described(value: object) -> object:
-    """Return a setting as it is compared: a tensor's values without its device, and of other objects their type."""
+    """Return what is compared of a setting: the values of a tensor, without its device; the type of other objects."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Exchange: all-reduces gradients after a backward pass, or before a step if they were not all-reduced yet."""
+"""All-reduce gradients after a backward pass, or before a step if they were not all-reduced yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import PeriodicCheck
 from trainer.loop.grad_scaler import check_step_is_scaled
-from trainer.loop.gradients import gradients_of
+from trainer.loop.gradients import parameters_of
 from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.loop.weighing import Weighing
@@ -25,7 +25,7 @@ from trainer.watch.spans import EXCHANGE, span
 
 
 class Exchange:
-    """The all-reduces of one `Run`'s gradients, and the optimizers' steps that follow them.
+    """The all-reduces of a `Run`'s gradients, and the optimizers' steps that follow them.
 
     An optimizer is not wrapped, because its gradients are complete before its step. Hooks on the step serve only
     mechanisms that combine weights, and checks.
@@ -36,9 +36,9 @@ class Exchange:
         self._batches = weighing.batches
         self._periodic = PeriodicCheck(strategy)
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
-        """By a model's synchronizer: the ids of the optimizers that have stepped since its last exchange."""
+        """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
-        """The ids of optimizers within a step."""
+        """Ids of optimizers whose step is running."""
         self.completed = UpdateCounter()
         self.had_no_sync = False
         """Whether a backward pass since the last exchange ran within `no_sync`."""
@@ -51,7 +51,7 @@ class Exchange:
         at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
 
     def begin_pass(self) -> None:
-        """Forget steps that have ended in an error, as a backward pass begins."""
+        """Forget steps that ended in an error. Called when a backward pass begins."""
         self._running.clear()
 
     def run(self, wanted: Collection[Synchronizer], *, failed: bool = False) -> None:
@@ -61,10 +61,10 @@ class Exchange:
 
         Args:
             wanted: the synchronizers of the models that were reached on this rank.
-            failed: whether the pass has raised an error on this rank, whose gradients are then left out.
+            failed: whether the pass raised an error on this rank; its gradients are then left out.
         """
         prepared = self._prepared
-        # `active` has the same models in the same order on every rank; one that this rank no longer holds is None here.
+        # `active` has the same order on every rank; a model that this rank no longer holds is None here.
         reached = synchronizers = [held() for held in prepared.active]
         if len(synchronizers) > 1 and not self._strategy.shards:
             is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
@@ -75,7 +75,7 @@ class Exchange:
             ]
         for synchronizer in filter(None, reached):
             with span(EXCHANGE):
-                synchronizer.discard() if failed else synchronizer.complete()
+                synchronizer.reduce_after_error() if failed else synchronizer.complete()
             self._stepped[synchronizer] = set()
         if not prepared.has_optimizers:
             self.completed.on_step(self._batches.has_loader)
@@ -109,7 +109,7 @@ class Exchange:
             for synchronizer in self._complete(known, optimizer):
                 synchronizer.before_step()
             return None
-        if is_fp16 or self._config.shared_mechanism:
+        if is_fp16 or self._config.low_communication_setting:
             raise ConfigError("a closure cannot be combined with fp16, powersgd, sync_every or outer_lr")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
@@ -138,7 +138,7 @@ class Exchange:
                 f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
                 "where run.sync_gradients is true"
             )
-        if is_repeated and gradients_of(optimizer):
+        if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
                 "optimizer.step() found gradients, but run.backward has not run since its last step; call "
                 "run.backward(loss) before each step, and zero the gradients after it"
@@ -163,7 +163,7 @@ class Exchange:
         return synchronizers
 
     def _was_missed(self, synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
-        """Return whether the model's gradients were not exchanged since this optimizer's last step."""
+        """Return whether the model's gradients were not all-reduced since this optimizer's last step."""
         stepped = self._stepped.get(synchronizer)
         return stepped is None or id(optimizer) in stepped
 

@@ -1,4 +1,4 @@
-"""Loss scaling under precision fp16, which the script writes with torch's GradScaler, as in one process.
+"""A check that a script under precision fp16 scales its loss with torch's GradScaler.
 
 Micikevicius et al., "Mixed Precision Training" (2018), section 3.2. Once `Run.backward` has returned, all ranks hold
 the same mean gradients, so their scalers skip the same steps and keep the same scale.
@@ -14,9 +14,9 @@ from trainer.errors import TrainerError
 
 
 def check_step_is_scaled() -> None:
-    """Check that the step of an optimizer that is running was called by a GradScaler.
+    """Check that a GradScaler called the optimizer step that is running.
 
-    A scaler leaves no mark on an optimizer, so its `step` is looked for among the callers.
+    A scaler leaves no mark on an optimizer, so its `step` is searched for in the call stack.
 
     Raises:
         TrainerError: no enabled scaler has called it.

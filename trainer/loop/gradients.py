@@ -1,4 +1,4 @@
-"""Parameters and gradients of an optimizer, and which gradients have changed since they were marked."""
+"""Parameters and gradients of an optimizer, and a way to tell which gradients have changed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Marks = dict[nn.Parameter, tuple[Tensor, int]]
-"""Gradients by their parameter, each with PyTorch's count of its changes. The tensors are kept, so none is taken for
-another that has got its memory."""
+"""From a parameter to its gradient and PyTorch's count of the gradient's changes. They are kept alive, so that a new
+gradient in the same memory is not taken for the old."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -17,19 +17,14 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients that the optimizer's parameters have."""
-    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-
-
 def mark(parameters: Iterable[nn.Parameter]) -> Marks:
-    """Mark the gradients that these parameters have now."""
+    """Remember the gradients that these parameters have now."""
     return {
         parameter: (parameter.grad, parameter.grad._version) for parameter in parameters if parameter.grad is not None
     }
 
 
 def has_changed(parameter: nn.Parameter, marks: Marks) -> bool:
-    """Return whether a parameter's gradient is another one than the marked one, or was written to since."""
+    """Return whether a parameter's gradient was replaced or written to since it was marked."""
     gradient, version = marks.get(parameter, (None, 0))
     return parameter.grad is not gradient or (gradient is not None and gradient._version != version)

@@ -1,4 +1,4 @@
-"""Joining the job: on which device, by which strategy, watched by whom."""
+"""Join the job: choose the device and the strategy, connect the ranks, start the watch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNCONNECTED = (
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
 
-    A strategy has joined already, and is returned.
+    A `Strategy` object has joined already, and is returned as it is.
     """
     report_failures()
     wait_for_threads_before_forks()
@@ -56,20 +56,20 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
 
 
 def _world_to_join(strategy: str, config: RunConfig) -> World:
-    """Return the job's ranks as this process will join them, on the device that it will use, and report so."""
+    """Return this process's rank, world size and the device that it will use, and report them to the watch."""
     world = current_world(config.device)
     if world.size > 1:
         write_whole_lines()
     report_join(world.rank)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
-        # Plain "cuda" in user code then means this rank's GPU, not the first one on every rank.
+        # Plain "cuda" in user code then means this rank's GPU, not the first GPU on every rank.
         torch.cuda.set_device(world.device)
     return world
 
 
 def _print_first_line(strategy: Strategy, hosts: Sequence[str], tuning: Mapping[str, str]) -> None:
-    """Print on rank 0 which ranks have joined, as in "4 ranks on a: 2, b: 2", over what, and what is tuned."""
+    """Print on rank 0 which ranks have joined ("4 ranks on a: 2, b: 2"), the transport, and what was tuned."""
     if strategy.world.is_root:
         per_host = ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
         ranks = f"{len(hosts)} ranks on {per_host}; " if len(hosts) > 1 else ""
@@ -79,7 +79,7 @@ def _print_first_line(strategy: Strategy, hosts: Sequence[str], tuning: Mapping[
 
 @contextmanager
 def _said_until_connected(world: World, text: str, end_s: float = 0.0) -> Iterator[None]:
-    """Print on rank 0 what it waits for when that takes long; end it after `end_s` seconds, and with it the job.
+    """Print on rank 0 what it waits for if that takes long; end the process, and so the job, after `end_s` seconds.
 
     No watch runs yet, and MPI waits for ever where a firewall is between two hosts.
     """
@@ -104,7 +104,7 @@ def _give_up(world: World, message: str) -> None:
 
 
 def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World:
-    """Return the world on the CPU where device "auto" has found GPUs that these ranks cannot use; warn on rank 0."""
+    """Return the world, moved to the CPU with a warning if device "auto" found GPUs that these ranks cannot use."""
     gpus = torch.cuda.device_count()
     if config.device != "auto" or gpus == 0:
         return world

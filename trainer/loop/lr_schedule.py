@@ -23,12 +23,12 @@ MORE_STEPS = (
     "one from a checkpoint keeps its length: begin a longer training in another folder, with the checkpoint's weights, "
     "or take a LambdaLR, whose function is the script's (docs/surviving.md, Going on)"
 )
-"""What to do where a scheduler is to take more steps than it was made for."""
+"""Advice for a scheduler that would take more steps than it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Factor on the optimizer's learning rate, as a pure function of the update's number."""
+    """Factor on the learning rate, a pure function of the update's number."""
 
     scale: float = 1.0
     """Factor after the warm-up: the global batch over the batch that the learning rate was chosen for."""
@@ -55,7 +55,7 @@ class Schedule:
         return self.scale == 1.0 and self.decay == "none" and (self.start == 1.0 or not self.warmup_updates)
 
     def describe(self, base: float) -> str:
-        """Return in words what becomes of the learning rate `base`."""
+        """Describe what happens to the learning rate `base`."""
         parts = [f"learning rate {base:g}"]
         if self.scale != 1.0:
             grown = "world size × accumulate" if self.start else "accumulate"
@@ -105,7 +105,7 @@ class LearningRate:
         self._schedule = schedule
 
     def describe(self, update: int = 0) -> str:
-        """Return in words what becomes of the learning rate from update number `update` on."""
+        """Describe what happens to the learning rate from update number `update` on."""
         if self._schedule.is_constant:
             rate = float(self._optimizer.param_groups[0]["lr"])
             left = f"learning rate {rate:g}, left to the scheduler that was made for the optimizer"
@@ -132,7 +132,7 @@ class LearningRate:
         return {"left alone": self._base if self._schedule.is_constant else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the script's learning rates in place of those that the optimizer has from a checkpoint."""
+        """Set the script's learning rates again, which the optimizer's checkpoint has overwritten."""
         if not self._schedule.is_constant or state.get("left alone") != self._base:
             self._set(1.0)
 
@@ -147,10 +147,10 @@ class LearningRate:
 
 
 class UsersSchedule:
-    """A scheduler of torch.optim.lr_scheduler, in place of `LearningRate`: nothing else changes the learning rate.
+    """A scheduler of torch.optim.lr_scheduler instead of `LearningRate`: nothing else changes the learning rate.
 
     Args:
-        scheduler: of the optimizer that is trained with; what a checkpoint keeps is its state.
+        scheduler: the user's scheduler, made for the optimizer; a checkpoint keeps its state.
         per: "update" or "epoch", after which the scheduler takes a step.
 
     Raises:
@@ -165,7 +165,7 @@ class UsersSchedule:
         self.scheduler, self._per = scheduler, per
 
     def describe(self, update: int = 0) -> str:
-        """Return in words what becomes of the learning rate from update number `update` on."""
+        """Describe what happens to the learning rate from update number `update` on."""
         now = f"; now {float(self.scheduler.optimizer.param_groups[0]['lr']):g}" if update else ""
         return f"learning rate by {type(self.scheduler).__name__}, one step per {self._per}; not scaled{now}"
 

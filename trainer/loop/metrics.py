@@ -22,8 +22,8 @@ class Mean:
 
     Args:
         all_reduce: returns the sum of a tensor over all ranks.
-        samples: returns what a value counts for where `add` is not told.
-        is_root: whether this is rank 0, which goes on with the sums of all ranks.
+        samples: returns the weight of a value for which `add` is given none.
+        is_root: whether this is rank 0, which takes over all ranks' sums from a checkpoint.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Mean:
     ) -> None:
         self._all_reduce, self._samples, self._is_root = all_reduce, samples, is_root
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        """The weighed values, and what they count for together."""
+        """The weighted sum of the values, and the sum of their weights."""
 
     def add(self, value: Tensor | float, samples: float | None = None) -> None:
         """Add a mean over `samples` samples of this rank; by default over those of the batch that was drawn last."""

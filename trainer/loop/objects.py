@@ -1,7 +1,7 @@
-"""Values that one rank sends another: their tensors come to the other rank's device, as a reduction's do.
+"""Pickle values so that their GPU tensors arrive on the receiving rank's GPU.
 
-Pickled as it is, a tensor of a GPU would be on the sender's there, which other ranks on the host compute on, and which
-another host may not have.
+Plain pickling would put a tensor on the GPU with the sender's number, which belongs to another rank or may not exist on
+the receiver's host.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Pickler(pickle.Pickler):
 
 
 def _arrived(tensor: Tensor, kind: str, requires_grad: bool, is_parameter: bool) -> Tensor:
-    here = tensor.to(kind)  # joining the job has made this rank's the current one of its kind
+    here = tensor.to(kind)  # joining the job has made this rank's device the current device
     return nn.Parameter(here, requires_grad) if is_parameter else here.requires_grad_(requires_grad)
 
 
 def packed(value: Any, world: World) -> Any:
-    """Return what stands for a value on its way to other ranks: the value itself where all are on CPUs."""
+    """Return what is sent for a value: the value itself if the ranks are on CPUs."""
     if world.size == 1 or world.device.type == "cpu":
         return value
     buffer = io.BytesIO()
@@ -38,7 +38,7 @@ def packed(value: Any, world: World) -> Any:
 
 
 def unpacked(sent: Any, world: World) -> Any:
-    """Return the value that `packed` was given on another rank."""
+    """Return the value that another rank gave to `packed`."""
     if world.size == 1 or world.device.type == "cpu":
         return sent
     return pickle.loads(sent)  # noqa: S301 (sent inside the job only)

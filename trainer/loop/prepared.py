@@ -1,4 +1,4 @@
-"""Prepared models and optimizers: checked, alike on all ranks, each model with what synchronizes its gradients."""
+"""The models and optimizers of a run: checked, equal on all ranks, each model with a synchronizer of its gradients."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _ENDS: WeakKeyDictionary[nn.Module | Optimizer, list[Callable[[], object]]] = We
 
 
 def at_end(prepared: nn.Module | Optimizer, end: Callable[[], object]) -> None:
-    """Have `end` called when this model or optimizer is prepared again, by the same run or by another."""
+    """Call `end` when this model or optimizer is prepared again, by the same run or by another."""
     _ENDS.setdefault(prepared, []).append(end)
 
 
 def _end_earlier(prepared: nn.Module | Optimizer) -> None:
-    """Have a model or an optimizer leave the run that has prepared it before."""
+    """Detach a model or an optimizer from the run that prepared it before."""
     for end in _ENDS.pop(prepared, ()):
         end()
 
 
 class Prepared:
-    """The prepared models and optimizers of one `Run`.
+    """The prepared models and optimizers of a `Run`.
 
-    They are held weakly: a sweep over many of them keeps none that nobody else holds. So are the synchronizers, which
-    the hooks on a model's parameters own; one that has nothing to do is owned by nobody, and is made when asked for.
+    They are held weakly, so that a sweep over many models does not keep them all. So are the synchronizers, which the
+    hooks on a model's parameters keep alive; a synchronizer that has nothing to do is made anew when it is asked for.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
@@ -56,11 +56,11 @@ class Prepared:
         self._optimizers: WeakKeyDictionary[Optimizer, PreparedOptimizer] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self.active: list[weakref.ref[Synchronizer]] = []
-        """What synchronizes the prepared models, in their order. The places are the same on all ranks: a model that is
-        gone on this one keeps its place until no rank holds it."""
+        """The synchronizers of the prepared models, in the order of `prepare`, the same on all ranks: a model that
+        was freed on this rank stays in the list until no rank holds it."""
         self.norms: WeakSet[_BatchNorm] = WeakSet()
         self.has_models = self.has_optimizers = False
-        """Whether any was prepared so far."""
+        """Whether any model, and any optimizer, was prepared so far."""
         self.backwards = 0
         """Backward passes so far."""
 
@@ -76,7 +76,7 @@ class Prepared:
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """What synchronizes the models that somebody still holds, where there is something to synchronize."""
+        """The synchronizers that have something to do, of the models that somebody still holds."""
         return [synchronizer for held in self.active if (synchronizer := held()) is not None]
 
     @property
@@ -85,7 +85,7 @@ class Prepared:
         return {known.number: model for model, known in self._models.items() if known.number is not None}
 
     def is_between_updates(self) -> bool:
-        """Return whether an optimizer has stepped on what the last backward pass has left, as far as is known."""
+        """Return whether an optimizer has stepped since the last backward pass, as far as is known."""
         steps = [known.backwards_at_step for known in self._optimizers.values()]
         return not steps or self.backwards in (0, *steps)
 
@@ -94,7 +94,7 @@ class Prepared:
         return (parameter for model in self._models for parameter in model.parameters() if parameter.requires_grad)
 
     def add_model(self, model: nn.Module) -> Synchronizer:
-        """Prepare a model; one that was prepared before gets another synchronizer. Collective.
+        """Prepare a model; if it was prepared before, it gets another synchronizer. Collective.
 
         Raises:
             ConfigError: ranks disagree about the model or a setting.
@@ -119,7 +119,7 @@ class Prepared:
         return synchronizer
 
     def _forget_models(self) -> None:
-        """Leave out models that no rank holds. Collective: what is all-reduced must not depend on who noticed when."""
+        """Drop models that no rank holds. Collective, so that all ranks drop them at the same time."""
         gc.collect()
         alive = self._strategy.all_gather_object([held() is not None for held in self.active])
         self.active = [held for held, *ranks in zip(self.active, *alive, strict=True) if any(ranks)]
@@ -146,7 +146,7 @@ class Prepared:
             # Moves state that was loaded from a checkpoint to its parameters' device.
             optimizer.load_state_dict(optimizer.state_dict())
         self._strategy.adopt(optimizer)
-        # So that a model which nobody else holds, a list of two networks say, lives as long as what trains it.
+        # Keep the models alive as long as their optimizer.
         optimizer.__dict__["_trainer_models"] = [
             model for model in self._models if held & set(map(id, model.parameters()))
         ]
@@ -154,7 +154,7 @@ class Prepared:
         return known
 
     def _adopt_loaded_settings(self, optimizer: Optimizer) -> None:
-        """Give the groups rank 0's settings where it alone has loaded a file: its learning rate is not the script's."""
+        """Take rank 0's optimizer settings if it alone has loaded the optimizer from a file. Collective."""
         has_state, groups, settings = bool(optimizer.state), optimizer.param_groups, None
         if self._strategy.world.is_root and has_state:
             settings = [{name: value for name, value in group.items() if is_plain(value)} for group in groups]
@@ -164,7 +164,7 @@ class Prepared:
                 group.update(values)
 
     def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Return what synchronizes the models whose parameters the optimizer holds."""
+        """Return the synchronizers of the models whose parameters the optimizer holds."""
         if not self.active:
             return []
         if known.synchronizers is None:
@@ -177,10 +177,10 @@ class Prepared:
         return [synchronizer for alive in known.synchronizers if (synchronizer := alive()) is not None]
 
     def check_groups(self, known: PreparedOptimizer, optimizer: Optimizer) -> None:
-        """Check the parameters of an optimizer that has got another group since.
+        """Check the parameters of an optimizer to which a group was added since.
 
         Raises:
-            ConfigError: one is of no model, or its gradients are not all-reduced.
+            ConfigError: a parameter belongs to no model, or its gradients are not all-reduced.
         """
         if len(optimizer.param_groups) != known.groups:
             self.check_parameters((), [optimizer])
@@ -188,10 +188,10 @@ class Prepared:
             known.groups, known.synchronizers = len(optimizer.param_groups), None
 
     def check_known(self, held: set[int] | None = None) -> None:
-        """Check that the gradients of all trained parameters are all-reduced; or of those whose ids are held.
+        """Check that gradients of all trained parameters are all-reduced; with `held`, of parameters with these ids.
 
         Raises:
-            ConfigError: one was added, replaced or unfrozen since.
+            ConfigError: a parameter was added, replaced or unfrozen since.
         """
         for model, synchronizer in self.models.items():
             if not isinstance(synchronizer, GradientSynchronizer):
@@ -216,7 +216,7 @@ class Prepared:
             )
 
     def check_parameters(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Check that every parameter of the optimizers is one of exactly one model's, of those to come included.
+        """Check that every parameter of the optimizers belongs to exactly one model, including the models to be added.
 
         Raises:
             ConfigError: an optimizer has a parameter that belongs to none of the models, or two models share one.
@@ -263,7 +263,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of a model that was prepared."""
+    """A prepared model's synchronizer and number."""
 
     synchronizer: weakref.ref[Synchronizer]
     number: int | None
@@ -273,16 +273,16 @@ class _Model:
 
 @dataclass
 class PreparedOptimizer:
-    """What is known of an optimizer that was prepared."""
+    """A prepared optimizer's number, groups and synchronizers."""
 
     number: int
     """The optimizer's number, the same on all ranks."""
     groups: int
-    """How many parameter groups it had when it was checked."""
+    """The number of parameter groups when they were checked last."""
     backwards_at_step: int
-    """How many backward passes of the run came before its last step."""
+    """The run's number of backward passes at the optimizer's last step."""
     synchronizers: list[weakref.ref[Synchronizer]] | None = None
-    """What synchronizes its models; None until they are asked for."""
+    """The synchronizers of the optimizer's models; None until they are asked for."""
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

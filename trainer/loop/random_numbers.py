@@ -1,4 +1,4 @@
-"""Random numbers: the generators' states, and how each rank draws its own once all ranks have the same weights."""
+"""The states of random number generators, and how ranks come to draw different numbers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SEED: Mapping[str, Callable[[int], object]] = {
 
 
 def draw_apart(strategy: Strategy, seed: int) -> None:
-    """Have ranks whose random number generators are in the same state go on with numbers of their own. Collective.
+    """Seed ranks differently whose random number generators are in the same state. Collective.
 
-    Scripts seed all ranks alike, so that their weights are; dropout, noise and samples that are drawn afterwards would
-    be the same on all ranks as well. The first rank of those that are alike keeps its state: one process draws what it
-    draws without this library. The others are seeded with `seed`, that state and their rank. Python's, NumPy's and
-    PyTorch's generators count each for itself, and a GPU's.
+    Scripts seed all ranks alike to get the same weights; without this, dropout, noise and samples that are drawn
+    afterwards would be the same on all ranks as well. The first rank with a state keeps it, so that a single process
+    draws what it draws without this library. The others are seeded with `seed`, that state and their rank. The
+    generators of Python, NumPy, PyTorch and a GPU are each compared and seeded separately.
     """
     world = strategy.world
     if world.size == 1:
@@ -42,10 +42,10 @@ def draw_apart(strategy: Strategy, seed: int) -> None:
 
 
 def warn_of_twins(strategy: Strategy, inputs: object) -> None:
-    """Say on rank 0 if ranks draw the same random numbers, or have trained on the same batch. Collective.
+    """Warn on rank 0 if ranks draw the same random numbers, or have trained on the same batch. Collective.
 
     Args:
-        inputs: stands for the inputs of this rank's first forward pass; None where there was none.
+        inputs: a digest of the inputs of this rank's first forward pass; None if there was none.
     """
     by_rank = strategy.all_gather_object((_digests(strategy.world.device)["torch"], inputs))
     if not strategy.world.is_root:
@@ -71,7 +71,7 @@ def _warn_of_first_twins(values: Sequence[object], what_they_do: str) -> None:
 
 
 def _digests(device: torch.device) -> dict[str, str]:
-    """Return a hash of each generator's state. Ranks are seeded with it: others would change what they draw."""
+    """Return a hash of each generator's state. It seeds ranks, so another hash would change what they draw."""
     state = random_state(device)
     _, keys, position, *_ = state["numpy"]
     state["python"] = repr(state["python"]).encode()
@@ -96,7 +96,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with what `random_state` has returned. A GPU's is left out where there was none."""
+    """Restore the states that `random_state` returned; the GPU's only if there is one."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

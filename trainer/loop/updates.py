@@ -1,4 +1,4 @@
-"""Updates: backward passes, each weighted by its batch, and the mean gradients that end an update."""
+"""Backward passes, each weighted by its batch, and the mean gradients that end an update."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
 
 class Updates:
-    """The backward passes of one `Run`. A pass that closes an update leaves the mean gradients over all ranks.
+    """The backward passes of a `Run`. A pass that closes an update leaves the mean gradients over all ranks.
 
     `prepared` has the models and optimizers, `batches` says which batch a pass belongs to, `Weighing` gives the pass
     its weight, and `exchange` all-reduces the gradients and follows the optimizers' steps.
 
     Once `backward` has returned, no gradient is being all-reduced: until the step, any code may read and change the
-    gradients, as in one process.
+    gradients, as in a single process.
     """
 
     def __init__(self, strategy: Strategy, config: RunConfig) -> None:
@@ -113,7 +113,7 @@ class Updates:
                 hook.remove()
         self._end_pass()
         if weight:
-            self._warn_of_others()
+            self._warn_if_unreached()
 
     def _end_pass(self) -> None:
         self._is_in_pass = False
@@ -121,17 +121,17 @@ class Updates:
             synchronizer.after_backward()
 
     def _reached(self) -> list[Synchronizer]:
-        """Return the synchronizers of the models that the last backward pass has reached on this rank."""
+        """Return the synchronizers of the models that the last backward pass reached on this rank."""
         return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
 
     def _finish_failed_pass(self) -> None:
-        """Take part in the all-reduces of a pass that has raised an error on this rank: the others wait in them."""
+        """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
         self._end_pass()
         if self.prepared.active and not self._weighing.is_local:
             self.exchange.run(self._reached(), failed=True)
 
-    def _warn_of_others(self) -> None:
-        """Warn once if a pass has reached no prepared model."""
+    def _warn_if_unreached(self) -> None:
+        """Warn once if a pass reached no prepared model."""
         if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
             return
         # Other synchronizers do not note which parameters a pass reaches.

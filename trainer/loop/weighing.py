@@ -1,6 +1,6 @@
-"""Weighing: the weight of each backward pass in the mean over all ranks.
+"""The weight of each backward pass in the mean over all ranks.
 
-Each rank's loss is the mean over its own batch. With the batch's number of samples as the weight, the mean over ranks
+Each rank's loss is the mean over its batch. With the batch's number of samples as the weight, the mean over ranks
 is the mean over all their samples, also if the batches are uneven. A loader passes the weight along with each batch;
 without a loader, the script gives the number of samples.
 """
@@ -28,7 +28,7 @@ _AHEAD = (
 
 
 class Weighing:
-    """The weights of one `Run`'s backward passes.
+    """The weights of a `Run`'s backward passes.
 
     Args:
         accumulate: backward passes per update, if no loader says when an update is complete.
@@ -41,11 +41,11 @@ class Weighing:
         self._samples = 0.0
         """This rank's samples in the earlier passes of the current update."""
         self._before: Marks | None = None
-        """The gradients before the first of these passes; None if this is the first."""
+        """The gradients before the first of the update's passes; None during that first pass."""
         self.weight = 1.0
         """The weight of the last backward pass: the factor on its loss."""
         self.is_local = False
-        """Whether another pass of the same update follows it, which will send its gradients."""
+        """Whether a later pass of the same update will send the last pass's gradients."""
 
     def begin_pass(self, samples: float | None, *, is_in_no_sync: bool) -> None:
         """Weigh the backward pass that begins now. Collective if `samples` is given.
@@ -65,7 +65,7 @@ class Weighing:
         if samples is None and batches.has_loader and not batches.is_watching:
             self.weight = batches.current.weight
             return
-        seen = batches.take_seen()
+        seen = batches.pop_forwarded_batches()
         if samples is not None:
             self.weight = self._weight_of_samples(samples)
         elif batches.has_loader:
@@ -74,7 +74,7 @@ class Weighing:
             self.weight = 1 / self._accumulate
 
     def _count_pass(self) -> None:
-        """Count a pass where there is no loader: every `accumulate` passes form an update."""
+        """Count a pass without a loader: every `accumulate` passes form an update."""
         if (models := len(self._prepared.models)) > 1:
             raise TrainerError(
                 f"accumulate is {self._accumulate}, and there are {models} models and no batch of run.loader, so "
@@ -92,7 +92,7 @@ class Weighing:
                 "the loss is of several batches of run.loader that count differently, such as the last batches of "
                 "two loaders; call run.backward once for each batch's loss, right after its forward pass"
             )
-        if not seen and self.batches.is_unclear and not self._has_warned:
+        if not seen and self.batches.batch_is_ambiguous and not self._has_warned:
             self._has_warned = True
             print_line(_AHEAD, sys.stderr)
         return weights.pop() if weights else self.batches.current.weight

@@ -1,1 +1,1 @@
-"""What is done to a model: sharded tensors, BatchNorm over the global batch, memory format."""
+"""Changes to a model: sharded tensors, BatchNorm over the global batch, memory format."""

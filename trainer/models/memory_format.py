@@ -1,4 +1,4 @@
-"""The NHWC order in memory, of weights and of an optimizer's state for them."""
+"""Put convolution weights, and an optimizer's state for them, in NHWC order (channels last)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
     for module in model.modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) and weight is not None:
-            # Not `contiguous`, which leaves the strides of weights of one channel: they are in both orders at once.
+            # Not `contiguous`, which keeps the strides of weights of a single channel: they are in both orders at once.
             weight.data = torch.empty_like(weight.data, memory_format=torch.channels_last).copy_(weight.data)
     align_state(optimizer)
 

@@ -1,4 +1,4 @@
-"""Sharded tensors: DTensors, of which each rank holds a part, beside plain tensors. Imports torch.distributed late."""
+"""Gather and shard DTensors, of which each rank holds a part. Imports torch.distributed only when it is needed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Part:
     """A box of a tensor's values."""
 
     offset: tuple[int, ...]
-    """Index of the first of them in the whole tensor."""
+    """Index of the box's first value in the whole tensor."""
     values: Tensor
 
 
 @dataclass(frozen=True)
 class Scattered:
-    """A tensor whose values lie in parts, such as files that are mapped into memory. What is read of it is a copy."""
+    """A tensor whose values lie in parts, such as files that are mapped into memory. Reading returns copies."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def is_sharded(value: object) -> bool:
 
 
 def gather(value: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor, on its device; anything else as it is. Collective for a sharded one."""
+    """Return the whole of a sharded tensor, on its device; other values as they are. Collective if sharded."""
     sharded: Any = value
     whole: Tensor = sharded.full_tensor() if is_sharded(value) else value
     return whole
@@ -78,12 +78,12 @@ def local_part(value: Tensor) -> Part | None:
     local: Tensor = sharded.to_local()
     if not local.numel() or any(placement.is_replicate() and coordinate for placement, coordinate in mesh):
         return None
-    offset, _ = _place(sharded)
+    offset, _ = _local_box(sharded)
     return Part(offset, local)
 
 
-def _place(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset and the shape of this rank's part, as PyTorch's distributed checkpoints ask for them."""
+def _local_box(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this rank's part, by the method that PyTorch's distributed checkpoints use."""
     (chunk,) = sharded.__create_chunk_list__()
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
@@ -98,13 +98,13 @@ def tensors_in(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, 
 
 
 def take_part(state: Any) -> None:
-    """Take part in other ranks' `gather` of every sharded tensor in nested containers, in their order. Collective."""
+    """Take part in other ranks' `gather` of every sharded tensor in nested containers. Collective."""
     for _, tensor in tensors_in(state):
         gather(tensor)
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """Return a model's whole `state_dict` in host memory, {} where it is not to be kept. Collective if sharded."""
+    """Return a model's whole `state_dict` in host memory, or {} if not `keep`. Collective if sharded."""
     state = model.state_dict()
     if not keep:
         take_part(state)
@@ -116,19 +116,19 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 
 def shard_like(whole: Tensor | Scattered, like: Any) -> Any:
-    """Return this rank's part of a tensor that every rank can read, sharded and placed as `like` is. No exchange."""
+    """Return this rank's part of a tensor that every rank can read, sharded and placed as `like` is. Sends nothing."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(whole, Tensor):
         whole = Scattered(whole.shape, whole.dtype, [Part((0,) * whole.dim(), whole.detach())])
-    local = whole.read(*_place(like)).to(like.device)
+    local = whole.read(*_local_box(like)).to(like.device)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def shard_as(whole: Any, like: Any) -> Any:
-    """Return nested containers with each tensor sharded as the one in its place in `like`, or whole where none is."""
+    """Return nested containers with each tensor sharded as its counterpart in `like`, or whole if there is none."""
     if is_sharded(like) and isinstance(whole, Tensor | Scattered) and not is_sharded(whole):
         return shard_like(whole, like)
     if isinstance(whole, Scattered):
@@ -145,7 +145,7 @@ def shard_as(whole: Any, like: Any) -> Any:
 
 
 def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state for its `load_state_dict`, with tensors of a parameter's shape sharded as that."""
+    """Return a state for an optimizer's `load_state_dict`, with tensors sharded like their parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=True))
@@ -154,7 +154,7 @@ def shard_optimizer_state(whole: dict[str, Any], optimizer: Optimizer) -> dict[s
 
 
 def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with tensors of the parameter's shape sharded as that."""
+    """Return an optimizer's state of a parameter, with tensors of the parameter's shape sharded like the parameter."""
     result = {}
     for name, value in values.items():
         is_like = isinstance(value, Tensor | Scattered) and len(value.shape) and value.shape == parameter.shape

@@ -1,8 +1,9 @@
 """BatchNorm over the global batch, for every strategy and device.
 
-PyTorch's SyncBatchNorm needs torch.distributed, Horovod's needs Horovod, and both train on GPUs only. This one needs
-only an all-reduce. It weighs every sample once, however unevenly the ranks share them, and so keeps N ranks equal to
-one process. Ioffe and Szegedy (2015) for the formula; Peng et al., "MegDet" (2018) for statistics across devices.
+PyTorch's SyncBatchNorm needs torch.distributed, Horovod's needs Horovod, and both train on GPUs only. This layer
+needs only an all-reduce. It weighs every sample once, however unevenly the ranks share them, and so keeps N ranks equal
+to a single process. Ioffe and Szegedy (2015) for the formula; Peng et al., "MegDet" (2018) for statistics across
+devices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 class _Shared:
-    """An all-reduce as a model holds it: copies of the model share it, and files leave it out."""
+    """The all-reduce that a model holds: copies of the model share it, and pickled models leave it out."""
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
@@ -112,14 +113,14 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 def leave_out_gradients(layers: Iterable[_BatchNorm], weightless: bool) -> None:
-    """Send zeros in the backward passes of the layers in place of this rank's gradients, or these again."""
+    """Have the layers send zeros instead of this rank's gradients in backward passes, or stop doing so."""
     for layer in layers:
         if isinstance(layer, GlobalBatchNorm):
             layer.is_weighed = not weightless
 
 
 def leave_out(layers: Iterable[_BatchNorm], padding: bool) -> None:
-    """Leave the coming batches out of the layers' statistics, because they are padding, or take them in again."""
+    """Leave the next batches out of the layers' statistics because they are padding, or stop doing so."""
     for layer in layers:
         if isinstance(layer, GlobalBatchNorm):
             layer.counts = not padding
@@ -141,7 +142,7 @@ def convert_sync_batch_norm(model: nn.Module, all_reduce: AllReduce) -> nn.Modul
     """
     converted: dict[nn.Module, GlobalBatchNorm] = {}
     for parent in list(model.modules()):
-        # Not named_children, which lists a layer that is used in two places only once.
+        # Not named_children, which lists a layer that is used twice only once.
         for name, child in parent._modules.items():
             if isinstance(child, _BatchNorm) and not isinstance(child, GlobalBatchNorm):
                 if type(child) not in _PLAIN:

@@ -1,6 +1,6 @@
-"""Callbacks, which are called during a training, and the events that they are given.
+"""Callbacks, which `Trainer` calls during a training, and the events that it passes to them.
 
-Progress, the run's record and TensorBoard are callbacks. What one has to keep over an interruption is its `state_dict`.
+Progress, the run's record and TensorBoard are callbacks. A callback's `state_dict` is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class FitContext:
     description: str
     """Ranks and transport, in a few words."""
     learning_rate: str
-    """What becomes of the learning rate, in words."""
+    """The learning-rate schedule, in words."""
     tuning: Mapping[str, str]
-    """What was set for this host, and why."""
+    """Settings that were tuned for this host, and why."""
     broadcast_object: Callable[[Any], Any]
     """Returns rank 0's value on every rank. Collective."""
     checkpoints: str = ""
-    """The folder that the fit is saved in; empty where it is not."""
+    """The folder of the fit's checkpoints; empty without checkpoints."""
     updates_before: int = 0
-    """Updates of an interrupted fit that this one goes on with."""
+    """Updates that an interrupted fit has made, which this fit continues."""
     epochs_before: int = 0
-    """Whole epochs of it."""
+    """Whole epochs of the interrupted fit."""
     samples_before: int = 0
-    """Samples that all ranks together have trained on in it."""
+    """Samples that all ranks together trained on in the interrupted fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class Evaluation:
     evaluated: int
     """Samples that were counted, over all ranks."""
     samples: int
-    """Samples in the dataset, which must be the same number."""
+    """Samples in the dataset; equal to `evaluated` if each was counted once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """How far an epoch has come; sent a few times a second."""
+    """Progress within an epoch; sent a few times a second."""
 
     epoch: int
     """From 1."""
@@ -72,7 +72,7 @@ class ProgressEvent:
     loss: float
     """Mean loss since the epoch began, over this rank's samples."""
     seconds: float
-    """Since the epoch began."""
+    """Seconds since the epoch began."""
 
     @property
     def samples_per_s(self) -> float:
@@ -82,10 +82,10 @@ class ProgressEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
-    """A point of the training, every `log_every_updates` updates and after an epoch's last one."""
+    """Loss and learning rate, every `log_every_updates` updates and after an epoch's last update."""
 
     update: int
-    """Updates since the fit began, this one included."""
+    """Updates since the fit began, including this update."""
     epoch: int
     """From 1."""
     samples: int
@@ -132,7 +132,7 @@ class Callback:
         """Runs a few times a second, not at the same step on every rank: nothing collective may happen here."""
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
-        """Runs every `log_every_updates` updates and after an epoch's last one, the same on every rank."""
+        """Runs every `log_every_updates` updates and after an epoch's last update, the same on every rank."""
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         """Runs after an epoch and its evaluation, with the same record on every rank."""

@@ -1,4 +1,4 @@
-"""The progress of an epoch: tqdm's bar on a terminal or in a notebook, a line now and then elsewhere."""
+"""Show the progress of an epoch: tqdm's bar on a terminal or in a notebook, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDLESS_FORMAT = "{desc}  {n_fmt}{postfix}"
 
 
 class Display:
-    """Rank 0's view of a loop.
+    """The progress display of a loop, on rank 0.
 
     Under launchers that give their ranks pipes, such as horovodrun and mpirun, standard error is no terminal.
 
@@ -32,7 +32,7 @@ class Display:
         self._bar: Any = None
 
     def show(self, head: str, done: int, samples: int | None, details: Sequence[str]) -> None:
-        """Show that `done` of `samples` are trained on; of a stream nobody may know how many there are."""
+        """Show that `done` of `samples` samples are done; `samples` is None for a stream of unknown length."""
         if self._has_bar:
             if head != self._head:  # another pass, which may be an evaluation within a training's
                 self.clear()
@@ -45,7 +45,7 @@ class Display:
             print_line("  ".join([head, f"{done}" if samples is None else f"{done}/{samples}", *details]))
 
     def clear(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             keep_lines_off(None)
             self._bar.close()
@@ -59,8 +59,8 @@ def _make_bar(head: str, samples: int | None) -> Any:
     return tqdm(desc=head, total=samples, leave=False, dynamic_ncols=True, bar_format=bar_format)
 
 
-def clock(seconds: float) -> str:
-    """Format a duration, as in 3:10 or 1:02:00."""
-    minutes, rest = divmod(round(seconds), 60)
+def time_left(seconds: float, done: float, left: int) -> str:
+    """Return the time for `left` samples, if `done` samples took so many seconds: "3:10 left" or "1:02:00 left"."""
+    minutes, rest = divmod(round(seconds / done * left), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02} left" if hours else f"{minutes}:{rest:02} left"

@@ -1,4 +1,4 @@
-"""Progress and record of your own loop, on rank 0."""
+"""Progress and record of a training loop that the user writes, on rank 0."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.optim import Optimizer
 from trainer.cluster.world import World
 from trainer.data.base import Loader
 from trainer.errors import ConfigError
-from trainer.report.display import Display, clock
+from trainer.report.display import Display, time_left
 from trainer.report.run_record import RunFolder, describe_optimizer, describe_run
 
 Settings = Mapping[str, Any] | Namespace
-"""What a script was called with, as a mapping or as argparse returns it."""
+"""A script's settings, as a mapping or as argparse returns them."""
 
 LogFunction = Callable[[dict[str, float], int], object]
-"""What values are handed to, and their step."""
+"""A function that takes values by name, and their step."""
 
 _INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
 
 
 class LoopReport:
-    """Progress and record of one `Run`.
+    """Progress and record of a `Run`.
 
     Args:
         world: rank 0 of it shows and writes.
@@ -40,11 +40,11 @@ class LoopReport:
     def __init__(self, world: World, settings: Mapping[str, Any]) -> None:
         self._world, self._settings = world, settings
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        """Those that were prepared and are still held, for settings.json."""
+        """The prepared optimizers that are still held, for settings.json."""
         self._epochs = range(0)
         self._folder: RunFolder | None = None
         self.has_named_folder = False
-        """Whether the script has named the record's folder, in which a later start is to go on."""
+        """Whether the script has named the record's folder, so that a later start would have to go on in it."""
         self._functions: list[LogFunction] = []
         self._display: Display | None = None
         self._began, self._before = 0.0, 0
@@ -104,10 +104,9 @@ class LoopReport:
         for function in self._functions:
             function(numbers, step)
 
-    def count(self, epochs: range, iterate: Callable[[range], Iterator[int]]) -> Iterator[int]:
-        """Yield the numbers of these epochs, from 0."""
+    def begin(self, epochs: range) -> None:
+        """Note which epochs the loop is about to run, for the time left."""
         self._epochs, self._began = epochs, 0.0
-        return iterate(epochs)
 
     def watch(self, loader: Loader) -> Iterator[Any]:
         """See `Run.progress`."""
@@ -117,7 +116,7 @@ class LoopReport:
         return self._watch(loader, self._display)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what was not written yet."""
         if self._folder is not None:
             self._folder.close()
 
@@ -142,7 +141,7 @@ class LoopReport:
             display.clear()
 
     def _describe(self, loader: Loader, done: int, rate: float, now: float) -> tuple[str, list[str]]:
-        """Return what this pass over a loader is, and the time left in words: of all epochs where they are counted."""
+        """Return a name for this pass over a loader, and the time left in words: of all epochs if they are counted."""
         samples, epochs = loader.epoch_samples, range(0)
         name = f"epoch {loader.epoch}" if loader.training else "evaluation"
         if loader.training and loader.epoch - 1 in self._epochs:
@@ -152,10 +151,8 @@ class LoopReport:
             return name, []
         if epochs:  # with what happens between them, such as an evaluation
             trained = (loader.epoch - 1) * samples + done
-            left_s = (now - self._began) / (trained - self._before) * (epochs.stop * samples - trained)
-        else:
-            left_s = (samples - done) / rate
-        return name, [f"{clock(left_s)} left"]
+            return name, [time_left(now - self._began, trained - self._before, epochs.stop * samples - trained)]
+        return name, [time_left(1.0, rate, samples - done)]
 
 
 def _number(name: str, value: Tensor | float) -> float:

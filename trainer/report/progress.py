@@ -6,7 +6,7 @@ import time
 
 from trainer.cluster.output import print_line
 from trainer.report.callback import Callback, EpochRecord, FitContext, ProgressEvent
-from trainer.report.display import Display, clock
+from trainer.report.display import Display, time_left
 
 
 class Progress(Callback):
@@ -29,7 +29,9 @@ class Progress(Callback):
 
     def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
         if self._display is not None:
-            left = f"{clock(self._time_left(event))} left"
+            done = (event.epoch - 1) * event.samples + event.done
+            since = max(done - self._before, 1)
+            left = time_left(time.monotonic() - self._started, since, event.epochs * event.samples - done)
             details = (f"loss {event.loss:.4f}", f"{event.samples_per_s:,.0f} samples/s", left)
             self._display.show(f"epoch {event.epoch}/{event.epochs}", event.done, event.samples, details)
 
@@ -40,11 +42,6 @@ class Progress(Callback):
 
     def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
         self._display = None
-
-    def _time_left(self, event: ProgressEvent) -> float:
-        done = (event.epoch - 1) * event.samples + event.done
-        elapsed = time.monotonic() - self._started
-        return elapsed / max(done - self._before, 1) * (event.epochs * event.samples - done)
 
 
 def _describe(record: EpochRecord) -> str:

@@ -1,4 +1,4 @@
-"""The record of a run: a folder with its settings and versions, lines of JSON, and TensorBoard events beside them."""
+"""The record of a run: a folder with its settings, versions, measurements as lines of JSON, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunFolder:
     Args:
         world: rank 0 of it writes; on other ranks the methods do nothing.
         broadcast_object: returns rank 0's value on every rank.
-        output: the folder. It must not hold another run; one with the same folder of checkpoints in its settings is
+        output: the folder. It must not hold another run. A run with the same folder of checkpoints in its settings is
             this run's earlier part, and is continued. "auto" makes `runs/<script>-<date>-<time>`.
         settings: written to settings.json. "checkpoints" is the folder that the run is saved in, or empty.
         tensorboard: also write TensorBoard events there.
@@ -87,7 +87,7 @@ class RunFolder:
         note_folder(str(path))
         if writer is not None:
             self._events = writer(str(path), flush_secs=10)
-            atexit.register(self._events.close)  # it has no exit handler of its own
+            atexit.register(self._events.close)  # the writer registers no exit handler
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file of JSON, whole or not at all."""
@@ -98,7 +98,7 @@ class RunFolder:
         self._try(_append, name, entry)
 
     def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop lines of JSON that belong to a part of the run which is trained again."""
+        """Keep only some lines of a file: lines of epochs that are trained again are dropped."""
         self._try(_keep, name, is_kept)
 
     def _try(self, write: Callable[[Path, Any], object], name: str, content: Any) -> None:
@@ -129,12 +129,12 @@ class RunFolder:
         return time.monotonic() - self._started
 
     def flush(self) -> None:
-        """Write the events so far."""
+        """Write the TensorBoard events so far to disk."""
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        """Write what is left of the events."""
+        """Write the remaining TensorBoard events, and close their file."""
         if self._events is not None:
             atexit.unregister(self._events.close)
             self._events.close()
@@ -167,7 +167,7 @@ def _kept(lines: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
 
 
 def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Return whether a line is kept: also one that this library has not written, of which it knows nothing."""
+    """Return whether a line is kept. Lines that this library has not written are kept."""
     try:
         return is_kept(parse_json(line))
     except (ValueError, TypeError, LookupError):
@@ -175,7 +175,7 @@ def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def _checkpoints_of(path: Path) -> object:
-    """Return the folder of checkpoints that the run in a folder is saved in; None where its settings do not say so."""
+    """Return the folder of the recorded run's checkpoints; None if its settings do not name it."""
     with suppress(ValueError):
         settings = parse_json(read_file(path / "settings.json"))
         return settings.get("checkpoints") if isinstance(settings, dict) else None
@@ -183,7 +183,7 @@ def _checkpoints_of(path: Path) -> object:
 
 
 def describe_run(world: World) -> dict[str, Any]:
-    """Return what settings.json says of every run: the command, the ranks, versions."""
+    """Return the command, the ranks and the versions, for settings.json."""
     installed = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in _PACKAGES}
     return {
         "command": sys.argv,
@@ -219,11 +219,11 @@ def _new_folder() -> Path:
 
 
 class RunRecord(Callback):
-    """Write one folder per run, on rank 0 only:
+    """Write a folder per run, on rank 0 only:
 
     * `settings.json`: the configuration, the world, what was tuned, versions and the command line;
     * `steps.jsonl`: the loss and the learning rate, a line every `log_every_updates` updates;
-    * `epochs.jsonl`: one line of JSON per epoch, written when the epoch ends;
+    * `epochs.jsonl`: a line of JSON per epoch, written when the epoch ends;
     * `summary.json`: written last; a run that has none did not finish;
     * `starts.jsonl`: where it went on from a checkpoint, a line of settings for each further start.
 

@@ -23,15 +23,14 @@ _BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
 NAMES = ("auto", *_REGISTRY)
 
 wrapper: Callable[[Strategy], Strategy] | None = None
-"""Replaces each strategy by which a run joins. For a program that runs a script which knows nothing of it, as
-scripts/timed.py does."""
+"""Replaces each strategy by which a run joins, so that scripts/timed.py can measure a script that it runs unchanged."""
 
 
 def choose_strategy(name: str, world: World) -> str:
     """Return the strategy that `name` stands for: "auto" is TRAINER_STRATEGY if that is set, else chosen by launcher.
 
     Raises:
-        ConfigError: there is no such strategy; the text lists those that there are.
+        ConfigError: there is no such strategy; the text lists the valid names.
     """
     if name == "auto":
         name = os.environ.get("TRAINER_STRATEGY") or name
@@ -45,7 +44,7 @@ def choose_strategy(name: str, world: World) -> str:
 
 
 def has_nccl() -> bool:
-    """Return whether the installed Horovod, if there is one, was built with NCCL. Starts nothing."""
+    """Return whether Horovod is installed and was built with NCCL. Starts nothing."""
     try:
         import horovod.torch as hvd
     except ImportError:
@@ -68,7 +67,7 @@ def make_strategy(name: str, world: World) -> Strategy:
 
 
 def _import(module: str, name: str) -> ModuleType:
-    """Import the module of a strategy; what is wrong within one of the user's own is a traceback."""
+    """Import the module of a strategy; an error within a user's module stays a traceback."""
     if not all(map(str.isidentifier, module.split("."))):
         raise ConfigError(f"strategy is {name!r}, whose module is {module!r}; valid is module:Class")
     try:
@@ -80,5 +79,5 @@ def _import(module: str, name: str) -> ModuleType:
 
 
 def wrapped(strategy: Strategy) -> Strategy:
-    """Return what `wrapper` makes of a strategy."""
+    """Return the strategy, passed through `wrapper` if that is set."""
     return strategy if wrapper is None else wrapper(strategy)

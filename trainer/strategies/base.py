@@ -1,4 +1,4 @@
-"""Strategy: how the ranks of a job train together. A new one is a subclass that can sum over ranks."""
+"""Strategy: how the ranks of a job train together. A new strategy is a subclass that can sum over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.watch.recorder import Recorder
 
 
 class Strategy(Collectives):
-    """How gradients become the mean over all ranks. It knows nothing of datasets or of the training loop.
+    """Turns gradients into their mean over all ranks. It knows nothing of datasets or of the training loop.
 
     The constructor joins the job, so every rank has to make its strategy. A subclass has to define at least the
     abstract methods of `Collectives`; its gradients are then sent in buckets.
@@ -37,13 +37,13 @@ class Strategy(Collectives):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.tuning: Mapping[str, str] = {}
-        """What was tuned for this host, and why; for the first line of output and for the run's record."""
+        """Settings that were tuned for this host, and why; for the first line of output and the run's record."""
         self.description = str(world)
-        """Ranks and transport, in a few words."""
+        """Ranks and transport, for the first line of output."""
         self.is_over_nccl = False
         """Whether `all_reduce` of a tensor on the world's device uses NCCL."""
         self.flight_recorder: Recorder | None = None
-        """Reads which collectives are still running; None if they return to Python only once they are completed."""
+        """Tells which collectives are still running; None if they return to Python only once they are completed."""
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Broadcast rank 0's weights and buffers, and return the synchronizer that the settings ask for.
@@ -56,8 +56,8 @@ class Strategy(Collectives):
             ConfigError: the strategy cannot train this model with these settings.
         """
         is_alone = self.world.size == 1
-        if config.shared_mechanism and not is_alone:
-            check_dense(model, f"{config.shared_mechanism}, which takes")
+        if config.low_communication_setting and not is_alone:
+            check_dense(model, f"{config.low_communication_setting}, which takes")
         else:
             self.check(config)
         self.broadcast_tensors(tensor.data for tensor in (*model.parameters(), *model.buffers()))
@@ -82,11 +82,11 @@ class Strategy(Collectives):
         return model
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that `prepare` has put in this one's place; by default this one."""
+        """Return the parameter by which `prepare` has replaced this parameter; by default the parameter itself."""
         return parameter
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give the optimizer rank 0's state, and any parameters that `prepare` has put in place of its own."""
+        """Give the optimizer rank 0's state, and replace the parameters that `prepare` has replaced in the model."""
         broadcast_optimizer_state(self, optimizer)
 
     def follow_loader(self, loader: Loader) -> None:
@@ -102,7 +102,7 @@ def check_dense(model: nn.Module, taker: str) -> None:
     """Raise `ConfigError` for a module with sparse gradients.
 
     Args:
-        taker: what takes dense ones, with the verb, for the message: "strategy 'fsdp' exchanges".
+        taker: subject and verb of the message: "strategy 'fsdp' exchanges".
     """
     for path, module in model.named_modules():
         if getattr(module, "sparse", False):
@@ -112,7 +112,7 @@ def check_dense(model: nn.Module, taker: str) -> None:
 def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     """Broadcast rank 0's optimizer state, if it has any. A fresh optimizer stays untouched.
 
-    Horovod's own `broadcast_optimizer_state` makes a fresh optimizer take a step on zero gradients to
+    Horovod's `broadcast_optimizer_state` makes a fresh optimizer take a step on zero gradients to
     have a state to send, which lets weight decay shrink the weights and counts as Adam's first step.
     """
     here = optimizer.state_dict()

@@ -1,7 +1,7 @@
-"""Gradient buckets, which are sent while the backward pass goes on.
+"""Gradient buckets, which are all-reduced while the backward pass goes on.
 
-The backward pass produces gradients one by one, roughly in the reverse order of the parameters. Each is scaled into
-its place in a flat bucket. A full bucket is all-reduced as one message while the backward pass goes on. All ranks send
+The backward pass produces gradients singly, roughly in the reverse order of the parameters. Each is scaled into its
+part of a flat bucket. A full bucket is all-reduced as a single message while the backward pass goes on. All ranks send
 their buckets in the same order, whatever the order of the gradients, which rules out a deadlock. Li et al., "PyTorch
 Distributed" (VLDB 2020), sections 3.2.2 and 3.2.3, for both ideas.
 """
@@ -18,15 +18,15 @@ from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, 
 from trainer.watch.spans import WAIT, span
 
 BUCKET_BYTES = 4 * 1024 * 1024
-"""The smallest size of a bucket, except for the last: its latency does not count beside it."""
+"""The smallest size of a bucket, except for the last: from this size on, latency is negligible."""
 
 
 class Bucket:
-    """Gradients that are all-reduced as one message.
+    """Gradients that are all-reduced in a single message.
 
     Args:
-        parameters: by their places among all; of one type. Their gradients fill the bucket.
-        wire_type: type that is sent if it is smaller than the parameters' own, so that it rounds.
+        parameters: the parameters whose gradients fill the bucket, by their index in the model; all of the same type.
+        wire_type: type that is sent if it is smaller than the type of the parameters, so that it rounds.
     """
 
     def __init__(self, parameters: dict[int, Tensor], wire_type: torch.dtype | None = None) -> None:
@@ -38,14 +38,14 @@ class Bucket:
         """The gradients, and behind them a number for each parameter: not 0 where a rank has a gradient of it."""
         *pieces, self._has_gradient = self.flat.split([*sizes, len(sizes)])
         self.means = {
-            place: _in_order_of(parameter, piece)
-            for (place, parameter), piece in zip(parameters.items(), pieces, strict=True)
+            index: _in_order_of(parameter, piece)
+            for (index, parameter), piece in zip(parameters.items(), pieces, strict=True)
         }
-        """means[place]: the part of the message for the parameter at that place, in its shape."""
+        """By the parameter's index, its part of the message, in its shape."""
         self.ready: set[int] = set()
         self._absent: set[int] = set()
         self.wait: Callable[[], object] | None = None
-        """Waits for the message, once it is on its way."""
+        """Waits until the message is summed; None if it was not sent yet."""
 
     @property
     def is_full(self) -> bool:
@@ -55,7 +55,7 @@ class Bucket:
         """Begin to sum the message over all ranks."""
         self._has_gradient.fill_(1.0)
         if self._absent:  # else nothing is copied to the device, which would wait for it
-            self._has_gradient.copy_(torch.tensor([float(place not in self._absent) for place in self.means]))
+            self._has_gradient.copy_(torch.tensor([float(index not in self._absent) for index in self.means]))
         self.wait = ranks.start_gradients(self.flat, "bucket")
 
     def has_gradient(self, index: int) -> bool:
@@ -63,18 +63,18 @@ class Bucket:
         return bool(self._has_gradient[index])
 
     def empty(self) -> None:
-        """Make ready for the next pass."""
+        """Empty the bucket for the next pass."""
         self.ready.clear()
         self._absent.clear()
         self.wait = None
 
-    def put(self, place: int, gradient: Tensor | None, scale: float) -> None:
-        """Scale a gradient into its place in one pass; None counts as zeros."""
-        mean = self.means[place]
-        self.ready.add(place)
+    def put(self, index: int, gradient: Tensor | None, scale: float) -> None:
+        """Scale a gradient into its part of the message; None counts as zeros."""
+        mean = self.means[index]
+        self.ready.add(index)
         if gradient is None:
             mean.zero_()
-            self._absent.add(place)
+            self._absent.add(index)
         elif gradient.is_sparse:
             mean.copy_(gradient.to_dense() * scale)
         elif (gradient.dtype, gradient.device) == (mean.dtype, mean.device):
@@ -93,16 +93,16 @@ def divide(parameters: Sequence[Tensor]) -> list[list[int]]:
     """Divide parameters by type and into parts of `BUCKET_BYTES`, in the order in which gradients are expected.
 
     Returns:
-        Of each part the parameters' places.
+        The parts, each as a list of the parameters' indices.
     """
     by_type: dict[torch.dtype, list[list[int]]] = {}
     room: dict[torch.dtype, int] = {}
-    for place, parameter in reversed([*enumerate(parameters)]):
+    for index, parameter in reversed([*enumerate(parameters)]):
         parts = by_type.setdefault(parameter.dtype, [])
         if room.get(parameter.dtype, 0) <= 0:
             parts.append([])
             room[parameter.dtype] = BUCKET_BYTES
-        parts[-1].append(place)
+        parts[-1].append(index)
         room[parameter.dtype] -= parameter.numel() * parameter.element_size()
     return [part for parts in by_type.values() for part in parts]
 
@@ -118,15 +118,15 @@ class BucketSynchronizer(GradientSynchronizer):
         super().__init__(parameters)
         self._ranks, self._scale = ranks, 1 / ranks.world.size
         parts = divide([parameter for _, parameter in parameters])
-        self.buckets = [Bucket({place: parameters[place][1] for place in part}, wire_type) for part in parts]
-        self._bucket_of = {place: bucket for bucket in self.buckets for place in bucket.means}
+        self.buckets = [Bucket({index: parameters[index][1] for index in part}, wire_type) for part in parts]
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.means}
         self._next = 0
 
-    def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
-        bucket = self._bucket_of[place]
+    def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of[index]
         if bucket.wait is not None:
-            raise self._completed_twice(place)
-        bucket.put(place, parameter.grad, self._scale)
+            raise self._completed_twice(index)
+        bucket.put(index, parameter.grad, self._scale)
         while self.sends_early and self._next < len(self.buckets) and self.buckets[self._next].is_full:
             self._send_next()
 
@@ -135,15 +135,15 @@ class BucketSynchronizer(GradientSynchronizer):
         parameters = self.parameters
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            for place in bucket.means.keys() - bucket.ready:
-                parameter = parameters[place]
-                bucket.put(place, parameter.grad if parameter is not None else None, self._scale)
+            for index in bucket.means.keys() - bucket.ready:
+                parameter = parameters[index]
+                bucket.put(index, parameter.grad if parameter is not None else None, self._scale)
             self._send_next()
         for bucket in self.buckets:
             if bucket.wait is not None:
                 with span(WAIT):
                     bucket.wait()
-            held = [parameters[place] for place in bucket.means]
+            held = [parameters[index] for index in bucket.means]
             assign_means(held, [*bucket.means.values()], bucket.has_gradient)
             bucket.empty()
         self._next = 0

@@ -18,7 +18,7 @@ _NOTED = ("all_reduce", "broadcast", "broadcast_tensors", "broadcast_object", "a
 class Collectives(ABC):
     """Sums, broadcasts and barriers over all ranks. Every rank calls the same methods in the same order.
 
-    All follow from `all_reduce` and `broadcast_object`; a transport overrides those that it has a better way for.
+    All follow from `all_reduce` and `broadcast_object`; a transport overrides methods that it can do better.
     """
 
     def __init__(self, world: World) -> None:
@@ -41,20 +41,20 @@ class Collectives(ABC):
         """Leave the job. Nothing can be exchanged afterwards; a second call does nothing."""
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        """Begin to sum `flat`, which stands for gradients, over all ranks, in place; return what waits for the sum.
+        """Begin to sum gradients over all ranks, in place; return a function that waits for the sum.
 
         Other methods may be called meanwhile.
 
         Args:
-            flat: one-dimensional and contiguous, on the world's device. It stays as it is until then.
-            name: the same for each message of its kind, and of no other; it is sent once at a time.
+            flat: the gradients, one-dimensional and contiguous, on the world's device; not to be changed until then.
+            name: the same for each message of its kind and for no other; no two are under way at the same time.
         """
         with waits("gradients"):  # within a backward pass, where nothing else says so
             self.all_reduce(flat)
         return lambda: None
 
     def sum_statistics(self, tensor: Tensor) -> Tensor:
-        """Do what `all_reduce` does, for BatchNorm over the global batch, so that the verdict on a hang can name it."""
+        """All-reduce statistics of BatchNorm over the global batch, so that the verdict on a hang can name it."""
         with waits(BATCH_NORM, tensor.numel(), counts=True):
             return self.all_reduce(tensor)
 

@@ -34,7 +34,7 @@ from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_
 from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
-# They need a whole vector or matrix, or operations that DTensor does not have.
+# These optimizers need whole vectors or matrices, or operations that DTensor does not have.
 _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
@@ -46,7 +46,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        # Parameters of optimizers that were made before `prepare`, and what stands in the model in their place.
+        # From parameters of optimizers that were made before `prepare` to their replacements in the model.
         self._replaced: Any = WeakIdKeyDictionary()
         self._meshes: dict[str | int, DeviceMesh] = {}
         self._passes = EvaluationPasses()
@@ -68,17 +68,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         return synchronizer
 
     def check(self, config: RunConfig) -> None:
-        if config.shared_mechanism and self.world.size > 1:
-            setting = config.shared_mechanism
+        if config.low_communication_setting and self.world.size > 1:
+            setting = config.low_communication_setting
             raise ConfigError(f"{setting}, and under FSDP no rank has whole gradients; valid there is none")
         if config.compression not in ("none", "bf16"):
             raise ConfigError(
                 f"compression is {config.compression!r}, which strategy 'fsdp' does not have; valid there: none, bf16"
-            )
-        if config.dynamic_graph:
-            raise ConfigError(
-                "dynamic_graph is True, and strategy 'fsdp' needs a gradient of every parameter in each step; freeze "
-                "what is not trained, or take another strategy"
             )
         if config.fsdp.cpu_offload and self.world.device.type != "cuda":
             raise ConfigError("fsdp's cpu_offload keeps parameters off a GPU, and the device is the CPU; leave it out")
@@ -92,7 +87,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         precision = MixedPrecisionPolicy(param_dtype=_DTYPES[settings.parameter_dtype], reduce_dtype=_DTYPES[reduce])
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         for part in (*blocks, model):
-            self._place(part)
+            self._move_to_device(part)
             if part is not model and settings.checkpoint_activations:
                 part.forward = partial(checkpoint, part.forward, use_reentrant=False)
             if config.compile:
@@ -112,8 +107,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                     parameter.data = parameter.data.new_empty(0)  # who still holds it does not keep the memory
         model._trainer_fsdp = (settings, config.compile)  # type: ignore[assignment]
 
-    def _place(self, part: nn.Module) -> None:
-        """Move what is not sharded yet to the device, which has to hold a whole part, with rank 0's values."""
+    def _move_to_device(self, part: nn.Module) -> None:
+        """Move tensors that are not sharded yet to the device, with rank 0's values; a whole part has to fit there."""
         for tensor in chain(part.parameters(), part.buffers()):
             if not is_sharded(tensor):
                 tensor.data = tensor.data.to(self.world.device)
@@ -129,7 +124,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self._meshes[over]
 
     def _shard_size(self, over: str | int) -> int:
-        """Return how many ranks share one copy of the model."""
+        """Return how many ranks share a copy of the model."""
         if over == "all":
             return self.world.size
         if over == "host":
@@ -182,11 +177,11 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class EvaluationPasses:
-    """The forward passes of an evaluation's step, which a rank without samples repeats: to gather is collective."""
+    """The forward passes of an evaluation step, which ranks without samples repeat, as gathering is collective."""
 
     def __init__(self) -> None:
         self.known: list[FSDPModule] = []
-        """The parts of the model that was prepared last, in its order; repeated where no pass was seen."""
+        """The parts of the model that was prepared last, in its order; repeated if no pass was seen."""
         self._seen: list[FSDPModule] = []
         self._is_in_step = False
 
@@ -213,8 +208,8 @@ class EvaluationPasses:
 class FSDPSynchronizer(Synchronizer):
     """`fully_shard`, whose backward pass leaves on each rank its part of the mean gradient.
 
-    A local backward pass leaves whole gradients of this rank, which nobody can read, and which the next
-    one adds to. One parameter then has a gradient of zeros, so that it is seen whether somebody drops them.
+    A local backward pass leaves whole gradients of this rank, which nobody can read, and to which the next pass adds.
+    The smallest parameter then gets a gradient of zeros as a mark: if it is gone, somebody has dropped the gradients.
 
     Args:
         model: as `fully_shard` has left it.
@@ -236,8 +231,8 @@ class FSDPSynchronizer(Synchronizer):
             ]
             for part, root in parts.items()
         }
-        """The parts that are gathered one at a time, in the model's order, and the parameters that are gathered with
-        each: path in the model, module, and name in the module."""
+        """The parts that are gathered separately, in the model's order, each with its parameters: path in the model,
+        module, and name in the module."""
         passes.known = list(self._gathered)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._is_local = self._is_weightless = self._is_running = self._is_in_pass = False
@@ -246,13 +241,13 @@ class FSDPSynchronizer(Synchronizer):
         self._mark: tuple[nn.Parameter, Tensor, int] | None = None
         # Whole parameters by id, which the modules have within a pass only.
         self._watched: dict[int, nn.Parameter] = {}
-        # Hooks outlive a synchronizer that another one has replaced, unless they are removed.
+        # Hooks outlive a synchronizer that was replaced by another, unless they are removed.
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_calls(self._before_forward), prepend=True),
             *(cast(nn.Module, part).register_forward_pre_hook(_calls(self._on_part, part)) for part in self._gathered),
         ]
         self._root.set_requires_gradient_sync(True)
-        # A parameter without a gradient on one rank has one of zeros there: each rank sends as much as the others.
+        # A parameter without a gradient on some rank sends zeros there: each rank sends as much as the others.
         self._root.set_reduce_scatter_unused_params(True)
 
     def retire(self) -> None:
@@ -324,7 +319,7 @@ class FSDPSynchronizer(Synchronizer):
             return
         for path, module, name in self._gathered[part]:
             parameter = getattr(module, name)
-            if parameter.requires_grad and id(parameter) not in self._watched:  # the same ones in each pass
+            if parameter.requires_grad and id(parameter) not in self._watched:  # they are the same in each pass
                 self._watched[id(parameter)] = parameter
                 self._handles.append(parameter.register_hook(_calls(self._on_parameter_gradient, path)))
 
@@ -351,7 +346,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, names: str | tuple[str, ...]) -> list[nn.Module]:
-    """Return the blocks of a model, in the model's order; none of them is part of another one.
+    """Return the blocks of a model, in the model's order; none of them is part of another.
 
     Args:
         names: see `FsdpConfig.blocks`.
@@ -412,11 +407,11 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfi
 
 
 def _check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Check that each parameter is of one group (a block, or the rest), and that a group has one type."""
+    """Check that each parameter belongs to a single group (a block, or the rest), and each group has a single type."""
     owner: dict[nn.Parameter, str] = {}
     names = {module: name for name, module in model.named_modules()}
     groups = {names[block]: block.modules() for block in blocks}
-    # Also what is a part of a block, if it is reached without one elsewhere.
+    # Including parts of a block that are reached elsewhere without the block.
     groups["the rest of the model"] = (module for _, module in model.named_modules(memo=set(blocks)))
     for group, modules in groups.items():
         kinds = set()

@@ -1,4 +1,4 @@
-"""Synchronizers: what happens to one model's gradients during and after a backward pass."""
+"""Synchronizers: make a model's gradients the mean over all ranks, during and after a backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class Synchronizer:
-    """Gradient synchronization of one model. This base class does nothing, as is right on a single rank.
+    """Gradient synchronization of a model. This base class does nothing, as is right on a single rank.
 
     Calls for a backward pass: `before_backward`, the pass itself, `after_backward`, then `complete`, unless the
     gradients stay on this rank. No synchronizer holds a strong reference to the model or its parameters, so that they
@@ -39,16 +39,21 @@ class Synchronizer:
         super().__init_subclass__()
         note_waits(
             cls,
-            {"complete": "gradients", "discard": "gradients", "after_step": "weights", "settle": "weights"},
+            {
+                "complete": "gradients",
+                "reduce_after_error": "gradients",
+                "after_step": "weights",
+                "average_weights": "weights",
+            },
             counts=False,
         )
 
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
-        """Prepare for a backward pass, which may add to the mean gradients of an earlier one.
+        """Prepare for a backward pass, which may add to the mean gradients of an earlier pass.
 
         Args:
-            is_local: whether its gradients stay on this rank, to be sent by a later pass.
-            is_weightless: whether it has weight 0, so that nothing of it, not even a NaN, may enter the mean.
+            is_local: whether the pass's gradients stay on this rank, to be sent by a later pass.
+            is_weightless: whether the pass has weight 0, so that nothing of it, not even a NaN, may enter the mean.
         """
 
     def after_backward(self) -> None:
@@ -57,8 +62,8 @@ class Synchronizer:
     def complete(self) -> None:
         """Make the gradients the mean over all ranks. Collective, even for a rank whose pass has not reached them."""
 
-    def discard(self) -> None:
-        """Take part, for the other ranks, in the all-reduce of a pass that has raised an error here. Collective.
+    def reduce_after_error(self) -> None:
+        """Send zeros for a pass that raised an error here, so that the other ranks do not hang. Collective.
 
         This rank's gradients stay as the error has left them.
         """
@@ -70,13 +75,13 @@ class Synchronizer:
         """Prepare for a step of an optimizer."""
 
     def after_step(self) -> None:
-        """Combine the ranks' weights, if each has taken a step of its own."""
+        """Combine the ranks' weights, if each rank has taken a different step."""
 
-    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
-        """Make the weights the same on all ranks where they differ between updates. Collective.
+    def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
+        """Average the weights over all ranks, if they differ between updates. Collective.
 
         Args:
-            optimizers: those whose states are made the same as well.
+            optimizers: the states of these optimizers are averaged as well.
         """
 
     @property
@@ -102,16 +107,17 @@ def foreign_pass() -> TrainerError:
 class GradientSynchronizer(Synchronizer):
     """Base of synchronizers that all-reduce whole gradients.
 
-    In each pass, every rank sends the gradient of every parameter. For one that the pass has not reached, this is the
-    gradient that an earlier pass has left, or zeros. So ranks may reach different parameters, and the graph may change
-    from step to step. If no rank has a gradient of a parameter, it stays None, as in one process: with zeros,
-    weight decay and momentum would change the parameter.
+    In each pass, every rank sends the gradient of every parameter. If the pass has not reached the parameter, this is
+    the gradient that an earlier pass has left, or zeros. So ranks may reach different parameters, and the graph may
+    change from step to step. If no rank has a gradient of a parameter, it stays None, as in a single process: with
+    zeros, weight decay and momentum would change the parameter.
 
-    The hooks on the parameters own their synchronizer, which holds the parameters weakly. Strong references would leak:
-    Python cannot collect a cycle that goes through a hook, and the run would keep every model that was ever prepared.
+    The hooks on the parameters keep their synchronizer alive, which holds the parameters weakly. Strong references
+    would leak: Python cannot collect a cycle that goes through a hook, and the run would keep every model that was ever
+    prepared.
 
     Args:
-        parameters: those whose gradients are all-reduced.
+        parameters: the parameters whose gradients are all-reduced.
     """
 
     def __init__(self, parameters: NamedParameters) -> None:
@@ -121,15 +127,15 @@ class GradientSynchronizer(Synchronizer):
         self._shapes = [torch.empty_like(parameter, device="meta") for _, parameter in parameters]
         self._device = parameters[0][1].device
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_hook, place))
-            for place, (_, parameter) in enumerate(parameters)
+            parameter.register_post_accumulate_grad_hook(partial(self._on_hook, index))
+            for index, (_, parameter) in enumerate(parameters)
         ]
         self._reached: set[int] = set()
         self._is_local = self._is_in_pass = False
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters, in the order in which they were given; None for one that was freed."""
+        """The parameters, in the order in which they were given; None for a parameter that was freed."""
         return [parameter() for parameter in self._parameters]
 
     def gradients(self) -> list[Tensor]:
@@ -151,7 +157,7 @@ class GradientSynchronizer(Synchronizer):
         self._is_local, self._is_in_pass = is_local, True
         self._move_hooks_last()
 
-    def discard(self) -> None:
+    def reduce_after_error(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -174,19 +180,19 @@ class GradientSynchronizer(Synchronizer):
         for hook in self._hooks:
             hook.remove()
 
-    def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
-        """Start to send a gradient that is complete on this rank; does nothing by default."""
+    def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        """Start to send a gradient that is complete on this rank; by default do nothing."""
 
     @abstractmethod
     def _complete(self) -> None:
         """Make all gradients the mean over all ranks."""
 
-    def _on_hook(self, place: int, parameter: Tensor) -> None:
+    def _on_hook(self, index: int, parameter: Tensor) -> None:
         if not self._is_in_pass:
             raise foreign_pass()
         if not self._is_local:
-            self.on_gradient(place, parameter)  # type: ignore[arg-type]
-        self._reached.add(place)
+            self.on_gradient(index, parameter)  # type: ignore[arg-type]
+        self._reached.add(index)
 
     def _move_hooks_last(self) -> None:
         """Move our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
@@ -195,10 +201,10 @@ class GradientSynchronizer(Synchronizer):
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
                 registered[hook.id] = registered.pop(hook.id)
 
-    def _completed_twice(self, place: int) -> TrainerError:
+    def _completed_twice(self, index: int) -> TrainerError:
         """Return the error for a second gradient of the same parameter in a pass, the first of which may be sent."""
         return TrainerError(
-            f"one backward pass has completed the gradient of {self.names[place]} twice, as reentrant activation "
+            f"one backward pass has completed the gradient of {self.names[index]} twice, as reentrant activation "
             "checkpointing of a block that is used twice does; give use_reentrant=False to torch.utils.checkpoint"
         )
 
@@ -214,12 +220,12 @@ def assign_means(
         has_gradient: returns whether any rank has a gradient of the parameter at this index. It is only called where
             this rank has none.
     """
-    for place, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
+    for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
         if parameter is None:
             continue
         gradient = parameter.grad
         if gradient is None:
-            parameter.grad = torch.empty_like(parameter).copy_(mean) if has_gradient(place) else None
+            parameter.grad = torch.empty_like(parameter).copy_(mean) if has_gradient(index) else None
         elif gradient.is_sparse:
             parameter.grad = mean.to(parameter.dtype).to_sparse(gradient.sparse_dim())
         elif gradient is not mean:

@@ -26,10 +26,9 @@ from trainer.tuning import tune
 from trainer.watch.spans import WAIT, span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
-"""What is sent without a compression in place of a type in which sums would keep eight bits."""
+"""The type that is sent, without a compression, for a type in which sums would keep eight bits."""
 _PIECE_BYTES = 2**30
 """The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
-_SMALL_BYTES = 2**16
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 
@@ -50,7 +49,7 @@ class HorovodStrategy(Strategy):
                 "or take horovodrun inside the allocation"
             )
         if world.launcher == "torchrun" and world.size > 1:
-            # MPI would start as a job of one rank, and end this process where it cannot.
+            # MPI would start as a job of a single rank, and end this process where it cannot.
             raise ConfigError(f"strategy 'horovod' cannot join the ranks that torchrun started; {_VALID_LAUNCHERS}")
         # Horovod and Open MPI read these when they start, so they are set before they are imported.
         self.tuning = tune(world, horovod=True)
@@ -94,12 +93,12 @@ class HorovodStrategy(Strategy):
         return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        # Horovod numbers what has no name by all calls of a rank: a call of the user's on some ranks would part them.
+        # Horovod numbers unnamed tensors by each rank's calls: a user's call on some ranks only would shift them.
         name = f"trainer.all_reduce.{next(self._all_reduces)}"
         return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum, name=name), tensor)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        # Under a name that it has seen before, Horovod negotiates a tensor with one bit.
+        # Under a name that it has seen before, Horovod negotiates a tensor with a single bit.
         handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
         return partial(self._hvd.synchronize, handle)
 
@@ -122,19 +121,10 @@ class HorovodStrategy(Strategy):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = _pickled(value)
-        length = torch.tensor([len(data)]).view(torch.uint8)
-        # One all-gather is enough where no value is large.
-        small = self._hvd.allgather(torch.cat([length, data[:_SMALL_BYTES]]), name="trainer.objects")
-        lengths, parts = [], []
-        while len(small):
-            lengths.append(int.from_bytes(small[: len(length)].numpy().tobytes(), sys.byteorder))
-            parts.append(small[len(length) :][: min(lengths[-1], _SMALL_BYTES)])
-            small = small[len(length) + len(parts[-1]) :]
+        lengths = self._hvd.allgather(torch.tensor([len(data)]), name="trainer.lengths").tolist()
         if sum(lengths) > _PIECE_BYTES:
             return super().all_gather_object(value)
-        if max(lengths) > _SMALL_BYTES:
-            parts = self._hvd.allgather(data, name="trainer.large_objects").split(lengths)
-        return [_unpickled(part) for part in parts]
+        return [_unpickled(part) for part in self._hvd.allgather(data, name="trainer.objects").split(lengths)]
 
     def _broadcast(self, tensors: Iterable[Tensor], root: int) -> None:
         """Overwrite each of `tensors` with rank `root`'s, in place, in pieces of at most `_PIECE_BYTES`."""
@@ -169,7 +159,7 @@ class HorovodSynchronizer(GradientSynchronizer):
     complete: so it keeps no parameter, and sends after all of the user's hooks.
 
     Args:
-        groups: places of parameters whose gradients are sent together; None sends in each cycle what is ready.
+        groups: indices of parameters whose gradients are sent together; None sends in each cycle what is ready.
         sparse: parameters whose gradients are sparse.
     """
 
@@ -182,28 +172,28 @@ class HorovodSynchronizer(GradientSynchronizer):
         sparse: Collection[Tensor],
     ) -> None:
         super().__init__(parameters)
-        self._sparse = {place for place, (_, parameter) in enumerate(parameters) if parameter in sparse}
+        self._sparse = {index for index, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._placeholders = [_placeholder(parameter) for _, parameter in parameters]
         self._distributed = hvd.DistributedOptimizer(
             SGD(self._placeholders, lr=0.0),
             named_parameters=_with_unique_names(list(zip(self.names, self._placeholders, strict=True))),
             compression=compression,
-            groups=None if groups is None else [[self._placeholders[place] for place in group] for group in groups],
+            groups=None if groups is None else [[self._placeholders[index] for index in group] for group in groups],
         )
         self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
         self._sent: set[int] = set()
 
-    def on_gradient(self, place: int, parameter: nn.Parameter) -> None:
-        if place in self._sent:
-            raise self._completed_twice(place)
-        self._sent.add(place)
-        self._begin(place, parameter.grad)
+    def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        if index in self._sent:
+            raise self._completed_twice(index)
+        self._sent.add(index)
+        self._begin(index, parameter.grad)
 
     def _complete(self) -> None:
         parameters = self.parameters
-        for place, parameter in enumerate(parameters):
-            if place not in self._sent:
-                self._begin(place, parameter.grad if parameter is not None else None)
+        for index, parameter in enumerate(parameters):
+            if index not in self._sent:
+                self._begin(index, parameter.grad if parameter is not None else None)
         with span(WAIT):
             self._distributed.synchronize()  # which replaces the values of the gradients
         for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
@@ -216,17 +206,17 @@ class HorovodSynchronizer(GradientSynchronizer):
                 parameter.grad = mean
         self._sent.clear()
 
-    def _begin(self, place: int, gradient: Tensor | None) -> None:
+    def _begin(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
-            shape = self._shapes[place]
+            shape = self._shapes[index]
             gradient = _absent_like(shape, self._device)
-            if place in self._sparse:
+            if index in self._sparse:
                 gradient = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device, layout=torch.sparse_coo)
-        if gradient.is_sparse and place not in self._sparse:  # other ranks may have none, and send zeros
+        if gradient.is_sparse and index not in self._sparse:  # other ranks may have none, and send zeros
             gradient = gradient.to_dense()
         is_others = gradient.requires_grad or (not gradient.is_sparse and _is_shared(gradient))
-        self._placeholders[place].grad = gradient.detach().clone() if is_others else gradient
-        self._send[place]()
+        self._placeholders[index].grad = gradient.detach().clone() if is_others else gradient
+        self._send[index]()
 
 
 def _holders(tensor: Tensor) -> int:
@@ -239,16 +229,16 @@ _HOLDERS_OF_ONE = _holders(torch.zeros(1))
 def _is_shared(gradient: Tensor) -> bool:
     """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
 
-    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h as its own.
+    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h.
     """
     return _holders(gradient) > _HOLDERS_OF_ONE
 
 
 def _absent_like(shape: Tensor, device: torch.device) -> Tensor:
-    """Return what is sent for a parameter of a shape and type that has no gradient.
+    """Return the tensor of negative zeros that is sent for a parameter without a gradient.
 
     A sum is a negative zero where all of its terms are. That tells parameters without a gradient on any rank from those
-    whose gradient is zero, without a message of its own.
+    whose gradient is zero, without a separate message.
     """
     return torch.full_like(shape, complex(-0.0, -0.0) if shape.is_complex() else -0.0, device=device)
 
@@ -264,24 +254,24 @@ def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[int]] | None:
-    """Return the places of parameters whose gradients are sent together; None sends in each cycle what is ready.
+    """Return the indices of parameters whose gradients are sent together; None sends in each cycle what is ready.
 
     Ranks on CPUs send buckets: to send each gradient once it is ready, all ranks negotiate again and again, in threads
-    that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's own way.
+    that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's default.
     """
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return None if over_nccl and size > BUCKET_BYTES else divide(parameters)
 
 
 class _AnyTensor:
-    """What Horovod calls a compression, for tensors of any type and in any order of memory.
+    """A compression, in Horovod's sense, for tensors of any type and in any order of memory.
 
-    Horovod itself takes contiguous ones of its own types. One in another order, the gradient of a channels-last weight
-    say, is sent as a contiguous copy and written back: a rank may have no gradient, for which a contiguous one is sent.
-    Without a wire type bfloat16 is sent as float32; complex numbers are sent as pairs of real ones.
+    Horovod takes contiguous tensors of some types. A tensor in another order, such as the gradient of a channels-last
+    weight, is sent as a contiguous copy and written back, because a rank without a gradient sends a contiguous tensor.
+    Without a wire type bfloat16 is sent as float32; complex numbers are sent as pairs of real numbers.
 
     Args:
-        wire_type: type that is sent in place of the gradients' own.
+        wire_type: type that is sent instead of the gradients' type.
     """
 
     def __init__(self, wire_type: torch.dtype | None) -> None:
@@ -294,7 +284,7 @@ class _AnyTensor:
     def decompress(self, sent: Tensor, tensor: Tensor | None) -> Tensor:
         if tensor is None:  # a sparse gradient, which Horovod gathers uncompressed
             return sent
-        _as_real(tensor).copy_(sent)  # of itself, where nothing had to be changed for the way
+        _as_real(tensor).copy_(sent)  # `sent` is the tensor itself if nothing had to be converted
         return tensor
 
 
@@ -312,7 +302,7 @@ def _import_horovod() -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        # Something else of that name was found first, in the script's own folder as a rule.
+        # Another module of that name was found first, usually in the script's folder.
         other = sys.modules.get("horovod") if error.name == "horovod.torch" else None
         if other is not None:
             raise ConfigError(f"{other.__file__} is imported in place of the package horovod; rename it") from None

@@ -1,4 +1,4 @@
-"""ProcessGroupStrategy: what strategies over torch.distributed share, the process group and its collectives."""
+"""The base class of strategies over torch.distributed: makes the process group, and has its collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProcessGroupStrategy(Strategy):
     """
 
     name: str
-    """What the description begins with."""
+    """The first word of the description."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

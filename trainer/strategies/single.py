@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.cluster.world import World
-from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
-from trainer.strategies.gradients import NamedParameters, Synchronizer
 from trainer.tuning import tune
 
 
 class SingleStrategy(Strategy):
-    """One process, whose gradient is the mean gradient.
+    """A single process, whose gradient is the mean gradient.
 
     Raises:
-        ConfigError: the process is one of several.
+        ConfigError: the launcher started several processes.
     """
 
     def __init__(self, world: World) -> None:
@@ -28,9 +26,6 @@ class SingleStrategy(Strategy):
             )
         super().__init__(world)
         self.tuning = tune(world)
-
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        return Synchronizer()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -94,7 +94,7 @@ class Contents:
         models, optimizers = self.prepared.models, self.prepared.optimizers
         self._held = [*models, *optimizers]
         for synchronizer in models.values():
-            synchronizer.settle(optimizers)
+            synchronizer.average_weights(optimizers)
         return {
             "models": [model.state_dict() for model in models],
             "optimizers": [

@@ -53,7 +53,7 @@ class Positions:
         """Forget the passes of the epoch before, and the end of one that its loop has not asked for."""
         self._passes.clear()
         for loader in self.loaders:
-            loader.skip = 0
+            loader.passes_done_before_resume = 0
             if loader.start and loader.start == loader.epoch_samples:
                 loader.epoch, loader.start = loader.epoch + 1, 0
 
@@ -87,4 +87,4 @@ class Positions:
                     f"{error}; restore that to go on, or begin in another folder, with the checkpoint's weights "
                     "(docs/surviving.md, Going on)"
                 ) from None
-            loader.skip = self._passes[loader] = self._interrupted[number]["passes"]
+            loader.passes_done_before_resume = self._passes[loader] = self._interrupted[number]["passes"]

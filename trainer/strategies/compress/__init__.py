@@ -1,1 +1,1 @@
-"""What is sent in place of the gradients: low-rank factors, or the weights after several local steps."""
+"""Low-communication training: send low-rank factors of gradients, or the weights after several local steps."""

@@ -69,7 +69,7 @@ class _Anchors:
         ]
 
     def go_on_from(self, name: str, mean: Tensor, *, is_trained: bool) -> Tensor:
-        """Return the weights that follow from the ranks' mean of what was sent; they become the anchor if there is one.
+        """Return the weights that follow from the ranks' mean of what was sent; they become the anchor, if any.
 
         It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it,
         which leaves out a parameter that is not trained.
@@ -86,7 +86,7 @@ class _Anchors:
 
 
 class LocalSynchronizer(WholeSynchronizer):
-    """Averages weights in place of gradients, after each round of updates that every rank takes by itself.
+    """Averages weights instead of gradients, after each round of updates that every rank takes by itself.
 
     With `outer_lr`, ranks go on from a step of an outer optimizer instead of the average itself: of SGD with Nesterov
     momentum (Sutskever et al. 2013).
@@ -104,15 +104,15 @@ class LocalSynchronizer(WholeSynchronizer):
         self._in_round = 0
         self._states_differ = self._differs = False
         self._is_new = True
-        """Whether the next step is the first one of an update."""
+        """Whether the next step is the first step of an update."""
         self._has_begun = False
-        """Whether a round has begun since this was made, so that the anchors are those of its beginning."""
+        """Whether a round has begun, so that the anchors are the weights at its beginning."""
         self._was_written_to_between = False
-        """Whether the script wrote to this rank's weights before the round began, which its anchors are, then."""
+        """Whether the script wrote to this rank's weights before the round; its anchors are these weights."""
         self._trained_at: dict[str, int] = {}
-        """The last update of which a pass found that a parameter requires a gradient."""
+        """By a parameter's name, the last update in which it required a gradient."""
         self._averaged_at = 0
-        """The update after which all weights were averaged last."""
+        """The number of the update after which all weights were averaged last."""
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -162,17 +162,17 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
         if self._in_round == self._config.sync_every:
-            self._average_weights()
+            self._average_round()
 
     @torch.no_grad()
-    def _average_weights(self) -> None:
+    def _average_round(self) -> None:
         named = self._named
-        # A parameter that was freed has its place among changes, too: PowerSGD knows tensors by theirs.
+        # A parameter that was freed keeps its index among changes: PowerSGD knows tensors by their index.
         names = [*(self._anchors.weights if self._sends_changes else named)]
         means = self._means_of(self._anchors.to_send(names, named))
         for name, is_trained, mean in zip(names, self._are_trained(names), means, strict=True):
             if self._power is not None and not is_trained:
-                mean.zero_()  # what is left of a parameter comes with later rounds, but not to one that is frozen
+                mean.zero_()  # a parameter's error comes with later rounds, but a frozen parameter stays
             if name in named:
                 named[name].copy_(self._anchors.go_on_from(name, mean, is_trained=is_trained))
         self._in_round, self._differs, self._averaged_at = 0, False, self.updates
@@ -195,9 +195,9 @@ class LocalSynchronizer(WholeSynchronizer):
         return sent
 
     @torch.no_grad()
-    def settle(self, optimizers: Collection[Optimizer] = ()) -> None:
+    def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
         if self._differs:
-            self._average_weights()
+            self._average_round()
         if not self._states_differ or not optimizers:
             return
         self._states_differ = False
@@ -213,12 +213,12 @@ class LocalSynchronizer(WholeSynchronizer):
             and (value.is_floating_point() or value.is_complex())
             and (value.shape, value.device) == (parameter.shape, parameter.device)
         }
-        averaged = [states[key] for key in self._of_all_ranks([*states])]
+        averaged = [states[key] for key in self._keys_of_all_ranks([*states])]
         for value, mean in zip(averaged, self.mean_of_all(averaged, "states"), strict=True):
             value.copy_(mean)
 
-    def _of_all_ranks(self, keys: Sequence[Any]) -> Sequence[Any]:
-        """Return the keys that every rank has, in the same order: none has states of what it has not reached."""
+    def _keys_of_all_ranks(self, keys: Sequence[Any]) -> Sequence[Any]:
+        """Return the keys that every rank has, in the same order: ranks may have reached different parameters."""
         gathered = self._ranks.all_gather_object(sha256(repr(keys).encode()).digest())
         if len(set(gathered)) == 1:
             return keys

@@ -1,7 +1,7 @@
 """PowerSGD: gradients are sent as products of two narrow matrices; docs/strategies.md has the drawing and the formula.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(NeurIPS 2019, arXiv:1905.13727), algorithms 1 and 2: one step of a power iteration for each update, which begins with
+(NeurIPS 2019, arXiv:1905.13727), algorithms 1 and 2: a step of a power iteration for each update, which begins with
 the last update's factor (warm start), and error feedback.
 """
 
@@ -22,7 +22,7 @@ _LEAST_SAVING = 2.0
 
 
 class Factors:
-    """The approximation of one parameter's gradient, as the matrix of n = its first dimension by m = all others.
+    """The approximation of a parameter's gradient, as the matrix of n = its first dimension by m = all others.
 
     Args:
         number: of the parameter; the random numbers that it begins with depend on it, and not on the rank.
@@ -48,11 +48,11 @@ class Factors:
         self.error.zero_()
 
     def keep(self) -> None:
-        """Keep the error as it is, so that `drop` has it."""
+        """Remember the error, for `drop`."""
         self._kept = self.error.clone() if self._kept is None else self._kept.copy_(self.error)
 
     def drop(self) -> None:
-        """Put back the error that was kept last, or none."""
+        """Restore the error that `keep` remembered last; zeros if there is none."""
         self.error.copy_(self._kept if self._kept is not None else torch.zeros_like(self.error))
 
     def project(self, gradient: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Factors:
         return (basis.T @ self.error.T).T
 
     def project_back(self, left: Tensor) -> Tensor:
-        """Return this rank's right factor for the mean of `project`, m × rank. What both leave is the new error."""
+        """Return this rank's right factor for the mean of `project`, m × rank. The rest is the new error."""
         # QR and not a division by the norm: a column of zeros, from a gradient of zeros, stays a direction.
         self._left = torch.linalg.qr(left).Q
         right: Tensor = self._left.T @ self.error
@@ -84,12 +84,12 @@ Mean = Callable[[Sequence[Tensor], str], list[Tensor]]
 
 
 class PowerSGD:
-    """The mean over all ranks of one set of tensors, time and again, in two messages.
+    """Repeatedly computes the mean over all ranks of a set of tensors, in two messages.
 
-    The first has all left factors, beside the tensors that are small already; the second all right factors. Each rank
-    keeps what its factors leave of its tensors, and adds it to the next ones. The factors are linear in the tensors, so
-    only the mean of all ranks' errors matters to them. A checkpoint keeps that mean, from which any number of ranks
-    goes on.
+    The first message has all left factors and the tensors that are small already, the second all right factors. Each
+    rank keeps the difference between its tensors and their factors (the error), and adds it to the next tensors. The
+    factors are linear in the tensors, so only the mean of all ranks' errors matters to them. A checkpoint keeps that
+    mean, from which any number of ranks goes on.
 
     Args:
         parameters: in the shapes of the tensors.
@@ -101,9 +101,9 @@ class PowerSGD:
         self._names = [name for name, _ in parameters]
         widths = [_width(parameter, rank, least_saving) for _, parameter in parameters]
         self.factors = {
-            place: Factors(parameters[place][1].detach(), width, place) for place, width in enumerate(widths) if width
+            index: Factors(parameters[index][1].detach(), width, index) for index, width in enumerate(widths) if width
         }
-        """By the places of the tensors that are sent as factors."""
+        """The factors, by the index of the tensor that they stand for."""
 
     def replace_by_mean(
         self, tensors: Sequence[Tensor], mean_of_all: Mean, beside: Sequence[Tensor] = ()
@@ -113,25 +113,25 @@ class PowerSGD:
         Returns:
             The means of what was sent whole beside them.
         """
-        whole = [place for place in range(len(tensors)) if place not in self.factors]
-        sent = [factors.project(tensors[place]) for place, factors in self.factors.items()]
-        means = mean_of_all([*sent, *(tensors[place] for place in whole), *beside], "left")
+        whole = [index for index in range(len(tensors)) if index not in self.factors]
+        sent = [factors.project(tensors[index]) for index, factors in self.factors.items()]
+        means = mean_of_all([*sent, *(tensors[index] for index in whole), *beside], "left")
         lefts, others = means[: len(sent)], means[len(sent) :]
-        for place, mean in zip(whole, others[: len(whole)], strict=True):
-            tensors[place].copy_(mean)
+        for index, mean in zip(whole, others[: len(whole)], strict=True):
+            tensors[index].copy_(mean)
         if all(bool(left.isfinite().all()) for left in lefts):  # the same on all ranks
             sent = [factors.project_back(left) for factors, left in zip(self.factors.values(), lefts, strict=True)]
             rights = mean_of_all(sent, "right")
-            for (place, factors), right in zip(self.factors.items(), rights, strict=True):
-                factors.approximate(right, tensors[place])
+            for (index, factors), right in zip(self.factors.items(), rights, strict=True):
+                factors.approximate(right, tensors[index])
         else:
             self._begin_anew(tensors)
         return others[len(whole) :]
 
     def _begin_anew(self, tensors: Sequence[Tensor]) -> None:
         """Make tensors that overflowed on some rank NaN on all, and keep them out of the errors."""
-        for place, factors in self.factors.items():
-            tensors[place].fill_(torch.nan)
+        for index, factors in self.factors.items():
+            tensors[index].fill_(torch.nan)
             factors.begin_anew()
 
     def state_dict(self, mean_of_all: Mean) -> dict[str, Any]:
@@ -139,16 +139,16 @@ class PowerSGD:
         errors = mean_of_all([factors.error for factors in self.factors.values()], "error")
         for factors, mean in zip(self.factors.values(), errors, strict=True):
             factors.error.copy_(mean)
-        kept = {self._names[place]: factors for place, factors in self.factors.items()}
+        kept = {self._names[index]: factors for index, factors in self.factors.items()}
         return {
             "errors": {name: factors.error for name, factors in kept.items()},
             "factors": {name: factors.right for name, factors in kept.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a state. One of another rank of approximation, or of other tensors, counts where it fits."""
-        for place, factors in self.factors.items():
-            name = self._names[place]
+        """Go on with a state, as far as it is of the same rank of approximation and of the same tensors."""
+        for index, factors in self.factors.items():
+            name = self._names[index]
             errors, rights = state["errors"], state["factors"]
             for tensor, saved in ((factors.error, errors.get(name)), (factors.right, rights.get(name))):
                 if saved is not None and saved.shape == tensor.shape:
@@ -189,8 +189,8 @@ class PowerSGDSynchronizer(WholeSynchronizer):
         if self._is_applied or not self._has_stepped:
             return
         parameters = self.parameters
-        for place, factors in self._power.factors.items():
-            parameter = parameters[place]
+        for index, factors in self._power.factors.items():
+            parameter = parameters[index]
             if parameter is not None and (parameter.grad is None or not bool(parameter.grad.any())):
                 factors.drop()
                 self._keeps = True
@@ -206,10 +206,10 @@ class PowerSGDSynchronizer(WholeSynchronizer):
                 factors.keep()
         self._is_applied = False
         [counts] = self._power.replace_by_mean(gradients, self.mean_of_all, [self.has_gradients()])
-        for place, factors in self._power.factors.items():
+        for index, factors in self._power.factors.items():
             # Nobody applies what no rank's pass has reached. Where some gradient overflowed, there is nothing to keep.
-            if not counts[place] and bool(gradients[place].isfinite().all()):
-                factors.error += gradients[place].reshape(factors.shape)
+            if not counts[index] and bool(gradients[index].isfinite().all()):
+                factors.error += gradients[index].reshape(factors.shape)
         return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class PowerSGDSynchronizer(WholeSynchronizer):
 
 
 def _width(parameter: Tensor, rank: int, least_saving: float) -> int:
-    """Return the width of a parameter's factors; 0 where its gradient is sent whole, as complex ones are."""
+    """Return the width of a parameter's factors; 0 if its gradient is sent whole, as complex gradients are."""
     if parameter.dim() < 2 or parameter.numel() == 0 or parameter.is_complex():
         return 0
     rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]

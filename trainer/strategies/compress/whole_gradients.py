@@ -1,6 +1,6 @@
-"""Gradient synchronization in one piece, at the end of the backward pass, under every strategy with an all-reduce.
+"""Gradient synchronization after the backward pass, under every strategy with an all-reduce.
 
-Nothing is sent before the last gradient is there: what is sent may then be chosen by looking at all of them.
+Nothing is sent before the last gradient is complete, so that what is sent may depend on all gradients.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trainer.strategies.collectives import Collectives
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
 
 WIRE_TYPES: dict[str | None, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The type that is sent under a compression which rounds."""
+"""By the name of a compression that rounds, the type that is sent."""
 _NUMBERS = itertools.count()
 
 
 class WholeSynchronizer(GradientSynchronizer):
-    """Makes the gradients the mean over all ranks in one message for each type of number."""
+    """Makes the gradients the mean over all ranks, with a message for each data type."""
 
     def __init__(self, parameters: NamedParameters, ranks: Collectives) -> None:
         super().__init__(parameters)
@@ -30,32 +30,32 @@ class WholeSynchronizer(GradientSynchronizer):
         """Number of updates so far."""
 
     def mean_of_all(self, tensors: Sequence[Tensor], name: str, wire_type: torch.dtype | None = None) -> list[Tensor]:
-        """Return each tensor's mean over all ranks, in its `exact_type`. One message for each such type. Collective.
+        """Return each tensor's mean over all ranks, in its `exact_type`; a message for each such type. Collective.
 
         Args:
             tensors: of the same shapes and types on every rank; they stay as they are.
             name: of the messages.
-            wire_type: what is sent in place of the exact type, so that it rounds.
+            wire_type: type that is sent instead of the exact type, so that it rounds.
         """
-        places_by_type: dict[torch.dtype, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            places_by_type.setdefault(exact_type(tensor.dtype), []).append(place)
+        indices_by_type: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            indices_by_type.setdefault(exact_type(tensor.dtype), []).append(index)
         started = []
-        for dtype, places in places_by_type.items():
-            flat = torch.cat([tensors[place].detach().reshape(-1).to(dtype) for place in places])
+        for dtype, indices in indices_by_type.items():
+            flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in indices])
             rounds = wire_type is not None and dtype.is_floating_point
             if rounds:
                 flat = flat.div_(self._ranks.world.size).to(wire_type)  # before the sum, which may overflow
             message = f"{name}.{str(dtype).removeprefix('torch.')}.{self._number}"
-            started.append((dtype if rounds else None, places, flat, self._ranks.start_gradients(flat, message)))
+            started.append((dtype if rounds else None, indices, flat, self._ranks.start_gradients(flat, message)))
 
         means: dict[int, Tensor] = {}
-        for exact, places, flat, wait in started:
+        for exact, indices, flat, wait in started:
             wait()
             mean = flat.div_(self._ranks.world.size) if exact is None else flat.to(exact)
-            pieces = mean.split([tensors[place].numel() for place in places])
-            means |= {place: piece.view(tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
-        return [means[place] for place in range(len(tensors))]
+            pieces = mean.split([tensors[index].numel() for index in indices])
+            means |= {index: piece.view(tensors[index].shape) for index, piece in zip(indices, pieces, strict=True)}
+        return [means[index] for index in range(len(tensors))]
 
     def _complete(self) -> None:
         self._average()
@@ -64,7 +64,7 @@ class WholeSynchronizer(GradientSynchronizer):
     def _average(self) -> None:
         gradients = self.gradients()
         counts = self._replace_by_mean(gradients)
-        assign_means(self.parameters, gradients, lambda place: bool(counts[place]))
+        assign_means(self.parameters, gradients, lambda index: bool(counts[index]))
 
     def _replace_by_mean(self, gradients: Sequence[Tensor]) -> Tensor:
         """Overwrite the gradients with their means; return for each a number that is not 0 if any rank has it."""
