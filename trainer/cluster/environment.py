@@ -58,7 +58,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         ConfigError: the process is one of several, and no variable says which; or launchers are nested.
     """
     environ = _non_empty(environ)
-    if candidates := launches(environ):
+    if candidates := _without_copies(launches(environ), environ):
         _refuse_nested(candidates, environ)
         return candidates[0]
     for name in ("WORLD_SIZE", "PMI_SIZE"):
@@ -90,6 +90,16 @@ def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
         rank, size = (_number(environ, name) for name in ("PMI_RANK", "PMI_SIZE"))
         candidates.append(Launch(launcher="mpiexec", rank=rank, size=size))
     return candidates
+
+
+def _without_copies(candidates: list[Launch], environ: Mapping[str, str]) -> list[Launch]:
+    """Leave torchrun out where a script, or `trainer.init`, has set its variables to what another launcher says.
+
+    torchrun itself also sets TORCHELASTIC_RUN_ID.
+    """
+    first, *others = candidates or [Launch()]
+    is_copy = any((other.rank, other.size) == (first.rank, first.size) for other in others)
+    return others if is_copy and first.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ else candidates
 
 
 def _non_empty(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
@@ -45,6 +46,8 @@ class Rendezvous:
             return lambda text: [text]
         if self._world.launcher == "torchrun":
             return self._over_store()
+        if (horovod := sys.modules.get("horovod.torch")) and horovod.is_initialized():  # by strategy 'horovod'
+            return self._over_horovod()
         return self._over_mpi() if connects_by_mpi(self._world) else self._over_horovod()
 
     def _over_store(self) -> Callable[[str], list[str]]:

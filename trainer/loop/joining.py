@@ -35,15 +35,18 @@ _UNCONNECTED = (
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
 
-    A `Strategy` object has joined already, and is returned as it is.
+    A `Strategy` object is connected only: no watch is started for it.
     """
     report_failures()
     wait_for_threads_before_forks()
     if isinstance(strategy, Strategy):
-        return wrapped(strategy)
+        joined = wrapped(strategy)
+        joined.connect()
+        return joined
     world = _world_to_join(strategy, config)
     with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
         joined = wrapped(make_strategy(strategy, world))
+        joined.connect()
         facts = (world.host, machine_id(), gpu_id(world.device), hang.describe(world))
         hosts, machines, gpus, watched = zip(*joined.all_gather_object(facts), strict=True)
     hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)

@@ -1,13 +1,15 @@
-"""Strategy: how the ranks of a job train together. A new strategy is a subclass that can sum over ranks."""
+"""Strategy: how the ranks of a job train together. A new strategy is a subclass that sums gradients in its own way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from trainer.cluster.process_group import join_group
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.data.base import Loader
@@ -18,14 +20,15 @@ from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import NamedParameters, Synchronizer
+from trainer.watch.failure import at_exit
 from trainer.watch.recorder import Recorder
 
 
 class Strategy(Collectives):
     """Turns gradients into their mean over all ranks. It knows nothing of datasets or of the training loop.
 
-    The constructor joins the job, so every rank has to make its strategy. A subclass has to define at least the
-    abstract methods of `Collectives`; its gradients are then sent in buckets.
+    Every rank has to make its strategy. Gradients are sent in buckets, each summed by `start_gradients`, which a
+    subclass overrides; all else goes over torch.distributed's default process group.
     """
 
     shards = False
@@ -36,14 +39,43 @@ class Strategy(Collectives):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self._leave: Callable[[], object] | None = None
         self.tuning: Mapping[str, str] = {}
         """Settings that were tuned for this host, and why; for the first line of output and the run's record."""
         self.description = str(world)
         """Ranks and transport, for the first line of output."""
-        self.is_over_nccl = False
-        """Whether `all_reduce` of a tensor on the world's device uses NCCL."""
         self.flight_recorder: Recorder | None = None
         """Tells which collectives are still running; None if they return to Python only once they are completed."""
+
+    def connect(self) -> None:
+        """Make torch.distributed's default process group, unless the script has made it. Collective.
+
+        `trainer.init` calls it before any other method.
+
+        Raises:
+            ConfigError: the launcher provides no rendezvous, or the script's group has other ranks than the job.
+        """
+        if self.world.size > 1 or self.shards:
+            self.host_group, self._leave = join_group(self.world)
+            at_exit(self.close)
+
+    def close(self) -> None:
+        """Leave the job. Nothing can be exchanged afterwards; a second call does nothing."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
+        """Begin to sum gradients over all ranks, in place; return a function that waits for the sum.
+
+        Other methods may be called meanwhile.
+
+        Args:
+            flat: the gradients, one-dimensional and contiguous, on the world's device; not to be changed until then.
+            name: the same for each message of its kind and for no other; no two are under way at the same time.
+        """
+        wait: Callable[[], object] = dist.all_reduce(flat, async_op=True).wait
+        return wait
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Broadcast rank 0's weights and buffers, and return the synchronizer that the settings ask for.

@@ -7,10 +7,24 @@ returns, how many backward passes follow it, and which ranks run it.
 
 from __future__ import annotations
 
-from trainer.strategies.process_group import ProcessGroupStrategy
+from typing import ClassVar
+
+from trainer.cluster.world import World
+from trainer.strategies.base import Strategy
+from trainer.tuning import tune
+from trainer.watch.recorder import find_recorder
 
 
-class DDPStrategy(ProcessGroupStrategy):
+class DDPStrategy(Strategy):
     """Data parallelism over torch.distributed, in the buckets that every strategy sends by default."""
 
-    name = "DDP"
+    name: ClassVar = "DDP"
+    """The first word of the description."""
+    over_host_memory = False
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.tuning = tune(world)
+        is_over_nccl = world.device.type == "cuda"
+        self.flight_recorder = find_recorder(is_over_nccl=is_over_nccl)
+        self.description = f"{self.name} over {'NCCL' if is_over_nccl else 'Gloo'}, {world}"

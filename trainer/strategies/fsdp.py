@@ -30,15 +30,15 @@ from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import is_sharded, shard_values
 from trainer.strategies.base import broadcast_optimizer_state, check_dense
+from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_pass
-from trainer.strategies.process_group import ProcessGroupStrategy
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 # These optimizers need whole vectors or matrices, or operations that DTensor does not have.
 _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
-class FSDPStrategy(ProcessGroupStrategy):
+class FSDPStrategy(DDPStrategy):
     """Each rank keeps a part of every parameter; whole blocks are gathered for their forward and backward passes."""
 
     name = "fully_shard"

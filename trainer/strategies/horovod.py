@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,14 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BUCKET_BYTES, divide
-from trainer.strategies.collectives import in_place
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
 from trainer.tuning import tune
+from trainer.watch.heartbeat import BATCH_NORM, waits
 from trainer.watch.spans import WAIT, span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """The type that is sent, without a compression, for a type in which sums would keep eight bits."""
-_PIECE_BYTES = 2**30
-"""The largest message: MPI counts its bytes in 31 bits, and Gloo's sockets take as many."""
 _NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 
@@ -57,14 +54,13 @@ class HorovodStrategy(Strategy):
         self._check_build()
         self._hvd.init()
         self._closed = False
-        self._all_reduces = itertools.count()
+        self._statistics = itertools.count()
         self._check_world()
-        self.is_over_nccl = world.device.type == "cuda"
         self.description = f"Horovod over {self._transport()}, {world}"
 
     def _transport(self) -> str:
         controller = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        return f"NCCL (started by {controller})" if self.is_over_nccl else controller
+        return f"NCCL (started by {controller})" if self.world.device.type == "cuda" else controller
 
     def _check_build(self) -> None:
         if self.world.device.type == "cuda" and not self._hvd.nccl_built():
@@ -89,66 +85,29 @@ class HorovodStrategy(Strategy):
         sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         held = [parameter for _, parameter in parameters]
         # Sparse gradients support no groups.
-        groups = None if sparse else gradient_groups(held, over_nccl=self.is_over_nccl)
+        groups = None if sparse else gradient_groups(held, over_nccl=self.world.device.type == "cuda")
         return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        # Horovod numbers unnamed tensors by each rank's calls: a user's call on some ranks only would shift them.
-        name = f"trainer.all_reduce.{next(self._all_reduces)}"
-        return in_place(partial(self._hvd.allreduce_, op=self._hvd.Sum, name=name), tensor)
+    def sum_statistics(self, tensor: Tensor) -> Tensor:
+        # Within a pass, while Horovod's NCCL sums gradients: a second communicator of NCCL's could deadlock there.
+        if self.world.device.type == "cpu":
+            return super().sum_statistics(tensor)
+        with waits(BATCH_NORM, tensor.numel(), counts=True):
+            # Horovod numbers unnamed tensors by each rank's calls: a user's call on some ranks only would shift them.
+            name = f"trainer.statistics.{next(self._statistics)}"
+            summed: Tensor = self._hvd.allreduce_(tensor.contiguous(), op=self._hvd.Sum, name=name)
+            return summed
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with a single bit.
         handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
         return partial(self._hvd.synchronize, handle)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        self.broadcast_tensors([tensor])
-        return tensor
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        self._broadcast(tensors, 0)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        is_root = self.world.rank == root
-        data = _pickled(value) if is_root else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([len(data)])
-        self._broadcast([length], root)
-        if not is_root:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        self._broadcast([data], root)
-        return value if is_root else _unpickled(data)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        data = _pickled(value)
-        lengths = self._hvd.allgather(torch.tensor([len(data)]), name="trainer.lengths").tolist()
-        if sum(lengths) > _PIECE_BYTES:
-            return super().all_gather_object(value)
-        return [_unpickled(part) for part in self._hvd.allgather(data, name="trainer.objects").split(lengths)]
-
-    def _broadcast(self, tensors: Iterable[Tensor], root: int) -> None:
-        """Overwrite each of `tensors` with rank `root`'s, in place, in pieces of at most `_PIECE_BYTES`."""
-        # As bytes, because Horovod supports neither bool nor bfloat16; contiguous, because it requires that.
-        pairs = [(tensor, tensor.contiguous()) for tensor in tensors]
-        # All are submitted before the first is waited for, so that Horovod negotiates them together.
-        handles = [
-            self._hvd.broadcast_async_(piece, root_rank=root, name=f"trainer.tensor.{number}.{part}")
-            for number, (_, whole) in enumerate(pairs)
-            for part, piece in enumerate(whole.view(-1).view(torch.uint8).split(_PIECE_BYTES))
-        ]
-        for handle in handles:
-            self._hvd.synchronize(handle)
-        for tensor, whole in pairs:
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
-
-    def barrier(self) -> None:
-        self._hvd.barrier()
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._hvd.shutdown()
+        super().close()
 
 
 class HorovodSynchronizer(GradientSynchronizer):
@@ -317,11 +276,3 @@ def _import_horovod() -> Any:
             "`python scripts/install/build_horovod.py`"
         )
     return hvd
-
-
-def _pickled(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpickled(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().data)  # noqa: S301 (inside the job only)

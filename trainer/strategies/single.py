@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
@@ -26,12 +22,3 @@ class SingleStrategy(Strategy):
             )
         super().__init__(world)
         self.tuning = tune(world)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def close(self) -> None:
-        return
